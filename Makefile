@@ -1,15 +1,15 @@
-# `make demo` and `make test` install all they need into .venv; they need only Python 3.11 or newer.
+# `make demo` and `make test` install everything they need into .venv. They require only Python 3.11 or newer.
 
 BIN := .venv/bin
 N ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos bench lint format docs spark lock clean
+.PHONY: help setup demo test chaos bench bench-competitors lint format docs spark lock clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
-		awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		awk -F'|' '{ printf "%-24s %s\n", $$1, $$2 }'
 
 setup: .venv/installed ## install everything into .venv
 
@@ -22,10 +22,16 @@ test: .venv/installed ## run the tests in N=4 processes; ARGS="-k NAME" passes o
 chaos: .venv/installed ## inject random faults and check the history; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py \
-		tests/chaos/frames_*.py tests/chaos/split_*.py)
+		tests/chaos/frames_*.py tests/chaos/parquet_*.py tests/chaos/split_*.py)
 
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-competitors: ## compare with Kafka, NATS and others; needs Java, Maven and a network
+	python3 -m venv .cache/competitors/venv
+	.cache/competitors/venv/bin/python -m pip install --quiet --upgrade pip
+	.cache/competitors/venv/bin/python -m pip install --quiet --editable . --group competitors
+	.cache/competitors/venv/bin/python -m benchmarks.competitors $(ARGS)
 
 lint: .venv/installed ## check style and types
 	$(BIN)/ruff check .
@@ -44,7 +50,7 @@ spark: .venv/installed ## install Spark, and Java if it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 
-lock: .venv/installed ## renew requirements-dev.txt, the exact tools with their hashes
+lock: .venv/installed ## update requirements-dev.txt, which pins the development tools by hash
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --group test --group lint --universal --python-version 3.11 \
 		--upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \

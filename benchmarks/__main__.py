@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run all, print a table, write ``benchmarks/RESULTS.md``."""
+"""``python -m benchmarks``: run all benchmarks, print a table, write ``benchmarks/RESULTS.md``."""
 
 from __future__ import annotations
 
@@ -56,32 +56,32 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (
-    "- Records of 100 distinct bytes, made before the clock starts; one server without",
-    "  persistence, reached through a unix socket; redis-py with hiredis, plain options.",
-    "- Rates are the best of several runs, latencies the median of all samples; ours and theirs",
-    "  alternate.",
-    "- 1 publisher and 1 subscriber: our ring is full before the clock starts, so that each frame",
-    "  takes the memory of an old one; the peer's stream starts empty and is not trimmed.",
-    "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each",
-    "  publisher is a process; the subscribers share one process per core, each with its own",
-    "  connection, and each reads every record itself. A separate run checks the order of records.",
+    "- Records are distinct, have 100 bytes, and are created before the clock starts. The server",
+    "  has no persistence and listens on a unix socket. redis-py uses hiredis and its defaults.",
+    "- Rates are the best of several runs, latencies the median of all samples. Our runs and the",
+    "  peer's alternate.",
+    "- 1 publisher and 1 subscriber: our ring is full before the clock starts, so each new frame",
+    "  reuses the memory of an old one. The peer's stream starts empty and is not trimmed.",
+    "- 4 x 16: the benchmark in Meteor's README, where ring and clients share one JVM. Here each",
+    "  publisher is a process. The subscribers share one process per core; each has its own",
+    "  connection and reads every record itself. A separate run checks the order of records.",
     "- With idle groups: each group has a member in another process that holds its lease and",
     "  reads nothing. Medians of 16 runs each; four runs with groups alternate with four without.",
-    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s; renewals are",
-    "  all that its owner sends between polls.",
-    '- Archived: a process publishes, another archives into Parquet on the local disk; "to the',
-    '  last" counts until the last record is stored. History: 10 M records in files of up to 1 M,',
-    "  read after the ring has dropped them, with checksums compared (pyarrow does not compare).",
-    "- meteor publish and tail: whole processes from start to end, 1 M lines of 100 bytes, through",
-    "  pipes; of that, starting Python with redis-py and pyarrow takes 0.2 s.",
-    "- Spark: local, 2 M rows of all columns into the sink noop, from the ring; the Python source",
-    "  for comparison yields the same batches from memory; Spark wrote the Parquet files.",
-    "  Micro-batches: one row each, no pause between them; the Python source generates its row.",
-    "  Without a row: offsets move four times a second (for ours, because a stream is created),",
-    "  and there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
-    "  Medians (empty triggers: averages) of several alternating runs.",
-    "- Server CPU, all: CPU time of the server while records were published one by one, minus the",
-    "  time when idle; inside the command: usec_per_call of INFO commandstats.",
+    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s. Between polls,",
+    "  the owner sends only renewals.",
+    "- Archiver: one process publishes, and another archives into Parquet on the local disk.",
+    "  History: 10 M records in files of up to 1 M, read after the ring has dropped them.",
+    "  meteor_py compares checksums here; pyarrow does not.",
+    "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Starting",
+    "  Python with redis-py and pyarrow takes 0.2 s of that.",
+    "- Spark, local mode: reads 2 M rows of all columns from the ring into the noop sink. The",
+    "  in-memory source yields the same batches; Spark wrote the Parquet files. Micro-batches have",
+    "  one row each and no pause between them; the Python source generates its row. In batches",
+    "  without rows, offsets move four times a second (ours, because a stream is created), but",
+    "  there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
+    "  Figures are medians (empty triggers: averages) of several alternating runs.",
+    "- Server CPU, total: CPU time of the server while records are published one by one, minus",
+    "  the CPU time of an idle server. Inside the command: usec_per_call of INFO commandstats.",
 )
 RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
 
@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Compare meteor_py with redis-py on a private server. A complete run "
-        "takes about five minutes and writes benchmarks/RESULTS.md. Run nothing else meanwhile.",
+        description="Compare meteor_py with redis-py on a private server. A complete run takes "
+        "about five minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
     )
     parser.add_argument("--quick", action="store_true", help="measure less, in about a minute")
     parser.add_argument(

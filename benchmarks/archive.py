@@ -1,4 +1,4 @@
-"""Archives: archiving while publishing, reading an archive, and reading one of many records."""
+"""Archives: archiving while publishing, reading the history, and reading a single old record."""
 
 from __future__ import annotations
 
@@ -56,10 +56,12 @@ def archiving(bench: Bench) -> list[Row]:
         repeats=bench.pick(3, 1),
     )
     archived = max(rate for _, rate in runs)
-    what = "publish_many while all of it is archived"
+    what = "publish_many while an archiver stores every record"
     return [
         faster(what, best["archiving"], best["no store"], "ours, no store"),
-        faster("archived meanwhile, to the last", archived, best["archiving"], "that publisher"),
+        faster(
+            "archiver, until the last record is stored", archived, best["archiving"], "publisher"
+        ),
     ]
 
 
@@ -120,7 +122,7 @@ def history(bench: Bench) -> list[Row]:
             repeats=bench.pick(3, 2),
         )
         opens, micros = one_by_one(stream, end)
-    what = f"one offset of {count // 1_000_000} M archived"
+    what = f"read one of {count // 1_000_000} M archived records"
     return [
         faster(
             "read history with stream.read, as Arrow",
@@ -158,7 +160,7 @@ def read_cold(stream: meteor.Stream, end: int) -> float:
 
 
 def read_files(files: list[str], *, use_threads: bool = False) -> float:
-    """Read the files with pyarrow alone: file by file, or all columns at once."""
+    """Read the files with pyarrow alone, one file after the other."""
     start = time.perf_counter()
     found = 0
     for name in files:

@@ -97,7 +97,7 @@ def bytes_per_record(url: str, case: Case, count: int) -> float:
 
 
 def other_keys(url: str) -> Iterator[tuple[str, float]]:
-    """Yield the memory of the small keys next to the ring, with all of them in use."""
+    """Yield the memory of each small key of a stream while it is in use."""
     with connected(url) as client, plain_client(url) as server:
         stream = client.stream("size", ordering_key="key")
         with stream.publisher() as pub:

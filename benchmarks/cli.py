@@ -88,7 +88,7 @@ def _help(bench: Bench) -> Row:
 
 
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
-    """Returns the run time in seconds of a process between two pipes."""
+    """Returns the run time, in seconds, of a process whose input and output are pipes."""
     environment = os.environ | {"METEOR_URL": bench.url}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
     start = time.perf_counter()

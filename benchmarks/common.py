@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: records, clients, repetition, processes, results."""
+"""Helpers for all benchmarks: records, clients, repetition, processes, results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import meteor_py as meteor
 
 RECORD_BYTES = 100
 SEED = 20_180_506
-#: Batch size of redis-py, as in the goals.
+#: Batch size of redis-py; the goals assume it.
 PIPELINE = 500
 #: Records in one call of publish_many.
 CALL = 10_000
@@ -101,7 +101,7 @@ class Bench:
         return quick if self.quick else full
 
     def clear(self) -> None:
-        """Begin with an empty server."""
+        """Empty the server."""
         with plain_client(self.url) as client:
             client.flushall()
 
@@ -159,7 +159,7 @@ def percentile(samples: Sequence[float], percent: int) -> float:
 def at_once(*jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
     """Run each job in a separate process and return their results.
 
-    Each job is called with a function that waits until all are ready, then its arguments.
+    Each job gets a function that waits until all jobs are ready, followed by its arguments.
     """
     barrier = _CONTEXT.Barrier(len(jobs))
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in jobs]

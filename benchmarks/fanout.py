@@ -40,7 +40,7 @@ WINDOW = 10_000
 CAPACITY = 10_000 * PUBLISHERS * 2
 METEOR_DELIVERIES = 4_300_000.0
 
-#: The start of every value: the number of its publisher, and of the record among the publisher's.
+#: Every value starts with the number of its publisher and the number of the record.
 _MARK = struct.Struct(">HQ")
 
 
@@ -82,7 +82,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def measure(bench: Bench, publish: Any, subscribe: Any, each: int, *, check: bool = False) -> float:
-    """Return records published per second, all of them delivered to all subscribers."""
+    """Return records published per second. Every record reaches every subscriber."""
     bench.clear()
     with connected(bench.url) as client:
         client.stream("fanout", capacity=CAPACITY)

@@ -190,7 +190,7 @@ def idle_traffic(bench: Bench) -> list[Row]:
     return [
         within(f"{what}, its owner between polls", "/group/s", silent),
         within(f"{what}, its owner in a poll", "/group/s", in_poll),
-        within(f"{what}, one more member waiting", "/group/s", one_waits - silent),
+        within(f"{what}, each waiting member", "/group/s", one_waits - silent),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Memory of a publisher and a subscriber while gigabytes pass through them."""
+"""Memory of a publisher that sends gigabytes, and of a subscriber that reads them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(bench: Bench) -> list[Row]:
     for who, (half, whole), goal in zip(
         ("publisher", "subscriber"), grown, (PUBLISHER_MIB, SUBSCRIBER_MIB), strict=True
     ):
-        what = f"memory that a {who} takes for {gigabytes:g} GB ({half:.0f} MiB at half time)"
+        what = f"memory of a {who} after {gigabytes:g} GB ({half:.0f} MiB after half of it)"
         rows.append(within(what, "MiB", whole, goal))
     return [*rows, largest_fetch(bench)]
 

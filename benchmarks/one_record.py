@@ -1,15 +1,36 @@
-"""Frames of one record: reading them, and the server's cost of publishing one."""
+"""Frames of one record: reading them, the server's cost of publishing one, and 50 publishers."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import meteor_py as meteor
-from benchmarks.common import Bench, Row, cheaper, connected, faster, plain_client, values_of
+from benchmarks.common import (
+    Bench,
+    Ready,
+    Row,
+    at_once,
+    cheaper,
+    connected,
+    faster,
+    plain_client,
+    values_of,
+    within,
+)
 from benchmarks.publish import xadd_all
 from benchmarks.read import PEER, drain, drain_group
+
+#: Publishers that publish at the same time, each waiting for every record.
+PUBLISHERS = 50
+#: Capacity of the ring, and of redis-py's stream.
+CAPACITY = 10_000
+#: Goal for the script that appends one record.
+SCRIPT_GOAL_US = 13
 
 
 def run(bench: Bench) -> list[Row]:
@@ -29,11 +50,15 @@ def run(bench: Bench) -> list[Row]:
             repeats=bench.pick(7, 3),
         )
     rate, peer = best.values()
-    return [faster("read one-record frames as bytes", rate, peer, PEER, 1.2), *costs]
+    return [
+        faster("read one-record frames as bytes", rate, peer, PEER, 1.2),
+        *costs,
+        *fifty_publishers(bench),
+    ]
 
 
 def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[bytes]) -> list[Row]:
-    """Measure the server's CPU for records published one by one, ours and the peer's in turn."""
+    """Measure the server's CPU for records published one by one; ours and the peer's alternate."""
     part = len(values) // 4
     ours: list[tuple[float, float]] = []
     peer: list[tuple[float, float]] = []
@@ -57,8 +82,9 @@ def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[b
     peer_whole, peer_inside = min(x for x, _ in peer), min(y for _, y in peer)
     what = "server CPU of a one-record publish"
     return [
-        cheaper(f"{what}, all", "us", whole, peer_whole, "bare XADD", 8),
+        cheaper(f"{what}, total", "us", whole, peer_whole, "bare XADD", 8),
         cheaper(f"{what}, inside the command", "us", inside, peer_inside, "bare XADD"),
+        within(f"{what}, inside the command", "us", inside, SCRIPT_GOAL_US),
     ]
 
 
@@ -78,3 +104,77 @@ def cpu_us(plain: Any, work: Callable[[], None], count: int, command: str) -> tu
 def _cpu_s(plain: Any) -> float:
     info = plain.info("cpu")
     return float(info["used_cpu_user"] + info["used_cpu_sys"])
+
+
+# -- many publishers ---------------------------------------------------------------------------
+
+
+def fifty_publishers(bench: Bench) -> list[Row]:
+    """Publishers that wait for each record, in threads of one process and in processes."""
+    seconds = bench.pick(3, 1)
+    rows = []
+    for kind, goal, jobs in (("threads", 1.2, 1), ("processes", 1.0, PUBLISHERS)):
+        rates = bench.best(
+            {
+                f"{PUBLISHERS} publishers in {kind}{suffix}": partial(
+                    publish_at_once, bench, work, jobs, seconds
+                )
+                for work, suffix in ((publish_one, ""), (xadd_one, ", redis-py"))
+            },
+            repeats=bench.pick(3, 2),
+        )
+        ours, peer = rates.values()
+        what = f"{PUBLISHERS} publishers in {kind}, one record at a time"
+        rows.append(faster(what, ours, peer, "redis-py, XADD", goal))
+    return rows
+
+
+def publish_at_once(bench: Bench, work: Any, processes: int, seconds: int) -> float:
+    """Return records per second of 50 publishers, divided among ``processes``."""
+    bench.clear()
+    with connected(bench.url) as client:
+        client.stream("fifty", capacity=CAPACITY)
+    job = (publish_in_threads, (bench.url, work, PUBLISHERS // processes, seconds))
+    return float(sum(at_once(*[job] * processes)))
+
+
+def publish_in_threads(ready: Ready, url: str, work: Any, count: int, seconds: int) -> float:
+    """Run ``work`` in ``count`` threads; return records per second."""
+    opened = threading.Barrier(count + 1)
+    counts: list[int] = []
+
+    def publish() -> None:
+        with work(url) as publish_next:
+            publish_next()
+            opened.wait()
+            opened.wait()
+            end, done = time.monotonic() + seconds, 0
+            while time.monotonic() < end:
+                publish_next()
+                done += 1
+            counts.append(done)
+
+    threads = [threading.Thread(target=publish) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    opened.wait()
+    ready()
+    opened.wait()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == count, "a publisher failed"
+    return sum(counts) / seconds
+
+
+@contextmanager
+def publish_one(url: str) -> Iterator[Callable[[], object]]:
+    value = values_of(1)[0]
+    with connected(url) as client, client.stream("fifty").publisher() as pub:
+        yield lambda: pub.publish(value).result()
+
+
+@contextmanager
+def xadd_one(url: str) -> Iterator[Callable[[], object]]:
+    value = values_of(1)[0]
+    with plain_client(url) as plain:
+        yield lambda: plain.xadd("peer", {"v": value}, maxlen=CAPACITY)

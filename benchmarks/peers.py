@@ -65,7 +65,7 @@ def killed(lead_it: Any, url: Any) -> float:
         assert isinstance(first.get(timeout=_STUCK_S), float)
         heir.start()
         assert second.get(timeout=_STUCK_S) == "waits"
-        time.sleep(_TTL_S / 2 + time.monotonic() % 1)  # somewhere between two heartbeats
+        time.sleep(_TTL_S / 2 + time.monotonic() % 1)  # a random moment between two heartbeats
         assert leader.pid is not None
         at = time.monotonic()
         os.kill(leader.pid, signal.SIGKILL)

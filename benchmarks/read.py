@@ -1,7 +1,8 @@
-"""Reading a full stream from one process, as bytes, as Arrow and as Record objects."""
+"""Reading a full stream from one process: as bytes, as Arrow, as Records, and record by record."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from benchmarks.common import (
     faster,
     plain_client,
     values_of,
+    within,
 )
 from benchmarks.publish import xadd_all
 
@@ -31,6 +33,9 @@ def run(bench: Bench) -> list[Row]:
                 "bytes": lambda: drain(stream, meteor.RecordBatch.values),
                 "Arrow": lambda: drain(stream, meteor.RecordBatch.to_arrow),
                 "Records": lambda: drain(stream, list),
+                "for record in sub": lambda: iterate(stream),
+                "receiver": lambda: receive(stream),
+                "receiver in a group": lambda: receive(stream, group="g"),
                 "redis-py": lambda: drain_group(plain),
             },
             repeats=bench.pick(7, 3),
@@ -39,7 +44,11 @@ def run(bench: Bench) -> list[Row]:
     return [
         faster("read values as bytes", best["bytes"], peer, PEER, 30),
         faster("read as Arrow", best["Arrow"], best["bytes"], "ours as bytes", 1.2),
-        faster("read as Record objects", best["Records"], peer, PEER),
+        faster("read as Record objects", best["Records"], peer, PEER, 30),
+        *(
+            within(f"{what}, per record", "us", 1e6 / best[what], 0.5)
+            for what in ("for record in sub", "receiver", "receiver in a group")
+        ),
     ]
 
 
@@ -69,6 +78,35 @@ def drain(stream: meteor.Stream, form: Callable[[meteor.RecordBatch], Any]) -> f
             batch = sub.poll()
             count += len(form(batch))
         return count / (time.perf_counter() - start)
+
+
+def iterate(stream: meteor.Stream) -> float:
+    """Read the whole stream in a loop over records; return records per second."""
+    with stream.subscriber(initial_offset="earliest") as sub:
+        last = stream.describe().next - 1
+        sub.poll(max_records=1)  # warm up
+        sub.seek("earliest")
+        start = time.perf_counter()
+        for record in sub:
+            if record.offset == last:
+                break
+        return (last + 1) / (time.perf_counter() - start)
+
+
+def receive(stream: meteor.Stream, group: str | None = None) -> float:
+    """Read the whole stream with a receiver; return records per second."""
+    last = stream.describe().next - 1
+    done = threading.Event()
+
+    def handle(record: meteor.Record) -> None:
+        if record.offset == last:
+            done.set()
+
+    with stream.subscriber(initial_offset="earliest", group=group) as sub:
+        start = time.perf_counter()
+        sub.attach_receiver(handle)
+        assert done.wait(60), "the receiver is stuck"
+        return (last + 1) / (time.perf_counter() - start)
 
 
 def drain_group(client: Any, key: str = "peer") -> float:

@@ -1,4 +1,4 @@
-"""Publishing into and seeking in a small and a large ring: both should cost the same."""
+"""Publishing and seeking should cost the same in a large ring as in a small one."""
 
 from __future__ import annotations
 

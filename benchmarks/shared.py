@@ -27,7 +27,7 @@ def run(bench: Bench) -> list[Row]:
     return [
         cheaper(f"{what}, server CPU", "us", cpu, peer_cpu, PEER),
         faster(f"{what}, processes", rate["shared"], peer[PEER], PEER),
-        beside_a_sleeper(bench),
+        with_stuck_owner(bench),
         empty_claims(bench),
     ]
 
@@ -173,14 +173,14 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 # -- blocked keys ------------------------------------------------------------------------------
 
 
-def beside_a_sleeper(bench: Bench) -> Row:
-    """Measure the rate of other keys while the owner of a key with 90 % of the records sleeps."""
+def with_stuck_owner(bench: Bench) -> Row:
+    """Measure the rate of other keys while the owner of a key with 90 % of the records is stuck."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
     others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]
     mixed = [key for other in others for key in (*[b"hot"] * 9, other)]
 
-    def drain(keys: list[bytes], *, sleeper: bool) -> float:
+    def drain(keys: list[bytes], *, stuck: bool) -> float:
         bench.clear()
         with connected(bench.url) as client:
             stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
@@ -188,7 +188,7 @@ def beside_a_sleeper(bench: Bench) -> Row:
                 pub.publish(b"x", key=b"hot").result()
                 pub.publish_many([b"x" * 100] * len(keys), keys=keys).result(_STUCK_S)
             holder = stream.shared_subscriber("g", prefetch=1)
-            if sleeper:
+            if stuck:
                 assert holder.poll(5)[0].ordering_key == b"hot"
             done, want = 0, len(others)
             with stream.shared_subscriber("g", prefetch=_BATCH) as sub:
@@ -202,12 +202,12 @@ def beside_a_sleeper(bench: Bench) -> Row:
             return want / took
 
     cases = {
-        "a sleeper": lambda: drain(mixed, sleeper=True),
-        "nobody asleep": lambda: drain(mixed, sleeper=False),
+        "stuck": lambda: drain(mixed, stuck=True),
+        "not stuck": lambda: drain(mixed, stuck=False),
     }
     best = bench.best(cases, repeats=bench.pick(3, 1))
-    what = "shared: other keys, a sleeper on 90 % of the records"
-    return faster(what, best["a sleeper"], best["nobody asleep"], "nobody asleep", 0.8)
+    what = "shared: other keys, while the owner of 90 % of the records is stuck"
+    return faster(what, best["stuck"], best["not stuck"], "no owner is stuck", 0.8)
 
 
 def empty_claims(bench: Bench) -> Row:

@@ -60,19 +60,17 @@ def run(bench: Bench) -> list[Row]:
         found = measured(bench, count)
     rows, micro, empty, idle = (found[part] for part in ("rows", "micro", "empty", "idle"))
     small = "a micro-batch of 1 row"
-    none = "a micro-batch without a row"
+    none = "a micro-batch without rows"
     look = "an empty trigger"
     return [
-        faster(
-            "Spark: read and discard", rows["ours"], rows["memory"], "a Python source, memory", 0.7
-        ),
-        faster("Spark: read and discard", rows["ours"], rows["parquet"], "its Parquet, the same"),
+        faster("Spark: read and discard", rows["ours"], rows["memory"], "an in-memory source", 0.7),
+        faster("Spark: read and discard", rows["ours"], rows["parquet"], "Spark's Parquet source"),
         cheaper(f"Spark: {small}", "ms", micro["ours"], micro["nothing"], "a Python source", 1.15),
-        cheaper(f"Spark: {small}", "ms", micro["ours"], micro["rate"], "its rate source"),
+        cheaper(f"Spark: {small}", "ms", micro["ours"], micro["rate"], "Spark's rate source"),
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["nothing"], "a Python source", 1.15),
-        cheaper(f"Spark: {none}", "ms", empty["ours"], empty["rate"], "its rate source"),
+        cheaper(f"Spark: {none}", "ms", empty["ours"], empty["rate"], "Spark's rate source"),
         cheaper(f"Spark: {look}", "ms", idle["ours"], idle["nothing"], "a Python source"),
-        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["rate"], "its rate source"),
+        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["rate"], "Spark's rate source"),
     ]
 
 
@@ -264,9 +262,9 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
-    """Returns the mean milliseconds of a trigger that finds nothing and runs no batch.
+    """Returns the milliseconds of a trigger that finds nothing and runs no batch.
 
-    The mean, because Spark reports whole milliseconds.
+    Takes the mean instead of the median, because Spark reports whole milliseconds.
     """
     interval = "spark.sql.streaming.noDataProgressEventInterval"
     spark.conf.set(interval, "0")  # otherwise Spark reports one every ten seconds
@@ -326,14 +324,14 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until most triggers have found nothing; returns the durations of those."""
+    """Run a query until enough triggers have found nothing; returns the durations of those."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps a few more
             check(query)
             time.sleep(0.2)
         progress = query.recentProgress[10:]
-    vain = [p["durationMs"] for p in progress if "addBatch" not in p["durationMs"]]
-    return [durations["triggerExecution"] for durations in vain]
+    empty = [p["durationMs"] for p in progress if "addBatch" not in p["durationMs"]]
+    return [durations["triggerExecution"] for durations in empty]
 
 
 @contextmanager
@@ -358,7 +356,7 @@ def check(query: StreamingQuery) -> None:
 def nothing_source() -> Any:
     """Returns a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it generates none. With ``pace``, its offset moves once in ``pace`` seconds.
+    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 

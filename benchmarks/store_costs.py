@@ -1,4 +1,4 @@
-"""What stores cost: bytes read for few columns, and time with many segments.
+"""Costs of stores: bytes read for few columns, and time with many segments.
 
 ``python -m benchmarks.store_costs`` starts a private server, fills two stores, and prints the
 figures of docs/history.md as a Markdown table. The bytes are those that the process reads from
@@ -27,7 +27,7 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import records
 
-#: Bytes of a value; random, so that compression does not hide what is read.
+#: Bytes of a value. Values are random, so compression does not reduce the bytes read.
 _VALUE = 10_000
 _RECORDS = 10_000
 #: Records of a small segment.
@@ -40,7 +40,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def columns(bench: Bench) -> list[Row]:
-    """Bytes read for all columns, for two, and for one."""
+    """Measure the bytes read for all columns, for two, and for one."""
     bench.step("columns")
     bench.clear()
     rows = []
@@ -50,7 +50,7 @@ def columns(bench: Bench) -> list[Row]:
             for _ in range(_RECORDS // 200):
                 pub.publish_many([os.urandom(_VALUE) for _ in range(200)]).result()
         stream.store.flush(120)
-        end = stream.store.bounds()[1] - 100  # what only the store has
+        end = stream.store.bounds()[1] - 100  # records that only the store has
         for names in (ARROW_SCHEMA.names, ["offset", "timestamp"], ["offset"]):
             before = bytes_read()
             assert read(stream, end, names) == end
@@ -76,7 +76,7 @@ def bytes_read() -> int:
 
 
 def many_segments(bench: Bench, count: int) -> list[Row]:
-    """Planning, one record and an append in a store that no archiver has merged."""
+    """Time planning, one read and one append in a store whose segments are not merged."""
     bench.clear()
     with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder, connected(bench.url) as m:
         stream = m.stream("many", capacity=10, store=folder, archive=False)

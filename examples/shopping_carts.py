@@ -1,9 +1,9 @@
-"""Shopping carts: several consumers in parallel, yet nothing is removed before it was added.
+"""Shopping carts: consumers work in parallel, and no item is removed before it was added.
 
     python examples/shopping_carts.py
 
-Customers add things to their carts and change their minds. Three consumers apply these changes in
-parallel. With a plain queue, one of them might get "remove book" while another is still busy with
+Customers add items to their carts and remove some again. Three consumers apply these changes in
+parallel. With a plain queue, one consumer might get "remove book" while another is still busy with
 "add book". Here one consumer at a time gets the changes of a cart, in order, while the others work
 on other carts. The program starts a private server and stops it at the end.
 """
@@ -19,11 +19,11 @@ from functools import partial
 import meteor_py as meteor
 
 CARTS, CHANGES, CONSUMERS = 12, 600, 3
-THINGS = ("book", "pen", "tea", "lamp")
+ITEMS = ("book", "pen", "tea", "lamp")
 
 
 def make_changes() -> list[tuple[str, dict[str, str]]]:
-    """Returns random changes of carts. A thing is removed only after it was added."""
+    """Returns random changes of carts. An item is removed only after it was added."""
     inside: defaultdict[str, list[str]] = defaultdict(list)
     changes: list[tuple[str, dict[str, str]]] = []
     for _ in range(CHANGES):
@@ -31,18 +31,18 @@ def make_changes() -> list[tuple[str, dict[str, str]]]:
         if inside[cart] and random.random() < 0.4:
             changes.append((cart, {"remove": inside[cart].pop()}))
         else:
-            thing = random.choice(THINGS)
-            inside[cart].append(thing)
-            changes.append((cart, {"add": thing}))
+            item = random.choice(ITEMS)
+            inside[cart].append(item)
+            changes.append((cart, {"add": item}))
     return changes
 
 
 def apply(cart: Counter[str], change: dict[str, str]) -> None:
-    """Apply a change. Removing a thing that is not in the cart is an error."""
-    for what, thing in change.items():
-        if what == "remove" and not cart[thing]:
-            raise RuntimeError(f"{thing} was removed before it was added")
-        cart[thing] += 1 if what == "add" else -1
+    """Apply a change. Removing an item that is not in the cart is an error."""
+    for what, item in change.items():
+        if what == "remove" and not cart[item]:
+            raise RuntimeError(f"{item} was removed before it was added")
+        cart[item] += 1 if what == "add" else -1
 
 
 def main() -> None:
@@ -90,8 +90,8 @@ def main() -> None:
     print(f"{CHANGES} changes of {len(carts)} carts by {CONSUMERS} consumers in {took_s:.2f} s")
     print(f"{moved} carts moved between consumers; {failures} changes failed")
     for cart in sorted(carts)[:3]:
-        things = [f"{number} {thing}" for thing, number in sorted(carts[cart].items()) if number]
-        print(f"{cart}: {', '.join(things) or 'empty'}")
+        items = [f"{number} {item}" for item, number in sorted(carts[cart].items()) if number]
+        print(f"{cart}: {', '.join(items) or 'empty'}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
     spark = start_spark()
     try:
         with tempfile.TemporaryDirectory(prefix="meteor-spark-") as folder:
-            # An embedded server with a directory, through which Spark's processes find it.
+            # Spark's processes find the embedded server through its directory.
             url = f"embedded://{folder}/server"
             with meteor.connect(url) as m:
                 try:
@@ -83,7 +83,7 @@ def start_spark() -> SparkSession:
 
 @contextmanager
 def publishing(stream: meteor.Stream) -> Iterator[threading.Thread]:
-    """Run a thread that publishes sentences for a few seconds; stop it with the block."""
+    """Run a thread that publishes sentences for a few seconds; stop it when the block ends."""
     ended = threading.Event()
     thread = threading.Thread(target=publish, args=(stream, ended))
     thread.start()
@@ -95,7 +95,7 @@ def publishing(stream: meteor.Stream) -> Iterator[threading.Thread]:
 
 
 def publish(stream: meteor.Stream, ended: threading.Event) -> None:
-    """Publish sentences, and after a pause one more, which closes the last window."""
+    """Publish sentences. After a pause, publish one more, which closes the last window."""
     with stream.publisher() as pub:
         for _ in range(int(SECONDS / PAUSE_S)):
             pub.publish(random.choice(SENTENCES))

@@ -1,13 +1,13 @@
-"""Two leaders: one freezes during its work, the other takes over, and nothing is lost.
+"""Two leaders: one freezes while it works, the other takes over, and no update is lost.
 
     python examples/two_leaders.py
 
 Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, like a
 long pause of a virtual machine. The other is elected in a higher term and continues the counter.
-Then the first wakes up in the middle of a write. It knows at once, without a request, that its term
-is over, and its write is refused. The server would refuse even a write that was already sent, since
-it carries the number of its term. Finally SIGKILL ends the current leader, and the first one leads
-again.
+Then the first process wakes up in the middle of a write. It knows at once, without a request, that
+its term is over, and its write is refused. Even if the write had already been sent, the server
+would refuse it, because the write carries the number of its term. Finally SIGKILL ends the current
+leader, and the first process leads again.
 
 The program starts a private server and stops it at the end.
 """

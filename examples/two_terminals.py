@@ -3,7 +3,8 @@
     python examples/two_terminals.py read        # in one terminal: waits for records
     python examples/two_terminals.py publish     # in another: sends each line that you type
 
-The first one starts a personal server that keeps its data on disk. It stops with the last one.
+The first program starts your personal server, which keeps its data on disk. The server stops when
+the last program ends.
 """
 
 from __future__ import annotations

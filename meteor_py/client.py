@@ -35,9 +35,9 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
             ``embedded://``: a private server that ends with the client;
             ``embedded:///dir``: a server with its data in ``dir``, shared by all processes that
             open it; ``fake://``: an emulation inside this process, for tests.
-            An embedded server that is killed is restarted by its clients.
-            The default is ``$METEOR_URL``, or else an embedded server that all programs of the
-            user share.
+            If an embedded server is killed, its clients restart it.
+            The default is ``$METEOR_URL`` or, if that is not set, an embedded server that all
+            programs of the user share.
         timeout: Seconds to wait for a connection and for each reply.
 
     Raises:
@@ -53,25 +53,25 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
 
 
 def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
-    """Close everything when a signal asks the process to end, and then end it.
+    """When a signal asks the process to end, close all clients first.
 
-    By default, SIGTERM ends a Python program at once: records that were not sent are lost, and a
-    group waits until the lease of the dead member expires. Call this at the start of a service:
+    By default, SIGTERM ends a Python program at once. Unsent records are lost, and a group waits
+    until the dead member's lease expires. Call this at the start of a service:
 
     >>> meteor.close_on_signal()                                     # doctest: +SKIP
 
-    On the signal, all publishers send their records, the last confirms are sent, and all leases and
-    memberships are released. Then the previously installed handler is called. If it returns, or if
-    there was none, the signal ends the process (status 143 for SIGTERM in a shell). A second signal
-    ends the process at once.
+    On the signal, publishers send their pending records, subscribers send their last confirms, and
+    all leases and memberships are released. Then the previously installed handler is called. If it
+    returns, or if there was none, the signal ends the process (in a shell, with status 143 for
+    SIGTERM). A second signal ends the process at once.
 
     The interrupted code does not continue, and neither ``finally`` blocks nor ``atexit`` functions
     run. To run them, first install a handler that calls ``sys.exit()``.
 
     Args:
-        signals: The signals to handle; SIGTERM if none is named.
-        timeout: Seconds within which everything is closed. After that, the process ends in any
-            case. Records that could not be sent are lost.
+        signals: The signals to handle. The default is SIGTERM.
+        timeout: Maximum seconds for closing. After that, the process ends in any case, and unsent
+            records are lost.
 
     Raises:
         RuntimeError: This is not the main thread.
@@ -88,7 +88,7 @@ class Client(Closeable):
 
     @property
     def address(self) -> Address:
-        """The address that the client was opened with. Printing it masks the password."""
+        """The server's address. Printing it masks the password."""
         return self._connector.address
 
     def stream(
@@ -112,26 +112,26 @@ class Client(Closeable):
     ) -> Stream:
         """Open a stream.
 
-        If the stream does not exist, the first publisher creates it, and so does this call if it
-        passes a setting. Readers do not create streams: a misspelt name would wait forever.
+        If the stream does not exist, the first publisher creates it, or this call if you pass a
+        setting. Readers do not create streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
         ``store`` for older records. ``StreamConfig`` describes the settings, ``capacity`` to
-        ``retain_bytes``. An omitted setting is not compared with that of an existing stream.
+        ``retain_bytes``. If the stream exists, only the settings that you pass must match.
 
         >>> orders = m.stream("orders", capacity=1_000_000)      # doctest: +SKIP
 
         Args:
             name: 1 to 128 characters of A-Z a-z 0-9 . _ -
-            store: Keeps the records that the ring drops: a directory, ``file:///path``,
-                ``s3://bucket/prefix`` or another address, or a ``RingbufferStore``. The ring of a
-                stream with a store drops no record before it is in the store.
-            archive: With a store, run an archiver in the background until the client is closed.
-                If false, archivers elsewhere do the work.
-            resume: With a store, if the stream does not exist, continue the stream archived there
-                instead of starting at offset 0, with its groups and transactions.
-            create: If true, create the stream now if it does not exist; for consumers that may
-                start before the first publisher. If false, raise ``StreamNotFound`` instead.
+            store: Where to keep records that the ring drops: a directory, ``file:///path``,
+                ``s3://bucket/prefix`` or another address, or a ``RingbufferStore``. The ring then
+                drops a record only after it is in the store.
+            archive: With a store, whether to run an archiver in the background until the client is
+                closed. If false, another process must archive.
+            resume: With a store, if the stream does not exist, continue the stream archived there,
+                with its groups and transactions, instead of starting at offset 0.
+            create: If true, create the stream now if it does not exist. Use this in consumers that
+                may start before the first publisher. If false, raise ``StreamNotFound`` instead.
 
         Raises:
             StreamConfigMismatch: The stream exists with other settings.
@@ -171,13 +171,13 @@ class Client(Closeable):
     ) -> PeerGroup:
         """Open a peer group, to watch or join it or to send messages. Close it, or use ``with``.
 
-        The first client to open a group chooses its settings, which ``PeersConfig`` describes. An
-        omitted setting is not compared with that of an existing group.
+        The first client to open a group chooses its settings, which ``PeersConfig`` describes. If
+        the group exists, only the settings that you pass must match.
 
         Args:
             name: 1 to 128 characters of A-Z a-z 0-9 . _ -, or name/instance, as ``peer_groups()``
                 lists it.
-            instance: Names one of several independent groups with the same name.
+            instance: Selects one of several independent groups with the same name.
             codec: How this client encodes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
                 that has your types registered.
             create: If false, raise ``PeerGroupNotFound`` instead of creating the group.
@@ -200,7 +200,7 @@ class Client(Closeable):
 
     @property
     def redis(self) -> redis.Redis:
-        """A redis-py client of the same server, for other commands. It does not retry.
+        """A redis-py client of the same server, for other commands. It never retries.
 
         Closing this client also closes the redis-py client.
         """

@@ -17,9 +17,9 @@
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group has that name
     │       ├── GroupActive         .owner .shared: a member holds the lease            retriable
-    │       ├── GroupConfigMismatch the group exists with other settings, or of the other kind
+    │       ├── GroupConfigMismatch the group exists with other settings, or as the other kind
     │       ├── LeaseLost           the lease was lost or released; nothing was confirmed
-    │       ├── Fenced              .offsets: records that another consumer gets now
+    │       ├── Fenced              .offsets: records that this consumer no longer holds
     │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
     │       └── NotGrouped          only a subscriber in a group can do this
     ├── PublishError                .stream
@@ -69,10 +69,10 @@ _E = TypeVar("_E", bound=Exception)
 
 
 class MeteorError(Exception):
-    """Base class of all errors of this package.
+    """Base class of all errors that meteor_py raises.
 
-    ``problem`` says what happened, and ``hint`` what to do about it in Python (it may be empty).
-    ``str(error)`` is both.
+    ``problem`` says what happened. ``hint`` says what to do about it in Python, and may be empty.
+    ``str(error)`` contains both.
     """
 
     #: Whether repeating the same call later may succeed.
@@ -108,16 +108,16 @@ class ConnectionFailed(MeteorError):
     """The server could not be reached, or went away before it replied."""
 
     retriable = True
-    #: Whether the server replied that it cannot do this now, or not here. If so, the command had no
-    #: effect.
+    #: Whether the server replied that it cannot run the command now, or not on this server. If so,
+    #: the command had no effect.
     answered = False
 
 
 class ServerRefused(MeteorError):
     """The server replied with an error that repeating the command will not fix.
 
-    ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if the library, not
-    the server, refused.
+    ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if meteor_py
+    refused, not the server.
     """
 
     def __init__(self, message: str, *, code: str = "") -> None:
@@ -263,7 +263,7 @@ class LeaseLost(GroupError):
 
 
 class GroupConfigMismatch(GroupError):
-    """The group exists with settings other than the requested ones, or is of the other kind."""
+    """The group exists with other settings, or as the other kind of group (shared or not)."""
 
 
 class Fenced(GroupError):
@@ -292,11 +292,11 @@ class PublishError(_OfStream):
 
 
 class RecordTooLarge(PublishError, ValueError):
-    """The record is over the size limit; nothing was sent."""
+    """The record is over the size limit. Nothing was sent."""
 
 
 class PublisherFull(PublishError):
-    """``max_pending_bytes`` are unacknowledged; this record was not accepted."""
+    """``max_pending_bytes`` are unacknowledged, so this record was not accepted."""
 
     retriable = True
 
@@ -310,8 +310,8 @@ class OutcomeUnknown(PublishError):
 
     The record may be in the log. Publishing it again may append it twice.
 
-    A confirm raises this error if its reply and then the lease were lost, and the server no longer
-    remembers the term. The group may or may not deliver the records again.
+    A confirm raises this error if its reply was lost, the member then lost its lease, and the
+    server no longer remembers the term. The group may or may not deliver the records again.
     """
 
 
@@ -462,27 +462,27 @@ class RecordsLost(_OfRange):
 
 
 class CorruptSegment(_OfRange):
-    """These records are damaged in the store; the others stay readable."""
+    """These records are damaged in the store. Other records stay readable."""
 
 
 class LogTruncated(_OfRange):
     """The server lost these records after it had acknowledged or delivered them.
 
     Causes: a failover to a lagging replica, a restart without full persistence, or a stream that
-    was deleted and recreated. Offsets from ``first`` on may now name other records.
+    was deleted and recreated. Offsets from ``first`` on may now refer to different records.
     """
 
 
 class CorruptFrame(_OfRange):
-    """The bytes of this frame are not those that a publisher wrote."""
+    """The bytes of this frame have changed since a publisher wrote them."""
 
 
 class UnsupportedFrame(_OfRange):
-    """A newer version wrote this frame, in a format that this version does not know."""
+    """A newer version wrote this frame, in a format that this version cannot read."""
 
 
 class DecodeError(ReadError):
-    """The codec could not decode a value; ``record`` has the raw bytes."""
+    """The codec could not decode a value. ``record`` has the raw bytes."""
 
     def __init__(self, message: str, *, stream: str, record: Record) -> None:
         super().__init__(message, stream=stream)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class Stream:
     """A stream of records with offsets 0, 1, 2... Open it with ``client.stream(name)``.
 
-    If the stream does not exist yet, ``publisher()`` creates it, and everything else raises
+    If the stream does not exist yet, ``publisher()`` creates it, and all other methods raise
     ``StreamNotFound``.
     """
 
@@ -59,12 +59,12 @@ class Stream:
         self._opened = handle
 
     def _at(self, handle: StreamHandle) -> Stream:
-        """Return the same stream with another handle, such as after it was recreated."""
+        """Return the same stream with another handle, for example after it was recreated."""
         return Stream(self.client, self._name, handle)
 
     @property
     def _handle(self) -> StreamHandle:
-        """The stream's handle. Raises ``StreamNotFound`` as long as the stream does not exist."""
+        """The stream's handle. Raises ``StreamNotFound`` if the stream does not exist."""
         return self._open(create=False)
 
     def _open_for_writing(self) -> StreamHandle:
@@ -74,7 +74,7 @@ class Stream:
     def _open(self, *, create: bool) -> StreamHandle:
         if self._opened is None:
             self._opened = open_stream(self.client._connector, self._name, {}, create=create)
-        assert self._opened is not None, "it was opened, or an error raised"
+        assert self._opened is not None, "opened above"
         return self._opened
 
     @property
@@ -88,7 +88,7 @@ class Stream:
 
     @property
     def config(self) -> StreamConfig:
-        """The settings at the time when this object last opened or configured the stream."""
+        """The settings as of the last time that this object opened or configured the stream."""
         return self._handle.config
 
     def end(self) -> Position:
@@ -209,8 +209,8 @@ class Stream:
 
         The consumers of a shared group work in parallel. Records with the same ordering key are
         processed in order, by one consumer at a time. ``SharedConfig`` describes the settings of
-        the group, ``max_per_key`` to ``keyless``: the first consumer chooses them, and later ones
-        omit them or pass the same. ``ConsumerConfig`` describes the settings of this consumer.
+        the group, ``max_per_key`` to ``keyless``. The first consumer chooses them, and later ones
+        must omit them or pass the same. ``ConsumerConfig`` describes this consumer's settings.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
@@ -255,14 +255,14 @@ class Stream:
     def read(
         self, start: int | str | datetime = "earliest", stop: int | None = None
     ) -> Iterator[RecordBatch]:
-        """Iterate over the records from ``start`` up to ``stop``, in batches.
+        """Iterate over the records from ``start`` to ``stop`` - 1, in batches.
 
         >>> for batch in stream.read(stop=1000):                 # doctest: +SKIP
         ...     print(batch.to_arrow())
 
         Args:
             start: An offset, "earliest", "latest" (yields nothing), or an aware datetime.
-            stop: An offset, exclusive. None, or one beyond the end, means the current end.
+            stop: An offset, exclusive. None, or an offset beyond the end, means the current end.
 
         Raises:
             ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
@@ -286,13 +286,13 @@ class Stream:
                 sub.seek(start)
             while sub.position < end:
                 batch = sub.poll(max_records=min(end - sub.position, 10_000))
-                if batch.last_offset >= end:  # the ring dropped records since "earliest" was found
+                if batch.last_offset >= end:  # the ring has dropped the former "earliest" record
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
 
     def offset_at(self, time: datetime) -> int:
-        """Return the first offset appended at ``time`` or later; the end if there is none.
+        """Return the offset of the first record appended at ``time`` or later, or the end offset.
 
         Raises:
             ValueError: The datetime has no timezone.
@@ -302,7 +302,7 @@ class Stream:
         return self._handle.offset_at(time)
 
     def groups(self) -> list[GroupDescription]:
-        """Return descriptions of all subscriber groups, shared ones included, sorted by name.
+        """Return descriptions of all subscriber groups, including shared ones, sorted by name.
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
@@ -327,13 +327,13 @@ class Stream:
         raise reply_errors.group_not_found(self.name, name)
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
-        """Move a group to another offset, creating it if needed. Returns that offset.
+        """Move a group to another offset, creating the group if needed. Return the offset.
 
         Args:
             group: The name of the group.
             to: An offset, "earliest", "latest", or an aware datetime, as in ``Subscriber.seek``.
-            force: Move the group even if a member holds its lease; that member's confirms are
-                then refused.
+            force: Move the group even if a member holds its lease. The server then refuses that
+                member's confirms.
 
         Raises:
             GroupActive: A member holds the lease, and ``force`` is false.
@@ -349,7 +349,7 @@ class Stream:
 
         Args:
             group: The name of the group.
-            force: Delete the group even if it has an owner or live consumers, which lose their
+            force: Delete the group even if it has an owner or live consumers. They lose their
                 records and rejoin.
 
         Raises:
@@ -407,8 +407,8 @@ class Stream:
         """Change settings, which ``StreamConfig`` describes. None leaves a setting unchanged.
 
         0 removes the limit ``max_age``, ``max_bytes``, ``retain`` or ``retain_bytes``. Open
-        publishers keep their compression and checksum. A smaller ring is trimmed at once, in small
-        steps, so that other clients do not wait long.
+        publishers keep their compression and checksum. If the new limits are lower, the ring is
+        trimmed at once, in small steps, so that other clients do not wait long.
 
         Raises:
             ValueError, TypeError: A setting is out of range or of the wrong type.
@@ -429,9 +429,10 @@ class Stream:
     def repair(self, *, dry_run: bool = True) -> RepairReport:
         """Remove entries from the log that no publisher wrote, such as those of a stray ``XADD``.
 
-        Such an entry beyond the end of the log blocks publishing for good; any other stops readers
-        with ``CorruptStream``. The repair copies the ring on the server, which needs memory for
-        both, and replaces it with the copy. Publishers and subscribers may stay open.
+        If such an entry is beyond the end of the log, it blocks publishing permanently. Otherwise
+        readers stop at it with ``CorruptStream``. The repair copies the ring on the server, which
+        needs memory for both, and replaces the ring with the copy. Publishers and subscribers may
+        stay open.
 
         >>> stream.repair().foreign                              # doctest: +SKIP
         1
@@ -439,7 +440,7 @@ class Stream:
         True
 
         Args:
-            dry_run: Change nothing; only report what would be removed.
+            dry_run: Change nothing, and only report what would be removed.
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
@@ -453,7 +454,7 @@ class Stream:
         """The stream's store, to inspect, verify and compact the archived records.
 
         Raises:
-            StoreMismatch: The stream has no store, or its store is not at its address.
+            StoreMismatch: The stream has no store, or the store is not at its address.
             StoreUnavailable: The store cannot be reached.
         """
         return Archive(self._handle, self.groups)
@@ -468,8 +469,8 @@ class Stream:
     ) -> Archiver:
         """Return an archiver with settings other than the defaults of ``ArchiverConfig``.
 
-        Call ``run()``, or ``start()`` and ``close()``. When it starts, it replaces the archiver
-        that this client runs in the background.
+        Call ``run()``, or ``start()`` and later ``close()``. When the archiver starts, it replaces
+        the one that this client runs in the background.
 
         Raises:
             StoreMismatch, StoreUnavailable: See ``store``.
@@ -484,10 +485,10 @@ class Stream:
         return Archiver(self, self._handle, self._handle.find_store(), config)
 
     def delete(self, *, history: bool = False) -> None:
-        """Delete the stream and its records. Open publishers and subscribers will raise.
+        """Delete the stream and its records. Open publishers and subscribers then raise errors.
 
         Args:
-            history: Also delete the archived records in the store; by default the files stay.
+            history: Also delete the archived records in the store. By default the files stay.
 
         Raises:
             StreamNotFound: The stream was already deleted.
@@ -496,7 +497,7 @@ class Stream:
         handle, connector = self._handle, self._handle.connector
         store = handle.find_store() if history and handle.store_id is not None else None
         stop_archiver(handle)
-        found: set[bytes] = set()  # not str: keys that contain ids of groups may end in any bytes
+        found: set[bytes] = set()  # not str: the keys of shared groups may contain any bytes
         cursor, log, meta = b"0", handle.keys[0].encode(), handle.keys[1].encode()
         while True:
             cursor, part = connector.call(
@@ -505,10 +506,10 @@ class Stream:
             found.update(part)
             if cursor == b"0":
                 break
-        names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
+        settings = keys.settings(self.name).encode()
+        names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
-        # If SCAN saw the stream and it is gone now, a first attempt whose reply was lost has
-        # deleted it.
+        # If SCAN found the stream but it is gone now, an attempt whose reply was lost deleted it.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)

@@ -1,8 +1,8 @@
 """A Griffe extension for the documentation site: docstrings as Markdown, and all fields.
 
 Docstrings are written for the terminal: examples start with ``>>>``, and a few names are Sphinx
-roles. Markdown would show the first as quotations and the second with colons. The site hides
-members without a docstring, but a field of a data class is public even if its name says it all.
+roles. Markdown would show the examples as quotations, and the roles with their colons. The site
+hides members without a docstring, but fields of a data class are public even without one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with the project and its tools. Needs Python 3.11 or newer, and nothing else.
+# Creates .venv with the project and its tools. Requires only Python 3.11 or newer.
 # PYTHON=/path/to/python chooses the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
@@ -23,7 +23,7 @@ find_python() {
     return 1
 }
 
-# An interrupted run leaves a .venv without pip.
+# An interrupted run may have left a .venv without pip.
 if ! recent .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || fail "meteor_py needs Python 3.11 or newer: install it, then run make again."
     # Debian ships venv and its pip (ensurepip) in a separate package.
@@ -37,8 +37,8 @@ if ! recent .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 
 echo "Installing meteor_py and its tools into .venv; the first time this takes a minute."
-.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1" # the first that knows --group
-# Exactly these files, whichever index they come from; `make lock` renews the list.
+.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1" # the first version with --group
+# The hashes pin these exact files, whichever index serves them. `make lock` updates the list.
 .venv/bin/python -m pip install --quiet --require-hashes --requirement requirements-dev.txt
 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 touch .venv/installed

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from hypothesis import settings
 
-from tests.support.group_members import Crew
+from tests.support.group_members import GroupHarness
 from tests.support.java import require_java
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 from tests.support.servers import Server, binaries, plain_client
 from tests.support.xdist_scheduler import workers
 
@@ -75,7 +75,8 @@ def url(server_url: str) -> str:
 def any_url(request: pytest.FixtureRequest) -> str:
     """The address of an empty server. The test runs once on each kind of server."""
     if request.param == "fake":
-        return f"fake://{secrets.token_hex(8)}"  # named, so that the clients of a test share it
+        # A named fake, which all clients of a test share.
+        return f"fake://{secrets.token_hex(8)}"
     name = "redis_server" if request.param == "redis" else "server"
     running: Server = request.getfixturevalue(name)
     return emptied(running.url)
@@ -112,17 +113,17 @@ def emptied(server_url: str) -> str:
 
 
 @pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    """A stream and a group, with members in other processes."""
-    with Crew(url) as crew:
-        yield crew
+def harness(url: str) -> Iterator[GroupHarness]:
+    """A stream and its group, whose members run in other processes."""
+    with GroupHarness(url) as harness:
+        yield harness
 
 
 @pytest.fixture
-def pair(private_server: ServerFactory) -> Iterator[Pair]:
+def replicated(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
     """A server with a replica that can lag and be promoted."""
     with ExitStack() as stack:
-        yield Pair(stack, private_server())
+        yield ReplicatedStream(stack, private_server())
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure() -> None:
     # The workers of pytest-xdist are started later and inherit the seed.
     os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
-    # A shell's background job ignores Ctrl-C, and so would all processes that the tests start.
+    # A background job of a shell ignores Ctrl-C, and the processes that tests start inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

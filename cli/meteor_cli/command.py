@@ -1,4 +1,4 @@
-"""Command classes: global options in any place, examples in the help, hints for other names."""
+"""Command classes: global options in any position, examples in the help, hints for typos."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def common_options(*, hidden: bool) -> list[click.Option]:
             "--url",
             metavar="URL",
             help="Server to use: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
-            "Default: $METEOR_URL, or else your personal server, which keeps its data on disk.",
+            "Default: $METEOR_URL or, if that is not set, your personal server, which keeps its "
+            "data on disk.",
         ),
         option(
             "--timeout",
@@ -57,7 +58,7 @@ class Command(click.Command):
 
     Args:
         example: Shell lines.
-        more: Further sections of the help, by title; printed verbatim.
+        more: Further sections of the help, by title. They are printed verbatim.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
-#: Words that users of other tools may try, by our name for the command.
+#: Words that users of other tools may try, by the name of our command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",
@@ -132,7 +133,7 @@ def section(module: ModuleType) -> str:
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """Decorator like ``click.command`` that makes a ``Command`` and passes the session first."""
+    """Like ``click.command``, but makes a ``Command`` and passes the session first."""
 
     def decorate(function: Callable[..., object]) -> Command:
         made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))

@@ -1,4 +1,4 @@
-"""Error messages of the library, with hints that name commands instead of methods."""
+"""Error messages of the library, with hints that suggest commands instead of methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def explain(error: Exception) -> str:
                 f"`meteor peers members {error.group}` lists the members."
             )
         case meteor_py.GroupActive():
-            role = "consumes from it" if error.shared else "has its lease"
+            role = "consumes from it" if error.shared else "holds its lease"
             kind = "Shared group" if error.shared else "Group"
             return (
                 f"{kind} {error.group!r} of stream {error.stream!r} is active: "
@@ -77,6 +77,6 @@ def _explain_loss(
         return f"R{records[1:]} are {state}. Continue after them with `-o {error.last + 1}`."
     lost = "records" if error.last < error.first else records
     return (
-        f"The server lost {lost}, or stream {error.stream!r} was deleted and created again. Other "
-        "records may have their offsets now; run the command again to read them."
+        f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. Different "
+        "records may have these offsets now. Run the command again to read them."
     )

@@ -23,8 +23,8 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: Commands in the order of the help. Each lives in the module ``commands.<name>``, which is
-#: imported on demand so that a command does not pay for the imports of the others.
+#: Commands in the order of the help. Each is in the module ``commands.<name>``, which is imported
+#: on demand, so that a command does not import the modules of the others.
 COMMANDS = (
     "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
     "top", "watch", "bench", "completion",
@@ -60,7 +60,7 @@ def _accept_closed_pipe() -> Iterator[None]:
     except BrokenPipeError:
         if not is_cut_off(sys.stdout.fileno()):
             raise
-        # The interpreter flushes the buffer at exit, which must not fail again.
+        # At exit, the interpreter flushes the buffer, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(0) from None
 
@@ -86,14 +86,14 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_LogLine(session))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    # Commands report in their own words what the library would log. -v shows the log as well.
+    # Commands print their own messages instead of the library's log. -v also shows the log.
     logging.getLogger("meteor_py").setLevel(logging.ERROR)
     sys.unraisablehook = repeat_lost_signal
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = meteor.main(prog_name="meteor", obj=session, standalone_mode=False)
     except click.Abort:
-        code = 128 + signal.SIGINT  # as shells report a process killed by a signal
+        code = 128 + signal.SIGINT  # the status that shells report after a signal
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -108,12 +108,12 @@ def main() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM by unwinding every ``with`` block, so that leases are released."""
+    """Handle SIGTERM: leave all ``with`` blocks, so that leases are released."""
     raise SystemExit(128 + number)
 
 
 def _open_standard_files() -> None:
-    """Replace standard files that are closed, as by ``>&-``.
+    """Replace standard files that are closed, for example by ``>&-``.
 
     Otherwise the next socket would get their descriptors. Stdin and stdout are opened in the wrong
     direction, so that using them is an error. Output to a closed stderr is discarded.
@@ -121,7 +121,7 @@ def _open_standard_files() -> None:
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY))
     if sys.stdout is None:
-        # Unbuffered: a failed write must not fail again when the interpreter exits.
+        # Do not buffer: a failed write must not fail again when the interpreter exits.
         nowhere = io.FileIO(os.open(os.devnull, os.O_RDONLY), "w")
         sys.stdout = io.TextIOWrapper(nowhere, write_through=True)
     if sys.stderr is None:

@@ -30,7 +30,7 @@ _TAIL = """\
 | code | meaning |
 |---|---|
 | 0 | success, even if the reader of the output has closed the pipe |
-| 1 | failure, or records were lost on the way; a message on stderr says which |
+| 1 | failure, or records were lost; a message on stderr says which |
 | 2 | invalid command line |
 | 130 | ended by Ctrl-C |
 | 143 | ended by SIGTERM |
@@ -41,10 +41,10 @@ Results go to stdout, everything else to stderr. `--debug` shows the traceback o
 
 | variable | meaning |
 |---|---|
-| `METEOR_URL` | the server, unless `--url` names one |
-| `XDG_STATE_HOME` | your personal server keeps its data in `meteor` there (`~/.local/state`) |
-| `TZ` | the time zone of times in the output, and of times you write without a zone |
-| `NO_COLOR` | no colours in the output |
+| `METEOR_URL` | the server, unless you pass `--url` |
+| `XDG_STATE_HOME` | your personal server keeps its data here, in `meteor` (`~/.local/state`) |
+| `TZ` | the time zone of times in the output, and of times that you write without a zone |
+| `NO_COLOR` | if set, the output has no colors |
 """
 
 

@@ -18,9 +18,9 @@ class Session:
     """The global options of one run of the command."""
 
     def __init__(self) -> None:
-        #: None: $METEOR_URL, or else the user's personal server.
+        #: The server. None means $METEOR_URL or, if that is not set, the user's personal server.
         self.url: str | None = None
-        #: Seconds to wait for each reply of the server.
+        #: Seconds to wait for each reply from the server.
         self.timeout = TIMEOUT_S
         self.debug = False
         #: How often -v was given.
@@ -30,7 +30,7 @@ class Session:
         """Returns a client.
 
         Args:
-            writing: Warn about a server that may lose data; for commands that store records.
+            writing: Whether the command stores records. If so, warns if the server may lose data.
             url: Overrides the server of the session.
         """
         import meteor_py  # slow to import, and not needed by --help
@@ -49,6 +49,6 @@ class Session:
 
     @contextmanager
     def peer_group(self, name: str) -> Iterator[meteor_py.PeerGroup]:
-        """Opens an existing peer group, NAME or NAME/INSTANCE, without joining it."""
+        """Opens an existing peer group (NAME or NAME/INSTANCE) without joining it."""
         with self.connect() as m, m.peer_group(name, create=False) as group:
             yield group

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-#: Seconds after Ctrl-C during which further ones are ignored, so that cleaning up can finish.
+#: Seconds after Ctrl-C during which another Ctrl-C is ignored, so that cleanup can finish.
 _CLEANING_S = 3.0
-#: Seconds after which a signal that arrived at a bad moment is raised again.
+#: Seconds after which to repeat a signal that arrived at a bad moment.
 _AGAIN_S = 0.01
 
 
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Lets Ctrl-C end the block, but lets no second Ctrl-C interrupt its cleanup."""
+    """Lets Ctrl-C end the block, but does not let a second Ctrl-C interrupt its cleanup."""
     interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -34,7 +34,7 @@ def cleaning_up() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        before = signal.SIG_IGN  # only exiting is left
+        before = signal.SIG_IGN  # the process is about to exit
         raise
     finally:
         signal.signal(signal.SIGINT, before)
@@ -44,7 +44,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
     """Returns whether an exception raised in this frame would be lost or leak resources.
 
     Python prints and ignores an exception in a finalizer. In the ``__enter__`` of a
-    ``@contextmanager``, it delays the cleanup of opened resources until garbage collection.
+    ``@contextmanager``, an exception delays the cleanup of resources until garbage collection.
     """
     while frame is not None:
         code = frame.f_code
@@ -57,10 +57,10 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
-    """``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
+    """A ``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
 
-    A signal may arrive while a finalizer or a weak reference callback runs. No exception can leave
-    those: Python would print a traceback, and the command would never end.
+    A signal may arrive while a finalizer or a weak reference callback runs. Exceptions cannot leave
+    such code: Python would only print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)
@@ -71,7 +71,7 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _repeat(number: int) -> None:
-    # Later: an immediate signal would be lost in the same frame.
+    # Send the signal later: sent now, it would be lost in the same frame.
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
@@ -79,11 +79,11 @@ def _repeat(number: int) -> None:
 
 @contextlib.contextmanager
 def ended_once() -> Iterator[Callable[[bool], None]]:
-    """Lets the first SIGINT or SIGTERM end the block, and only while signals are enabled.
+    """Lets the first SIGINT or SIGTERM end the block, but only while signals are enabled.
 
-    Yields a function that enables and disables them. A signal that arrives while the terminal is
-    being set up or restored, such as the second Ctrl-C of an impatient user, must not leave it
-    half configured.
+    Yields a function that enables and disables signals. A signal must not leave the terminal half
+    configured if it arrives while the terminal is being set up or restored, such as the second
+    Ctrl-C of an impatient user.
     """
     received: list[int] = []
     is_enabled = False

@@ -2,5 +2,5 @@
 
 ``archiver`` competes for the lease of a stream's archivers, and runs one ``archive_term`` each time
 it holds the lease. ``admin`` has the class behind ``stream.store``, which lists, verifies, compacts
-and expires.
+and expires archived records.
 """

@@ -28,7 +28,7 @@ COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
-#: Attempts to list the files before an inconsistency is reported.
+#: Number of attempts to list the files before reporting an inconsistency.
 _ATTEMPTS = 5
 
 
@@ -57,7 +57,7 @@ class Archive:
         return self.backend.uri
 
     def bounds(self) -> tuple[int, int]:
-        """Return the first offset in the store, and the one after the last."""
+        """Return the first offset in the store, and the offset after the last one."""
         return self._stream.archived_bounds()
 
     def files(self) -> list[str]:
@@ -69,8 +69,8 @@ class Archive:
         For pyarrow, use ``dataset()``, or ``paths()`` with ``filesystem``.
 
         Raises:
-            StoreUnavailable: The store cannot be reached. Or an archiver or a server has failed,
-                and no archiver has repaired the store yet.
+            StoreUnavailable: The store cannot be reached, or no archiver has repaired it since the
+                failure of an archiver or a server.
             RecordsLost: A file is missing.
         """
         store = self._parquet("files()")
@@ -95,7 +95,8 @@ class Archive:
     def dataset(self) -> ds.Dataset:
         """Return the archived records as a pyarrow dataset, wherever the files are.
 
-        Reads nothing yet. Selecting columns or filtering by offset reads only those parts:
+        This call reads no records. If you select columns or filter by offset, pyarrow reads only
+        those parts:
 
         >>> stream.store.dataset().to_table(columns=["offset", "key"])  # doctest: +SKIP
 
@@ -106,7 +107,7 @@ class Archive:
         return self._consistent(lambda *span: store.dataset(*span))
 
     def _consistent(self, find: Callable[[str, int, int], _T]) -> _T:
-        """Call ``find`` on the store, and retry if the store changed meanwhile."""
+        """Call ``find`` on the store. Retry if the store changes during the call."""
         for _ in range(_ATTEMPTS):
             try:
                 return find(self._stream.incarnation, *self.bounds())
@@ -131,7 +132,7 @@ class Archive:
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records now, and wait for it.
+        """Make the stream's archiver archive all records now, and wait until it has.
 
         Returns:
             The offset after the last archived record.
@@ -143,7 +144,7 @@ class Archive:
         return flush(self._stream, timeout)
 
     def verify(self, progress: Progress | None = None) -> list[Flaw]:
-        """Read every record and compare all checksums; return the flaws found.
+        """Read every record and verify all checksums. Return the flaws found.
 
         Args:
             progress: Called with the number of records read so far and the total.
@@ -168,7 +169,7 @@ class Archive:
             progress: Called with the number of records examined so far, and the total.
 
         Returns:
-            The number of files by which the list has shrunk.
+            The number of files that this call has saved.
         """
         return self._parquet("compact()").compact(
             self._stream.incarnation,
@@ -196,10 +197,10 @@ class Archive:
 
         Args:
             before: Delete the records appended before this time.
-            max_bytes: Delete as many records as needed for the rest to fit into this size.
+            max_bytes: Delete the oldest files until the others fit into this many bytes.
             offset: Delete the records below this offset.
             force: Delete even records that a group has not confirmed yet.
-            dry_run: Delete nothing; only return what would be kept.
+            dry_run: Delete nothing, and return what would be kept.
 
         Returns:
             The first offset that is kept.
@@ -211,5 +212,5 @@ class Archive:
 
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
-            raise TypeError(f"{method} is for stores of files, and {self.backend!r} has none.")
+            raise TypeError(f"{method} needs a store of files, which {self.backend!r} is not.")
         return self.backend

@@ -1,15 +1,15 @@
 """One term of an archiver: gathering records and committing them to the store.
 
-The archiver gathers records from the stream's ``archived`` offset on. When there are enough, it
-saves the stream's state, appends the records to the store, and then advances ``archived``, which is
-the commit. A crash at any point is harmless: until the commit the ring keeps the records, and
-segments beyond it do not count. ``store/state.py`` explains why a segment ends where a snapshot of
-the state was taken, and why the archiver saves the state first.
+The archiver gathers records, starting at the stream's ``archived`` offset. When there are enough,
+it saves the stream's state, appends the records to the store, and then commits them by advancing
+``archived``. A crash at any point is harmless: until the commit, the ring keeps the records, and
+readers ignore segments beyond ``archived``. ``store/state.py`` explains why a segment ends where a
+snapshot of the state was taken, and why the archiver saves the state first.
 
-The hazard: after a failover the old server and its archiver may stay up, and no lease stops that
+After a failover, the old server and its archiver may still be running, and no lease stops that
 archiver from appending. A term in the store therefore begins with the epoch, which is higher on the
-new server, and its segments outrank those of the old one. An archiver that sees a later epoch
-stops.
+new server, so the new server's segments supersede those of the old one. An archiver that sees a
+later epoch stops.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ from meteor_py.subscribe.lease import Term
 
 _log = logging.getLogger(__name__)
 
-#: Records that one ``advance_archived`` covers. The call trims up to that many entries, while other
-#: clients wait.
+#: Maximum number of records in one call of ``advance_archived``. The call may trim that many
+#: entries, and other clients have to wait.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
-_LOOK_S = 0.2
+_REFRESH_S = 0.2
 #: Seconds between two checks of the server's memory, and the fraction in use that is too high.
 _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two removals of leftovers from the store.
 _TIDY_S = 600.0
-#: Seconds after a commit, or after the start of the term, during which no other archiver can have
-#: changed which segments are live.
+#: Seconds after a commit, or after the start of the term, during which the set of live segments is
+#: certain, because no other archiver can have changed it.
 _CERTAIN_S = 60.0
-#: Maximum snapshots of the state per segment while a transaction is only partly in the log, and
+#: While a transaction is only partly in the log: maximum snapshots of the state per segment, and
 #: seconds to wait for the rest of the transaction.
 _SNAPSHOTS = 3
 _REST_S = 0.05
-#: Maximum fetches to reach the end of a snapshot, and the fraction of a segment that they may add.
+#: Maximum fetches to reach a snapshot's end, and how much they may add, as a fraction of a segment.
 _ALIGN_FETCHES = 8
 _NEAR = 4
 #: Commits between two searches for small segments to merge.
 _MERGE_COMMITS = 8
-#: Errors for records that cannot be archived.
+#: Errors that mean that a record cannot be archived.
 _UNREADABLE = (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost)
 #: Minimum seconds between two checks of an idle stream's state.
 _IDLE_S = 1.0
@@ -87,11 +87,11 @@ class TermTooLow(Exception):
 
 
 class ArchiveTerm:
-    """The work of an archiver during one term. For one thread.
+    """The work of an archiver during one term. Not thread-safe.
 
     Raises:
         StoreMismatch, StoreUnavailable: The store is not the stream's, or cannot be reached.
-        TermTooLow: Segments of this term would not count.
+        TermTooLow: Readers would ignore segments of this term.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class ArchiveTerm:
         self._config = config
         self._session = session
         self._term = term
-        #: Decides what the archiver deletes from the store; None: nothing.
+        #: Decides which records the archiver deletes from the store. None deletes nothing.
         self.retain_policy: RetainPolicy | None = None
-        #: Number of records that are gathered but not archived yet.
+        #: Number of records that were gathered but are not archived yet.
         self.records = 0
         self._gathered: list[Chunk] = []
         self._bytes = 0
         self._since = 0.0  # when the first of these records was gathered
-        self._looked_at = self._memory_at = 0.0
+        self._refreshed_at = self._memory_at = 0.0
         self._settings = stream.config
         self._identity = ""
         self._flush = 0
@@ -124,7 +124,7 @@ class ArchiveTerm:
         # Ordered by their ends: the last snapshot up to ``archived``, if known, and all later ones.
         self._snapshots: list[StreamState] = []
         self._saved: list[StreamState] = []
-        self._until_merge = 0  # remaining commits
+        self._until_merge = 0  # commits until the next merge
         self._idle_at = time.monotonic() + self._idle_s
         self._connection = stream.connector.open_connection()
         self._log: LogReader | None = None
@@ -142,13 +142,13 @@ class ArchiveTerm:
         self._enforce_retain()
         block_s = self._connection.block_max_s
         if self.records:
-            block_s = min(_LOOK_S, block_s)
+            block_s = min(_REFRESH_S, block_s)
         wanted = max(self._config.segment_records - self.records, 1)
         try:
             chunks = self._log.fetch(self._position, block_s, records=wanted)
         except _UNREADABLE:
             if self.records:
-                self._commit()  # the records before the damage are intact, and none will follow
+                self._commit()  # the records before the damage are intact, and no more will come
             raise
         self._gather(chunks)
         if self.records and self._is_enough():
@@ -162,7 +162,7 @@ class ArchiveTerm:
             self._save_idle_state()
 
     def finish(self) -> None:
-        """As the last step of the term, save the state of a stream that is completely archived."""
+        """Save the state at the end of the term, if all records are archived."""
         if self.records:
             return
         try:
@@ -171,7 +171,7 @@ class ArchiveTerm:
             _log.warning("Could not save the state of stream %r: %s", self._stream.name, error)
 
     def interrupt(self) -> None:
-        """End a wait in another thread."""
+        """Interrupt a wait in another thread."""
         if self._log is not None:
             self._log.interrupt()
 
@@ -187,7 +187,7 @@ class ArchiveTerm:
         self._certain_at = now()
         history = call("HGET", meta, "history")
         if history is not None and self._connection.history not in ("", history.decode()):
-            # This is not the server that was last written to: its epoch must begin first.
+            # The last write was in another replication history, so begin a new epoch first.
             begin_epoch(self._connection, stream.name, stream.incarnation, history.decode())
         reply = call("HMGET", meta, "incarnation", "epoch", "next", "archived", "store")
         reply_errors.check_incarnation(stream.name, stream.incarnation, reply[0])
@@ -210,7 +210,7 @@ class ArchiveTerm:
         self._log.start_term(position, end, keys.ARCHIVERS, self._term.nonce)
 
     def _tidy(self) -> None:
-        """Remove leftovers from the store, unless a live segment could be among them."""
+        """Remove leftovers from the store, unless one of them might be live."""
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:
@@ -251,9 +251,9 @@ class ArchiveTerm:
     def _refresh(self) -> None:
         """Read the stream's settings and requested flush, and check the server's memory."""
         at = time.monotonic()
-        if at < self._looked_at + _LOOK_S:
+        if at < self._refreshed_at + _REFRESH_S:
             return
-        self._looked_at = at
+        self._refreshed_at = at
         fields = ("incarnation", "capacity", "max_unarchived", "flush")
         reply = self._connection.call("HMGET", keys.meta(self._stream.name), *fields)
         reply_errors.check_incarnation(self._stream.name, self._stream.incarnation, reply[0])
@@ -265,7 +265,7 @@ class ArchiveTerm:
             self._memory_is_short = self._is_memory_short()
 
     def _enforce_retain(self) -> None:
-        """Delete expired records, unless another archiver has continued the store's history."""
+        """Delete expired records, unless another archiver may have taken over the store."""
         policy = self.retain_policy
         if policy is None or not policy.is_due():
             return
@@ -312,12 +312,12 @@ class ArchiveTerm:
         self._forget_snapshots()
 
     def _check_store(self) -> None:
-        """Check that the store and the history are still those of this term."""
+        """Check that the store and the replication history are still the same."""
         check_identity(self._store, self._stream.name, self._identity)
         if self._store.bounds(self._stream.incarnation).term > self._store_term:
             raise reply_errors.store_continued_elsewhere(self._stream.name)
         if self._log is None or self._log.epoch != self._epoch:
-            raise self._changed("EPOCH")  # the records may not fit the snapshots
+            raise self._changed("EPOCH")  # the records and the snapshots may not match
 
     def _advance(self, to: int) -> None:
         stream, term = self._stream, self._term
@@ -329,8 +329,8 @@ class ArchiveTerm:
         ]
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
-        # The epoch in which this term began, which the segments' term contains; the log reader may
-        # have seen a later one. Never send it twice: a late repeat could arrive in a new epoch.
+        # Send the epoch in which this term began, which is part of the segments' term; the log
+        # reader may have seen a later epoch. Never retry: a late copy could arrive in a new epoch.
         reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
@@ -348,7 +348,7 @@ class ArchiveTerm:
 
     def _changed(self, what: str) -> MeteorError:
         return MeteorError(
-            f"Stream {self._stream.name!r} changed while its records were archived: {what}."
+            f"Stream {self._stream.name!r} changed while its records were being archived: {what}."
         )
 
     # -- state ---------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class ArchiveTerm:
         return max(self._config.segment_age, _IDLE_S)
 
     def _find_last_snapshot(self) -> None:
-        """Find the previous term's snapshot, which this term's state files must contain too."""
+        """Find the previous term's snapshot, which this term's state files must also contain."""
         if self._states is not None:
             incarnation = self._stream.incarnation
             saved, epochs = self._states.load_states(incarnation), self._store.epochs(incarnation)
@@ -371,8 +371,8 @@ class ArchiveTerm:
             epoch, snapshot = take_snapshot(self._connection, self._stream)
         except AccessDenied as error:
             _log.warning(
-                "The state of stream %r is not archived, so resume=True would restore its records "
-                "only: %s",
+                "The state of stream %r is not archived, so resume=True would restore only its "
+                "records: %s",
                 *(self._stream.name, error),
             )
             self._states = None
@@ -387,7 +387,7 @@ class ArchiveTerm:
             return
         for attempt in range(_SNAPSHOTS):
             if self._snapshots and self._snapshots[-1].end > self._position:
-                return  # far behind: a later segment will reach this snapshot
+                return  # too far: a later segment will reach this snapshot
             snapshot = self._take_snapshot()
             if snapshot is None:
                 return
@@ -405,7 +405,7 @@ class ArchiveTerm:
                 return
 
     def _try_gather(self, block_s: float, records: int) -> bool:
-        """Gather more records, unless the next one is damaged; ``step`` reports the damage."""
+        """Gather more records, unless the next record is damaged, which ``step`` reports."""
         assert self._log is not None, "closed"
         try:
             self._gather(self._log.fetch(self._position, block_s, records=records))
@@ -414,7 +414,7 @@ class ArchiveTerm:
         return True
 
     def _segment_end(self) -> int:
-        """Return where the segment ends: at a snapshot, preferably with no partial transaction."""
+        """Return the end of the segment: a snapshot, preferably without a partial transaction."""
         reached = [x for x in self._snapshots if self._archived < x.end <= self._position]
         whole = [snapshot for snapshot in reached if snapshot.is_whole]
         return max((snapshot.end for snapshot in whole or reached), default=self._position)
@@ -427,12 +427,12 @@ class ArchiveTerm:
         self._idle_at = time.monotonic() + self._idle_s
 
     def _forget_snapshots(self) -> None:
-        """Keep the last snapshot up to ``archived``, and later ones."""
+        """Drop all snapshots before the last one at or below ``archived``."""
         before = [x for x in self._snapshots if x.end <= self._archived]
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save the state if it changed since the last segment: confirms change it as well."""
+        """Save the state if it has changed since the last segment, for example by a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

@@ -2,8 +2,8 @@
 
 Any number of archivers may run, in any process. The archiver that holds the lease of the group
 ``.archiver`` works, and the others wait. Each term of the lease is one ``ArchiveTerm``. After any
-failure (a full disk, a lost connection, a failover, another owner) the archiver abandons the term,
-and the next term starts at the last committed offset, so it inherits no wrong state.
+failure (a full disk, a lost connection, a failover, another owner) the archiver abandons the term.
+The next term starts at the last committed offset, with a clean state.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _log = logging.getLogger(__name__)
 
 #: Seconds to wait for the lease before checking whether to stop.
 _HOLD_S = 0.5
-#: Seconds after which an archiver whose append hangs loses its lease to others.
+#: Seconds after which an archiver whose append hangs loses its lease.
 _HANG_S = 600.0
 #: Pauses after failures, in seconds: the first, which doubles each time; the longest; and the
-#: longest after ``_MANY`` failures. Each attempt uses up a term, and an epoch has a million terms.
+#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms of an epoch.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
 #: Seconds between two checks of whether a flush is done.
 _FLUSH_CHECK_S = 0.02
-#: Errors that a retry cannot fix. StoreMismatch is not among them: the store was the right one when
-#: the stream was opened, and its disk may be mounted again.
+#: Errors that a retry cannot fix. StoreMismatch is not among them: the store was correct when the
+#: stream was opened, and its disk may be mounted again.
 _FATAL = (StreamNotFound, AccessDenied)
 
 
@@ -83,12 +83,12 @@ class Archiver(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This archiver's name as the owner of the lease; see ``stream.describe().archiver``.
+        #: This archiver's name; ``stream.describe().archiver`` shows it while it holds the lease.
         self.member = member_name()
         #: The last failure; reset to None once every record is archived.
         self.error: Exception | None = None
         self._store = store
-        self._automatic = automatic  # started by the client, not by the user
+        self._automatic = automatic  # whether the client, not the user, started it
         self._condition = SignalSafeCondition()
         self._state = _State.NEW
         self._runner: int | None = None  # the thread that runs this archiver
@@ -96,31 +96,31 @@ class Archiver(Closeable):
         self._thread: JoinableThread | None = None
         self._session: GroupSession | None = None
         self._archive_term: ArchiveTerm | None = None
-        self._above = 0  # the store already has terms up to this number
-        self._failures = 0  # in a row
+        self._above = 0  # the highest term in the store
+        self._failures = 0  # consecutive failures
         self._retain_policy = RetainPolicy(handle, store, stream.groups)
         self._pid = os.getpid()
 
     # -- for users -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Archive until another thread calls ``close()``; retry after failures that may pass.
+        """Archive until another thread calls ``close()``. Retry after temporary failures.
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             AccessDenied: The server denies this user a command that archiving needs.
-            MeteorError: The archiver was run, started or closed before.
+            MeteorError: The archiver has already been started or closed.
         """
         self._begin()
         self._work()
 
     def _begin(self) -> None:
-        """Claim the archiver for its only run, and replace the client's own archiver."""
+        """Mark the archiver as started, and replace the one that the client runs."""
         with self._condition:
             if self._state is not _State.NEW:
                 raise MeteorError(
-                    f"This archiver of stream {self.stream.name!r} was started or closed before. "
-                    "Get another with stream.archiver()."
+                    f"This archiver of stream {self.stream.name!r} has already been started or "
+                    "closed. Get another with stream.archiver()."
                 )
             self._enter(_State.RUNNING)
         if not self._automatic:
@@ -138,7 +138,7 @@ class Archiver(Closeable):
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._enter(_State.STOPPING)  # now: a reopened stream needs a new archiver
+                        self._enter(_State.STOPPING)  # a reopened stream needs a new archiver
                         raise
                     self._note(error)
                     self._leave()
@@ -154,27 +154,27 @@ class Archiver(Closeable):
         """Start a thread that archives until ``close()``, and return this archiver.
 
         Raises:
-            MeteorError: The archiver was run, started or closed before.
+            MeteorError: The archiver has already been started or closed.
         """
         self._begin()
         try:
             name = f"meteor-archiver-{self.stream.name}"
             self._thread = JoinableThread(self._run_in_thread, name)
             self._thread.start()
-        except BaseException:  # Ctrl-C: close() must not wait for a thread that may never run
+        except BaseException:  # such as Ctrl-C: close() must not wait for a thread that never runs
             self._enter(_State.ENDED)
             raise
         return self
 
     def close(self, timeout: float = 30.0) -> None:
-        """Finish the current segment, then end. Unarchived records stay in the ring.
+        """Finish the current segment, then stop. Unarchived records stay in the ring.
 
         Raises:
             TimeoutError: The archiver did not end within ``timeout`` seconds.
             Exception: The error that ended the archiver, if it ran in its own thread.
         """
         if self._pid != os.getpid():
-            return  # a forked child: thread and lease belong to the parent
+            return  # in a forked child: thread and lease belong to the parent
         self.stop()
         if self._runner != threading.get_ident():
             if not self._wait_for(_State.ENDED, timeout):
@@ -189,15 +189,15 @@ class Archiver(Closeable):
             raise failure
 
     def save(self, timeout: float = 10.0) -> None:
-        """Archive all records if the server ends with its client; warn if that fails."""
+        """If the server ends with its client, archive all records first. Warn if that fails."""
         if not self._handle.connector.is_private or self._state >= _State.STOPPING:
             return
         try:
-            self._handle.check_store()  # otherwise the flush would wait for a store that is gone
+            self._handle.check_store()  # without a store, the flush would only time out
             flush(self._handle, timeout)
         except (MeteorError, ValueError) as error:
             _log.warning(
-                "Unarchived records of stream %r are lost with its private server: %s",
+                "Unarchived records of stream %r will be lost with its private server: %s",
                 *(self.stream.name, error),
             )
 
@@ -212,12 +212,12 @@ class Archiver(Closeable):
 
     @property
     def alive(self) -> bool:
-        """Whether its thread is running and has not been asked to stop."""
+        """Whether the thread is running and has not been asked to stop."""
         running = self._thread is not None and self._thread.is_alive()
         return running and self._state is _State.RUNNING
 
     def is_of(self, stream: StreamHandle, store: RingbufferStore) -> bool:
-        """Return whether it is alive and archives this stream to this store."""
+        """Return whether this archiver is alive and archives this stream to this store."""
         same_store = store is self._store or (store.uri or "") == self._store.uri
         return same_store and stream.incarnation == self._handle.incarnation and self.alive
 
@@ -262,7 +262,7 @@ class Archiver(Closeable):
             return
         try:
             archive_term = ArchiveTerm(self._handle, self._store, self.config, session, term)
-        except TermTooLow as error:  # the server has lost terms; ask for one that will count
+        except TermTooLow as error:  # the server has lost terms: ask for a higher one
             self._above = error.term
             self._leave()
             return
@@ -273,7 +273,7 @@ class Archiver(Closeable):
                 self._archive(archive_term, session, term)
             except MeteorError:
                 if self._state < _State.STOPPING:
-                    raise  # else stop() has interrupted a wait
+                    raise  # otherwise stop() has interrupted a wait
             if self._state >= _State.STOPPING:
                 archive_term.finish()
         finally:
@@ -292,7 +292,7 @@ class Archiver(Closeable):
                 self.error, self._failures = None, 0
 
     def _leave(self) -> None:
-        """Release the lease: another archiver may succeed where this one failed."""
+        """Release the lease, because another archiver may succeed where this one failed."""
         session, self._session = self._session, None
         if session is not None:
             session.close(0.0)
@@ -304,12 +304,12 @@ class Archiver(Closeable):
                     "HGET", keys.meta(self._handle.name), "incarnation"
                 )
             except MeteorError:
-                return False  # the next term will find out
+                return False  # unknown, so try another term
             return bool(found is None or found.decode() != self._handle.incarnation)
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
-        """Keep the error, and log it once until archiving works again."""
+        """Store the error, and log it unless it was logged since archiving last worked."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver of stream %r has taken over.", self.stream.name)
             return
@@ -317,7 +317,7 @@ class Archiver(Closeable):
             self.error = error
         if self._failures == 0 or not isinstance(error, MeteorError):
             _log.warning(
-                "Cannot archive stream %r now, and will retry: %s",
+                "Cannot archive stream %r now; retrying: %s",
                 *(self.stream.name, error),
                 exc_info=not isinstance(error, MeteorError),
             )
@@ -328,11 +328,11 @@ class Archiver(Closeable):
 
 #: Archivers that clients started automatically, by connector and stream.
 _running: dict[tuple[int, str], Archiver] = {}
-_lock = threading.RLock()  # reentrant: a signal handler may close the client while it is held
+_lock = threading.RLock()  # reentrant: a signal handler may close the client while we hold it
 
 
 def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore) -> None:
-    """Run an archiver of the stream in this process until its client is closed."""
+    """Run an archiver for the stream in this process until the client is closed."""
     key = (id(handle.connector), handle.name)
     with _lock:
         found = _running.get(key)
@@ -353,7 +353,7 @@ def stop_archiver(handle: StreamHandle) -> None:
 
 
 def flush(stream: StreamHandle, timeout_s: float) -> int:
-    """Ask the stream's archiver, wherever it runs, to archive all records now, and wait for it.
+    """Ask the stream's archiver, in any process, to archive all records now. Wait until it has.
 
     Returns:
         The end of the archived records.
@@ -388,7 +388,7 @@ def run_archive_script(
 
 
 def _error_of(handle: StreamHandle) -> Exception | None:
-    """Return the error of an archiver of the stream in this process, if there is one."""
+    """Return the error of an archiver of the stream in this process, if any."""
     archivers = (x for x in _opened.objects() if x._handle.incarnation == handle.incarnation)
     return next((x.error for x in archivers if x.error is not None), None)
 
@@ -401,7 +401,7 @@ def _close(archivers: Sequence[Archiver]) -> None:
     for archiver in archivers:
         archiver.save()
     for archiver in archivers:
-        archiver.stop()  # stop all before closing any: waits must not add up
+        archiver.stop()  # stop all before closing any, so that the waits do not add up
     close_each(archivers, _close_one)
 
 
@@ -426,7 +426,7 @@ def _after_fork(_: Sequence[Archiver]) -> None:
     _running.clear()
 
 
-#: Archivers of this process that were started, and that their client has not closed yet.
+#: Archivers of this process that were started and not closed.
 _opened: Registry[Archiver] = Registry(
     ClosingOrder.ARCHIVERS,
     owner=lambda archiver: archiver._handle.connector,

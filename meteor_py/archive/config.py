@@ -15,14 +15,14 @@ from meteor_py.records.config import (
 
 @dataclass(frozen=True)
 class ArchiverConfig:
-    """Settings of an archiver. It writes a segment when the first of the three limits is reached.
+    """Settings of an archiver. It writes a segment as soon as one of the three limits is reached.
 
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
 
-    #: Records in a segment; at most about half of the stream's ``max_unarchived``.
+    #: Maximum records in a segment. The archiver also limits it to half of ``max_unarchived``.
     segment_records: int = 1_000_000
-    #: Size of the records in memory, in bytes. The file is smaller, because it is compressed.
+    #: Maximum bytes of the records in memory. The file is smaller, because it is compressed.
     segment_bytes: int = 64 * 1024 * 1024
     #: Maximum seconds that the oldest record waits for others.
     segment_age: float = 60.0

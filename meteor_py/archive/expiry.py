@@ -1,4 +1,4 @@
-"""Deleting the oldest records from a store: on request, and by the policy ``retain``."""
+"""Deleting the oldest records from a store, on request or by the ``retain`` policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def first_kept(
         check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
         if not isinstance(store, ParquetStore):
             raise TypeError(
-                f"expire(max_bytes=...) is for stores of files, and {store!r} has none."
+                f"expire(max_bytes=...) needs a store of files, which {store!r} is not."
             )
         wanted = max(wanted, store.fitting(stream.incarnation, end, max_bytes))
     wanted = min([wanted, end, *(group.confirmed for group in groups)])
@@ -62,14 +62,14 @@ def delete_below(
     Returns:
         The first offset that is kept.
     """
-    # The script checks the groups again: one of them may have been moved back meanwhile.
+    # The script checks the groups again, because one may have been moved back since.
     group_keys = [keys.group(stream.name, group.name) for group in groups]
     script_keys = [keys.meta(stream.name), *group_keys]
     reply = stream.run(EXPIRE_HISTORY, [stream.incarnation, offset], script_keys)
     if reply[0] == b"NOSTORE":
         raise reply_errors.no_store(stream.name)
     kept = int(reply[1])
-    # Delete the files only now: readers must not look for files that are being deleted.
+    # Delete the files after that, so that readers no longer look for them.
     store.delete(stream.incarnation, kept)
     return kept
 
@@ -112,7 +112,7 @@ class RetainPolicy:
         stream.check_store()
         before = None
         if config.retain is not None:
-            seconds, micros = stream.connector.call("TIME")  # append times follow the same clock
+            seconds, micros = stream.connector.call("TIME")  # append times use the server's clock
             clock = datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(micros))
             before = clock - timedelta(seconds=config.retain)
         groups = self._list_groups()

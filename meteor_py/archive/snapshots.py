@@ -8,7 +8,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import READ_STATE
 from meteor_py.store.state import GroupState, StreamState
 
-#: Groups read by one pipeline.
+#: Maximum number of groups that one pipeline reads.
 _GROUPS = 500
 _FIELDS = ("incarnation", "start", "confirmed", "floating", "term")
 
@@ -28,8 +28,8 @@ def take_snapshot(connection: Connection, stream: StreamHandle) -> tuple[int, St
     end, epoch, epochs, flat = reply[1:]
     texts = [text.decode(errors="surrogateescape") for text in flat]
     fences = dict(zip(texts[::2], texts[1::2], strict=True))
-    # The groups may be read separately, after the fences: a position up to the end of the store is
-    # always right, and a resume moves back any position beyond that end.
+    # The groups need not be read atomically with the fences: a position up to the end of the store
+    # is always correct, and a resume limits all positions to that end.
     groups = _groups(connection, stream)
     return int(epoch), StreamState(int(end), epochs.decode(), fences, groups)
 
@@ -44,7 +44,7 @@ def _groups(connection: Connection, stream: StreamHandle) -> dict[str, GroupStat
         replies = connection.pipeline(commands, connection.timeout_s)
         for name, reply in zip(part, replies, strict=True):
             if reply[0] is None or reply[0].decode(errors="replace") != stream.incarnation:
-                continue  # deleted meanwhile, or left behind by an earlier stream
+                continue  # deleted in the meantime, or of an earlier incarnation of the stream
             try:
                 found[name] = _group(*reply[1:])
             except (TypeError, ValueError):

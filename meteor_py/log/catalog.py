@@ -8,18 +8,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meteor_py.errors import MeteorError, OutOfMemory, StreamConfigMismatch, StreamNotFound
+from meteor_py.errors import (
+    AccessDenied,
+    ConnectionFailed,
+    MeteorError,
+    OutOfMemory,
+    StreamConfigMismatch,
+    StreamNotFound,
+)
 from meteor_py.records.config import STORE_SETTINGS, UNARCHIVED_CAPACITIES, StreamConfig
 from meteor_py.records.descriptions import Meta
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
-from meteor_py.redis.scripts import CREATE_STREAM, RESUME_STREAM
+from meteor_py.redis.scripts import CONVERT_SETTINGS, CREATE_STREAM, RESUME_STREAM
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import store_fields
 from meteor_py.store.state import StreamState
 
-#: Number of names that one pipeline checks.
+#: Maximum number of names that one pipeline checks.
 _NAMES = 1000
 #: Settings that cannot change after a stream is created.
 _FIXED = ("codec", "ordering_key")
@@ -38,7 +45,7 @@ def find_stream(connector: Connector, name: str) -> Meta:
         raise StreamNotFound(
             f"There is no stream {name!r} on {connector.address}.{guess}",
             stream=name,
-            hint="A publisher creates it, or client.stream(name, create=True).",
+            hint="Create it with client.stream(name, create=True) or by opening a publisher.",
             similar=similar,
         )
     return meta
@@ -47,7 +54,7 @@ def find_stream(connector: Connector, name: str) -> Meta:
 def _similar_names(connector: Connector, name: str) -> list[str]:
     try:
         names = list_names(connector, keys.STREAMS, keys.meta)
-    except MeteorError:  # the ACL may allow one stream without allowing to list all
+    except MeteorError:  # the ACL may allow access to a stream but not to the list of streams
         return []
     return difflib.get_close_matches(name, names)
 
@@ -61,7 +68,7 @@ def create_stream(
     *,
     resume: bool = False,
 ) -> tuple[bool, Meta]:
-    """Create a stream if it does not exist. Returns whether this call created it, and its meta."""
+    """Create a stream if it does not exist. Return whether this call created it, and its meta."""
     extra: dict[str, str] = {}
     state: StreamState | None = None
     wanted = config if max_unarchived is None else replace(config, max_unarchived=max_unarchived)
@@ -71,7 +78,7 @@ def create_stream(
         if meta is not None:
             return False, meta
         if store is None:
-            raise ValueError(f"{needing[0]} is for a stream with a store. Pass store= as well.")
+            raise ValueError(f"{needing[0]} needs a stream with a store. Pass store= as well.")
         limit = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
         config = replace(config, store=store.uri, max_unarchived=limit).check_room()
         extra, state = store_fields(connector, store, name, resume)
@@ -81,7 +88,7 @@ def create_stream(
         meta = read_meta(connector, name)
         if meta is None:
             raise
-        return False, meta  # clients can still read, and delete, on a full server
+        return False, meta  # skip the write: on a full server, clients can still read and delete
     incarnation = extra.pop("incarnation", None) or secrets.token_hex(8)
     fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
 
@@ -89,10 +96,10 @@ def create_stream(
         if state is not None:
             return _resume(connection, name, incarnation, fields, state)
         args = [incarnation, connection.history, *fields]
-        return connection.run(CREATE_STREAM, [keys.meta(name)], args)
+        return connection.run(CREATE_STREAM, [keys.meta(name), keys.settings(name)], args)
 
-    created, flat = connector.use(create)
-    return bool(created), Meta.parse(name, flat)
+    created, flat, settings = connector.use(create)
+    return bool(created), _converted(connector, name, Meta.parse(name, flat, settings), flat)
 
 
 def _resume(
@@ -106,7 +113,7 @@ def _resume(
         args += [group, at.start, confirmed, at.floating, at.term]
     for writer, fence in state.fences.items():
         args += [writer.encode(errors="surrogateescape"), fence]
-    script_keys = [keys.meta(name), keys.fences(name), keys.groups(name)]
+    script_keys = [keys.meta(name), keys.settings(name), keys.fences(name), keys.groups(name)]
     script_keys += [keys.group(name, group) for group in state.groups]
     return connection.run(RESUME_STREAM, script_keys, args)
 
@@ -129,7 +136,7 @@ def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> No
 
 def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> list[str]:
     """Return the members of the set ``names`` whose key exists, sorted."""
-    # This package writes only UTF-8 names. Any other name is escaped here and matches no key.
+    # meteor_py writes only UTF-8 names. Any other name is escaped here and matches no key.
     members = connector.call("SMEMBERS", names)
     listed = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[str] = []
@@ -141,6 +148,30 @@ def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> l
 
 
 def read_meta(connector: Connector, name: str) -> Meta | None:
-    """Return the meta of a stream, or None if the stream does not exist."""
-    flat = connector.call("HGETALL", keys.meta(name))
-    return Meta.parse(name, flat) if flat else None
+    """Return the meta of a stream, or None if the stream does not exist.
+
+    If an older release created the stream and this client may convert it, convert it.
+    """
+    commands = [("HGETALL", keys.meta(name)), ("HGETALL", keys.settings(name))]
+    try:
+        flat, settings = connector.pipeline(commands)
+    except AccessDenied:  # rules written for an older release do not mention ``settings``
+        flat, settings = connector.call(*commands[0]), []
+    if not flat:
+        return None
+    return _converted(connector, name, Meta.parse(name, flat, settings), flat)
+
+
+def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
+    """Return the meta of a stream after its settings got a key, if this client may write it."""
+    if meta.verified:
+        return meta
+    script_keys = [keys.meta(name), keys.settings(name)]
+    try:
+        reply = connector.run(CONVERT_SETTINGS, script_keys, [meta.incarnation])
+    except (AccessDenied, ConnectionFailed) as error:
+        if isinstance(error, ConnectionFailed) and not error.answered:
+            raise
+        return meta  # without the right to convert it, or on a replica
+    # If the stream was recreated meanwhile, the caller's next call notices.
+    return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

@@ -49,12 +49,13 @@ class StreamHandle:
         self.epochs = meta.epochs
         #: The id of the stream's store; None without a store.
         self.store_id = meta.store
+        self._verified = meta.verified
         self._store = store  # opened on first use if the user did not pass a store
-        #: Groups that publishers have already reported as overrun by the ring.
+        #: Groups about whose dropped records publishers have already warned.
         self.overrun_groups: set[str] = set()
         #: The keys of the log and of meta, in the order that most scripts expect.
         self.keys = [keys.log(name), keys.meta(name)]
-        #: The key of the ordering index, if there is one, for scripts that write or trim the log.
+        #: The key of the ordering index, for scripts that write or trim the log; empty without one.
         self.index_keys = [] if meta.config.ordering_key is None else [keys.index(name)]
 
     def end(self) -> Position:
@@ -67,11 +68,15 @@ class StreamHandle:
         return first_readable(meta, first), meta.next
 
     def snapshot(self) -> tuple[Meta, int, int]:
-        """Return meta, the number of frames, and the first offset in the ring, read atomically."""
-        flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
+        """Return meta, the number of frames, and the first offset in the ring, read atomically.
+
+        The meta includes the settings.
+        """
+        script_keys = [*self.keys, keys.settings(self.name)]
+        flat, frames, first_id, settings = self.connector.run(DESCRIBE_STREAM, script_keys)
         if not flat:
             raise reply_errors.stream_gone(self.name, b"NOSTREAM")
-        meta = Meta.parse(self.name, flat)
+        meta = Meta.parse(self.name, flat, settings)
         if meta.incarnation != self.incarnation:
             raise reply_errors.stream_gone(self.name, b"INCARNATION")
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
@@ -84,7 +89,7 @@ class StreamHandle:
         return reply
 
     def reopen(self) -> StreamHandle:
-        """Return a handle for the current incarnation of the stream, keeping its open store."""
+        """Return a handle for the stream's current incarnation, with the same open store."""
         handle = StreamHandle(
             self.connector, self.name, find_stream(self.connector, self.name), self._store
         )
@@ -107,7 +112,7 @@ class StreamHandle:
         return LogReader(connection, self.name, position, ahead, reply[3].decode())
 
     def offset_at(self, time: datetime) -> int:
-        """Return the first offset appended at ``time`` or later; the end if there is none.
+        """Return the offset of the first record appended at ``time`` or later, or the end offset.
 
         Raises:
             ValueError: The datetime has no timezone.
@@ -127,11 +132,11 @@ class StreamHandle:
         return self.find_store().locate(self.incarnation, to_ms(time), first, min(ring, archived))
 
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
-        """Return the offset that a seek target currently means, and whether that offset floats.
+        """Resolve a seek target to an offset. Also return whether the offset may still move.
 
-        "earliest" means the first record at the time of reading: the ring may drop the current
-        first record before then. If the stream has no records now, "earliest" means the end, like
-        "latest".
+        The offset of "earliest" may move: it means the first record that exists when it is read,
+        and the ring may drop the current first record before that. If the stream has no records
+        now, "earliest" means the end, like "latest".
 
         Raises:
             ValueError: The offset is negative, the word is unknown, or the datetime has no
@@ -146,7 +151,7 @@ class StreamHandle:
         return check_int("to", to, 0, OFFSET_MAX), False
 
     def find_store(self) -> RingbufferStore:
-        """Return the stream's store, opening it by its address if the user did not pass it.
+        """Return the stream's store. Open it by its address if the user did not pass it.
 
         Raises:
             StoreMismatch: The stream has no store, or another store is at its address.
@@ -156,7 +161,7 @@ class StreamHandle:
             raise reply_errors.no_store(self.name)
         if self._store is None:
             if self.config.store is None:
-                raise reply_errors.store_address_unknown(self.name)
+                raise reply_errors.store_address_unknown(self.name, verified=self._verified)
             check_endpoint(self.config.store, self.name)
             store = open_store(self.config.store, self.name)
             check_identity(store, self.name, self.store_id)
@@ -173,17 +178,14 @@ class StreamHandle:
         try:
             check_identity(store, self.name, self.store_id or "")
         except StoreMismatch:
-            fields = ("incarnation", "store")
-            incarnation, seen = self.connector.call("HMGET", self.keys[1], *fields)
-            reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
-            self.store_id = seen.decode()  # a resume in the meantime changes the id
+            self.store_id = self.snapshot()[0].store  # new if another client has resumed the stream
             try:
-                check_identity(store, self.name, self.store_id)
+                check_identity(store, self.name, self.store_id or "")
             except StoreMismatch as error:
                 raise StoreUnavailable(str(error), stream=self.name) from error
 
     def archived_bounds(self) -> tuple[int, int]:
-        """Return the first offset in the store, and the one after the last."""
+        """Return the first offset in the store, and the offset after the last one."""
         fields = ("incarnation", "expired", "archived")
         incarnation, expired, archived = self.connector.call("HMGET", self.keys[1], *fields)
         reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
@@ -212,8 +214,8 @@ def open_stream(
     ``max_unarchived``.
 
     Returns:
-        None if the stream does not exist and the caller did not ask to create it, neither with
-        ``create`` nor by passing a setting.
+        The handle; or None if the stream does not exist and the caller passed neither ``create``
+        nor a setting.
     """
     keys.check_name(name)
     if resume and store is None:
@@ -223,7 +225,7 @@ def open_stream(
         return None if found is None else StreamHandle(connector, name, found)
     config = replace(StreamConfig(), **requested)
     requested = {setting: getattr(config, setting) for setting in requested}
-    if max_unarchived is not None:  # checked against the stream's capacity once that is known
+    if max_unarchived is not None:  # check it once the stream's capacity is known
         requested["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
     backend = None if store is None else open_store(store, name)
     if create is not False:
@@ -246,6 +248,6 @@ def open_stream(
 
 
 def first_readable(meta: Meta, ring: int) -> int:
-    """Return the first readable offset of a stream whose ring begins at ``ring``."""
-    # Not always ``expired``: the ring may still hold records that have expired from the store.
+    """Return the first readable offset of a stream whose ring starts at ``ring``."""
+    # The ring may still hold records that have expired from the store.
     return ring if meta.expired is None else min(ring, meta.expired)

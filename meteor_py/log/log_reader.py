@@ -1,13 +1,13 @@
-"""Reading a stream as one log: from its ring, or from its store for records the ring has dropped.
+"""Reading a stream as one log: from the ring, and older records from the store.
 
-A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
-end, and in a group for the nonce of its owner. The server replies to these after the frames, and a
-new epoch begins before anything is written in it. So the records belong to the epoch in the reply,
-or to an older one, and the group still had the same owner when they were read.
+A fetch first asks for frames. In the same pipeline it then asks for the stream's incarnation, epoch
+and end, and in a group for the owner's nonce. A new epoch begins before any record is written in
+it. So the fetched records belong to the epoch in the reply or to an older one, and the group still
+had the same owner when the server read them.
 
 The reader reads the store in the same order: first the records, then meta. The ring drops no record
-before it is archived, and ``archived`` is read after the ring, so a record that is missing from the
-ring is in the store.
+before it is archived, and the reader reads ``archived`` after the ring. So if a record is missing
+from the ring, it is in the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from meteor_py.errors import MeteorError, RecordsLost
 from meteor_py.log.ring_reader import RingReader
 from meteor_py.log.store_reader import StoreReader
-from meteor_py.records.frame import decode, entry_span
+from meteor_py.records.frame import decode, decode_lone, entry_span
 from meteor_py.records.position import Position, diverged_at, epoch_of, path_of
 from meteor_py.records.record import Chunk
 from meteor_py.redis import keys, reply_errors
@@ -31,8 +31,8 @@ _FIELDS = ("incarnation", "epoch", "next")
 class LogReader:
     """Fetches records from any offset of a stream, and detects missing ones.
 
-    The caller owns the offset. The reader knows the incarnation and epoch to which all records
-    fetched so far belong, and owns its connection. For one thread at a time.
+    The caller keeps track of its offset. The reader keeps track of the incarnation and epoch of the
+    fetched records, and owns its connection. Not thread-safe.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class LogReader:
         self._store = None if store is None else StoreReader(store, stream, at.epoch)
         fields = _FIELDS if store is None else (*_FIELDS, *StoreReader.FIELDS)
         self._ring = RingReader(connection, stream, fields)
-        #: The epoch of the stream to which everything fetched so far belongs.
+        #: The epoch in which the records fetched so far are valid.
         self.epoch = at.epoch
         self._epochs = epochs  # the epochs up to that one, as in meta; empty if unknown
         #: The same epochs, in the form used in positions.
         self.path = path_of(epochs)
+        # Incarnation and epoch in replies that need no further check; empty if unknown.
+        self._expected = (b"", b"")
         #: The end of the stream as of the last reply.
         self.end_offset = at.offset
 
@@ -66,22 +68,22 @@ class LogReader:
         return Position(self._incarnation, self.epoch, offset, self.path)
 
     def epoch_of(self, offset: int) -> int:
-        """Return the number of the epoch in which a fetched record was appended."""
+        """Return the epoch in which a fetched record was appended."""
         return epoch_of(self._epochs, offset) if self._epochs else self.epoch
 
     def fetch(
         self, offset: int, block_s: float = 0.0, *, records: int, anywhere: bool = False
     ) -> list[Chunk]:
-        """Return consecutive records from ``offset`` on.
+        """Return consecutive records, starting at ``offset``.
 
-        Returns no records if ``block_s`` seconds have passed, or if the stream changed during the
-        read.
+        Returns no records if none arrive within ``block_s`` seconds, or if the stream changes
+        during the read.
 
         Args:
-            offset: Offset of the first record wanted, at most the end of the stream.
+            offset: Offset of the first record, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
-            records: How many records are wanted. This is a hint: the result may hold more.
-            anywhere: Begin with the first existing record if the one at ``offset`` is gone.
+            records: How many records the caller needs. This is a hint: the result may hold more.
+            anywhere: If the record at ``offset`` is gone, start at the first existing record.
 
         Raises:
             OwnerChanged: The group has another nonce, so another member reads for it.
@@ -98,7 +100,7 @@ class LogReader:
                 expired = 0 if self._store is None else self._store.expired
                 if not anywhere or lost.last >= expired:
                     raise
-                offset = lost.last + 1  # these records expired, so the first existing one has moved
+                offset = lost.last + 1  # these records have expired; try the next one
 
     def _fetch(self, offset: int, block_s: float, records: int, anywhere: bool) -> list[Chunk]:
         store = self._store
@@ -109,9 +111,12 @@ class LogReader:
                 pass  # the ring may exceed its capacity and hold this record or later ones
         epoch, known_end = self.epoch, self.end_offset
         if offset < known_end:
-            block_s = 0.0  # the record is in the ring or the store, or lost: do not wait
+            block_s = 0.0  # do not wait: the record exists already, or it is lost
         entries, meta = self._ring.fetch(offset, block_s, records)
-        self._check(meta, self.position(offset))
+        self._check_fetched(meta, offset)
+        if len(entries) == 1 and (lone := decode_lone(entries[0], offset)) is not None:
+            self._ring.read_ahead(offset + 1, self.end_offset)
+            return [lone]
         if epoch != self.epoch or known_end > self.end_offset:
             known_end = 0  # a failover: the log may end before that, and offsets are reused
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
@@ -120,7 +125,7 @@ class LogReader:
             return self._fetch_from_store(store, offset)
         if not entries:
             if known_end > offset and not anywhere:
-                raise self._lost(offset, known_end - 1)  # all of these records did exist
+                raise self._lost(offset, known_end - 1)  # all of these records existed
             return []
         if found > offset and not anywhere:
             raise self._lost(offset, found - 1)
@@ -132,8 +137,8 @@ class LogReader:
         return whole
 
     def _fetch_from_store(self, store: StoreReader, offset: int) -> list[Chunk]:
-        """Fetch from the store. Returns no records if the stream changed meanwhile."""
-        self._ring.forget_ahead()  # its replies do not show the current state
+        """Fetch from the store. Return no records if the stream changes during the read."""
+        self._ring.forget_ahead()  # its replies may be out of date
         epoch, archived = store.epoch, store.archived
         chunks: list[Chunk] = []
         failure: MeteorError | None = None
@@ -144,7 +149,7 @@ class LogReader:
         self._check(self._ring.read_meta(guarded=True), self.position(offset))
         if store.epoch != epoch or store.archived < archived:
             store.forget()
-            return []  # the records may be on a branch that a failover discarded
+            return []  # a failover may have discarded these records
         if failure is not None:
             raise failure
         return chunks
@@ -159,7 +164,7 @@ class LogReader:
             self._store.read_columns(columns)
 
     def seek(self, offset: int) -> None:
-        """Prepare to read from ``offset`` on, in the current epoch.
+        """Prepare to read at ``offset`` in the current epoch.
 
         Raises:
             ValueError: ``offset`` is beyond the end.
@@ -169,14 +174,14 @@ class LogReader:
         epoch, epochs = self.epoch, self._epochs
         self._check(meta, self.position(0))
         if offset > self.end_offset:
-            self._enter(epoch, epochs)  # the caller's offset has not changed
+            self._enter(epoch, epochs)  # undo: the caller stays at its old position
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
                 f"{self.end_offset}. Seek to at most {self.end_offset}."
             )
 
     def resume(self, position: Position) -> None:
-        """Prepare to read from a position that the application has stored.
+        """Prepare to read at a position that the application has stored.
 
         Raises:
             LogTruncated: The server has lost records before that position.
@@ -186,6 +191,7 @@ class LogReader:
         meta = self._ring.read_meta(guarded=False)
         self._check(meta, position)
         self._incarnation = position.incarnation
+        self._expected = (b"", b"")
 
     def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
         """Prepare to read at the start of a new lease term, which the server has just granted.
@@ -196,19 +202,34 @@ class LogReader:
         if start.epoch != self.epoch:
             self._enter(start.epoch, "")
         self._incarnation = start.incarnation
+        self._expected = (b"", b"")
         self.end_offset = end_offset
         if self._store is not None:
             self._store.archived = 0  # unknown, because the epoch may be a new one
-        self._ring.guard = (keys.group(self._stream, group), nonce.encode())
+        self._ring.guard(keys.group(self._stream, group), nonce.encode())
 
     def interrupt(self) -> None:
-        """End a wait in another thread."""
+        """Interrupt a wait in another thread."""
         self._ring.connection.interrupt()
 
     def close(self) -> None:
         self._ring.connection.close()
         if self._store is not None:
             self._store.close()
+
+    def _check_fetched(self, meta: list[Any], offset: int) -> None:
+        """Like ``_check`` for the caller's position; does nothing more if nothing has changed."""
+        if (
+            meta[0] == self._expected[0]
+            and meta[1] == self._expected[1]
+            and self._store is None
+            and (end_offset := int(meta[2])) >= offset
+        ):
+            self.end_offset = end_offset
+        else:
+            self._check(meta, self.position(offset))
+            if self._epochs:
+                self._expected = self._incarnation.encode(), b"%d" % self.epoch
 
     def _check(self, meta: list[Any], position: Position) -> None:
         """Compare a position with meta; raise if the server has lost records below it."""
@@ -230,12 +251,13 @@ class LogReader:
 
     def _enter(self, epoch: int, epochs: str) -> None:
         self.epoch, self._epochs, self.path = epoch, epochs, path_of(epochs)
+        self._expected = (b"", b"")
 
     def _lost(self, first: int, last: int) -> RecordsLost:
         return RecordsLost(
             f"Records {first} to {last} of stream {self._stream!r} are gone: the ring dropped them "
-            "before they were read. skip_gap() continues after them; a larger capacity keeps "
-            "records longer.",
+            "before they were read. Call skip_gap() to continue after them. A larger capacity "
+            "keeps records longer.",
             stream=self._stream,
             first=first,
             last=last,

@@ -1,9 +1,9 @@
 """Repairs a log that another program has written to.
 
-An entry beyond the end of the log blocks publishing for good: IDs only increase, and deleting an
-entry does not lower the highest ID. The repair copies only the frames, and then replaces the log
-with the copy. It repairs the index of ordering keys first: otherwise a publisher could append a
-frame to the repaired log and then fail at the index.
+An entry beyond the end of the log blocks publishing permanently: IDs only increase, and deleting an
+entry does not lower the highest ID. The repair therefore copies the frames to a new key and
+replaces the log with this copy. It repairs the index of ordering keys first. Otherwise a publisher
+could append a frame to the repaired log and then fail to update the index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def repair(stream: StreamHandle, *, dry_run: bool) -> RepairReport:
     found: list[str] = []
     frames = foreign = 0
     blocked = repaired = False
-    # Use a separate connection that never retries: the last step of a copy must not run twice.
+    # A separate connection never retries. The last step of a copy must not run twice.
     connection = stream.connector.open_connection()
     try:
         for key in (*stream.index_keys, stream.keys[0]):
@@ -51,13 +51,13 @@ def _walk(
 ) -> tuple[int, list[str]]:
     """Return the number of frames at ``key`` and the IDs of other entries.
 
-    With a key for the copy, also copy the frames there, and replace ``key`` with the copy.
+    If a key for a copy is given, also copy the frames there, and replace ``key`` with the copy.
     """
     kind = "log" if key == stream.keys[0] else "index"
     script_keys = [key, stream.keys[1], key if copy is None else copy]
     after, frames, found = "0-0", 0, list[str]()
     try:
-        while after:  # this ends: each step passes at least one entry of a finite ring
+        while after:  # terminates: each step passes at least one entry of a finite ring
             copied = "" if copy is None else frames
             args: list[Any] = [stream.incarnation, kind, after, copied, _COPY_TTL_MS]
             reply = connection.run(REPAIR_LOG, script_keys, args)
@@ -65,7 +65,7 @@ def _walk(
                 raise reply_errors.stream_gone(stream.name, reply[0])
             if reply[0] == b"GONE":
                 raise MeteorError(
-                    f"The repair of stream {stream.name!r} took too long, and its copy has "
+                    f"The repair of stream {stream.name!r} took too long, so its copy of the log "
                     "expired. Nothing was changed. Try again."
                 )
             after, frames = reply[1].decode(), frames + int(reply[2])

@@ -1,7 +1,8 @@
 """Changing the settings of a stream, and applying new limits to the records in its ring.
 
 ``redis/lua/log/_append.lua`` enforces the limits with marks, which it sets as it appends. Frames
-that were published without limits have no marks, so a change of the limits measures the ring once.
+that were published without limits have no marks. So when the limits change, this module measures
+the ring once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import STORE_SETTINGS, StreamConfig
+from meteor_py.redis import keys
 from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 
-#: Settings that the value 0 removes.
+#: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The fields of ``meta`` whose names differ from those of the settings.
 _FIELDS = {"max_age": "keep", "max_bytes": "keep"}
@@ -36,21 +38,22 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
     for setting in STORE_SETTINGS:
         if setting in requested and stream.store_id is None:
             raise ValueError(
-                f"{setting} is for a stream with a store, and {stream.name!r} has none."
+                f"{setting} needs a stream with a store, but {stream.name!r} has none."
             )
     changes: dict[str, Any] = {
         setting: None if setting in _LIMITS and _is_zero(value) else value
         for setting, value in requested.items()
     }
-    current = stream.snapshot()[0].config  # another client may have changed it
+    current = stream.snapshot()[0].config  # another client may have changed the settings
     config = replace(current, **changes).check_room()
     fields = config.to_fields()
     capacity = fields["capacity"] if "capacity" in changes else ""
     names = dict.fromkeys(_FIELDS.get(setting, setting) for setting in changes)
     others = [item for name in names if name != "capacity" for item in (name, fields.get(name, ""))]
-    args, script_keys = [stream.incarnation, capacity, *others], [*stream.keys, *stream.index_keys]
+    args = [stream.incarnation, capacity, *others]
+    script_keys = [*stream.keys, keys.settings(stream.name), *stream.index_keys]
     while (reply := stream.run(CONFIGURE_STREAM, args, script_keys))[0] == b"MORE":
-        pass  # this ends: each step trims at least one entry of a finite ring
+        pass  # terminates: each step trims at least one entry of a finite ring
     stream.config = config
     if "keep" in names:
         _apply_limits(stream, config, int(reply[1]), int(reply[2]))
@@ -61,13 +64,13 @@ def _is_zero(value: object) -> bool:
 
 
 def _apply_limits(stream: StreamHandle, config: StreamConfig, end: int, total: int) -> None:
-    """Drop the records that exceed the limits of ``config``, and mark the others.
+    """Drop the records that exceed the limits of ``config``, and mark the remaining ones.
 
-    If the caller dies before this is done, the older records are dropped later, all at once.
+    If the caller dies before this is done, the server drops the older records later, all at once.
 
     Args:
-        stream: The stream. The server already stores its new limits.
-        config: Its settings.
+        stream: The stream, whose new limits are already stored on the server.
+        config: The stream's settings.
         end: The end of the stream when the limits were stored.
         total: The stream's ``bytes`` field at that moment.
     """
@@ -77,13 +80,13 @@ def _apply_limits(stream: StreamHandle, config: StreamConfig, end: int, total: i
     text = "".join(f"{offset:016}{size:016}{time:016}" for offset, size, time in reversed(marks))
     args = [stream.incarnation, config.to_fields()["keep"], floor, end, text]
     while stream.run(APPLY_LIMITS, args, [*stream.keys, *stream.index_keys])[0] == b"MORE":
-        pass  # this ends: each step trims at least one entry of a finite ring
+        pass  # terminates: each step trims at least one entry of a finite ring
 
 
 def _measure(
     stream: StreamHandle, config: StreamConfig, end: int, total: int
 ) -> tuple[int, list[_Mark]]:
-    """Return the first offset to keep, and marks for the frames from there on, newest first."""
+    """Return the first offset to keep, and marks for the frames after it, newest first."""
     age_ms = float("inf") if config.max_age is None else config.max_age * 1000
     most = float("inf") if config.max_bytes is None else config.max_bytes
     marks: list[_Mark] = []
@@ -96,7 +99,7 @@ def _measure(
             mark = _Mark(offset, left, time)
             # Always keep the newest frame, as publishing does.
             if marks and (total - left + size > most or int(clock) - time >= age_ms):
-                return offset + 1, [*marks, mark]  # unarchived records must stay for now
+                return offset + 1, [*marks, mark]  # mark it too: the trim keeps unarchived frames
             if not marks or (
                 marks[-1].bytes - left >= most / _STEPS or marks[-1].time - time >= age_ms / _STEPS
             ):

@@ -1,29 +1,30 @@
 """Reading frames from a stream's ring.
 
-Frames may grow from 20 bytes to 32 MiB between two fetches, and the server and this process hold a
-whole reply in memory. So the reader must not rely on the size of earlier frames to bound a fetch.
-It relies on the field ``large`` in meta, which the appending scripts maintain: the offset from
-which on no frame has more than ``LARGE_FRAME`` bytes, and the size of the largest frame before it.
-The field covers frames up to the end of the log that was read together with it, so a fetch of many
-frames stops at that end. Beyond it, a fetch asks for only a few frames.
+The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
+32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.
+It uses the field ``large`` in meta, which the appending scripts maintain: the offset after the last
+frame of more than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
+nothing about frames that are appended later. So a fetch of many frames stops at the end of the log
+that was read together with the field. Beyond that end, a fetch asks for only a few frames.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.records.config import RECORD_BYTES_LIMIT
 from meteor_py.redis import keys
-from meteor_py.redis.connection import Connection
+from meteor_py.redis.connection import Connection, encode
 
-#: Target size of a fetch in bytes, and its limits in bytes and frames. If a release before 0.2
-#: appends frames during a fetch, the fetch may exceed the limit in bytes.
+#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the limit
+#: in bytes if a publisher older than 0.2 appends frames at the same time.
 FETCH_BYTES = 1024 * 1024
 FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
-#: Bytes above which ``_append.lua`` notes a frame as large.
+#: Bytes above which ``_append.lua`` records a frame as large.
 LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
 #: Number of frames to fetch if their sizes are unknown.
 _FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
@@ -34,11 +35,11 @@ _SEQUENTIAL_MIN = 3
 
 
 class OwnerChanged(Exception):
-    """The group has another owner, or was moved or deleted: the records read are not for us."""
+    """The group has a new owner, or was moved or deleted. Discard the records just read."""
 
 
 class RingReader:
-    """Fetches frames, and fields of meta in the same pipeline. For one thread at a time.
+    """Fetches frames, and fields of meta in the same pipeline. Not thread-safe.
 
     The first two fields are the stream's incarnation and epoch. The reader's owner closes
     ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
@@ -46,48 +47,56 @@ class RingReader:
 
     def __init__(self, connection: Connection, stream: str, meta_fields: Sequence[str]) -> None:
         self.connection = connection
-        #: A group's key and its owner's nonce. If set, each read checks that the nonce is
-        #: unchanged.
-        self.guard: tuple[str, bytes] | None = None
         self._log = keys.log(stream)
         self._meta = keys.meta(stream)
         self._meta_fields = (*meta_fields, "next", "large")
+        self._nonce: bytes | None = None
+        # Commands and their parts, encoded once: every fetch sends them.
+        self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log.encode())
+        self._look = self._encode_look()
         self._frames = 16  # frames to ask for; adapts to their size
-        self._next = 0  # the end of the log as last seen
+        self._next = 0  # the end of the log, as of the last reply
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
+        self._large_field = b""  # from which that was parsed
         self._sequential = 0  # fetches since the last seek
         self._ahead: int | None = None  # the offset of a fetch that was sent ahead
 
+    def guard(self, group_key: str, nonce: bytes) -> None:
+        """Let each read check that a group's owner still has this nonce."""
+        self._nonce = nonce
+        self._look = self._encode_look(("HGET", group_key, "nonce"))
+
+    def _encode_look(self, *more: Sequence[Any]) -> bytes:
+        commands = [("HMGET", self._meta, *self._meta_fields), *more]
+        return b"".join(encode(commands))
+
     def fetch(self, offset: int, block_s: float, records: int) -> tuple[list[Any], list[Any]]:
-        """Return the entries from ``offset`` on, and the fields of meta, read after them.
+        """Return entries, starting at ``offset``, and the fields of meta as read after them.
 
         Raises:
-            OwnerChanged: The group has another nonce.
+            OwnerChanged: The group's nonce has changed.
         """
-        replies = self._collect_ahead(offset)
-        if replies is None:
-            replies = self._pipeline(self._request(offset, records, block_s), block_s)
-        read, meta, *nonce = replies
-        self._check_nonce(nonce)
+        replies = self._collect_ahead(offset) or self._exchange(offset, records, block_s)
+        read, meta = replies[0], replies[1]
         if not read and offset < self._end_offset:
-            # The ring has dropped all frames up to the known end: find the first one after it.
+            # The ring has dropped all frames up to the known end. Fetch the first frame after it.
             self._end_offset = 0
-            read, meta, *nonce = self._pipeline(self._request(offset, records))
-            self._check_nonce(nonce)
+            read, meta, *_ = self._exchange(offset, records)
         meta = self._note_sizes(meta)
         if not read:
             return [], meta
         entries = self._entries(read)
-        meta = self._extend(entries, meta, records)
+        if int(entries[-1][0].partition(b"-")[0]) + 1 < self._next:
+            meta = self._extend(entries, meta, records)
         self._adapt(entries)
         return entries, meta
 
     def _extend(self, entries: list[Any], meta: list[Any], records: int) -> list[Any]:
-        """Fetch more if only unknown sizes limited the fetch; return the latest fields of meta.
+        """Fetch more if the fetch was small because sizes were unknown; return the latest meta.
 
         The caller gets all small frames up to the end of the log as of the first reply, as if the
-        sizes had been known.
+        reader had known the sizes from the start.
         """
         wanted = min(self._frames, records)
         end_offset = self._next
@@ -95,12 +104,11 @@ class RingReader:
             after = int(entries[-1][0].partition(b"-")[0]) + 1
             if after >= end_offset:
                 break
-            read, later, *nonce = self._pipeline(self._request(after, wanted - len(entries)))
-            self._check_nonce(nonce)
+            read, later, *_ = self._exchange(after, wanted - len(entries))
             later = self._note_sizes(later)
             more = self._entries(read)
-            # In another incarnation or epoch, the entries so far may be gone: return the first
-            # fields.
+            # In a new incarnation or epoch, the first entries may be gone: return the meta that was
+            # read with them.
             if later[:2] != meta[:2] or not more:
                 break
             entries += more
@@ -116,12 +124,12 @@ class RingReader:
 
     def read_meta(self, *, guarded: bool) -> list[Any]:
         """Return the fields of meta; if ``guarded``, check the group's nonce like ``fetch``."""
-        commands: list[Sequence[Any]] = [("HMGET", self._meta, *self._meta_fields)]
-        if guarded and self.guard is not None:
-            commands.append(("HGET", self.guard[0], "nonce"))
-        replies = self._pipeline(commands)
+        connection = self.connection
+        replies = connection.retry_idle(
+            connection.pipeline_encoded, [self._look], self._replies - 1, connection.timeout_s
+        )
         if guarded:
-            self._check_nonce(replies[1:])
+            self._check_nonce(replies)
         return self._note_sizes(replies[0])
 
     def epochs(self) -> str:
@@ -129,20 +137,20 @@ class RingReader:
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
-        """Let the server prepare the next fetch while the caller processes this one.
+        """Send the next fetch now, so that it runs while the caller processes the current one.
 
-        Only for a caller that reads sequentially, and only if the records are known to exist, so
-        that the server does not wait.
+        Does so only if the caller reads sequentially and the records exist, so that the server does
+        not wait for them.
         """
         self._sequential += 1
         if self._sequential < _SEQUENTIAL_MIN or end_offset <= offset:
             return
         try:
-            self.connection.send(self._request(offset, self._frames))
+            self.connection.send_encoded([self._request(offset, self._frames)])
             self._ahead = offset
         except ConnectionFailed:
             pass  # the next fetch reconnects, or raises
-        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+        except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
 
@@ -154,73 +162,89 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to a fetch sent ahead; None if there is none for this offset."""
+        """Return the replies to the fetch sent ahead; None if it was not for this offset."""
         if self._ahead is None:
             return None
         try:
             if self._ahead == offset and self.connection.connected:
-                count = 2 if self.guard is None else 3
-                return self.connection.read_all(count, self.connection.timeout_s)
+                replies = self.connection.read_all(self._replies, self.connection.timeout_s)
+                self._check_nonce(replies)
+                return replies
             self.connection.close()
         except ConnectionFailed:
             pass  # the caller fetches again
         except MeteorError:
             raise  # all replies were read
-        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+        except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
         finally:
             self._ahead = None
         return None
 
-    def _request(self, offset: int, records: int, block_s: float = 0.0) -> list[Sequence[Any]]:
+    @property
+    def _replies(self) -> int:
+        """How many replies a request gets: the frames, meta, and the nonce in a group."""
+        return 2 if self._nonce is None else 3
+
+    def _request(self, offset: int, records: int, block_s: float = 0.0) -> bytes:
+        """Return the encoded commands that read frames, and then meta and the nonce."""
         if not self.connection.connected:
-            self._end_offset = 0  # after a failover, other frames may have these offsets
+            self._end_offset = 0  # after a failover, different frames may have these offsets
         frames = min(self._frames, records)
-        read: Sequence[Any]
         if offset < self._end_offset:
             large_end, largest = self._large
             if offset < large_end:
                 frames = max(min(frames, FETCH_BYTES_MAX // largest), 1)
             last = f"{self._end_offset - 1}-{_ID_MAX}"
             read = ("XRANGE", self._log, f"{offset}-0", last, "COUNT", frames)
-        else:
-            after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
-            block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-            frames = min(frames, _FRAMES_UNKNOWN)
-            read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        commands: list[Sequence[Any]] = [read, ("HMGET", self._meta, *self._meta_fields)]
-        if self.guard is not None:
-            commands.append(("HGET", self.guard[0], "nonce"))
-        return commands
+            return b"".join(encode([read])) + self._look
+        after = b"%d-%d" % (offset - 1, _ID_MAX) if offset else b"0-0"
+        count = b"%d" % min(frames, _FRAMES_UNKNOWN)
+        parts, block = 6, b""
+        if block_s > 0:
+            block_ms = b"%d" % max(int(block_s * 1000), 1)
+            parts, block = 8, b"$5\r\nBLOCK\r\n$%d\r\n%b\r\n" % (len(block_ms), block_ms)
+        return b"*%d\r\n$5\r\nXREAD\r\n$5\r\nCOUNT\r\n$%d\r\n%b\r\n%b%b$%d\r\n%b\r\n%b" % (
+            *(parts, len(count), count, block),
+            *(self._streams, len(after), after, self._look),
+        )
 
     def _note_sizes(self, meta: list[Any]) -> list[Any]:
         """Note how far the sizes of frames are known; return the fields for the caller."""
-        *fields, end_offset, large = meta
-        self._next = int(end_offset or 0)
+        large = meta.pop()
+        self._next = int(meta.pop() or 0)
         # If only older releases have written to the stream, the field is missing.
         self._end_offset = 0 if large is None else self._next
-        if large is not None:
+        if large is not None and large != self._large_field:
             large_end, _, largest = large.partition(b":")
             self._large = int(large_end), max(int(largest), LARGE_FRAME)
-        return fields
+            self._large_field = large
+        return meta
 
-    def _check_nonce(self, nonce: list[Any]) -> None:
-        if self.guard is not None and nonce != [self.guard[1]]:
+    def _check_nonce(self, replies: list[Any]) -> None:
+        if self._nonce is not None and replies[-1] != self._nonce:
             raise OwnerChanged
 
-    def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
-        """Send commands and return the replies. Retry once if an idle connection has died.
+    def _exchange(self, offset: int, records: int, block_s: float = 0.0) -> list[Any]:
+        """Request frames and return the replies. Retry once if an idle connection has died.
 
         A blocking read is not retried, because it would block twice as long.
         """
-        timeout_s = block_s + self.connection.timeout_s
+        connection = self.connection
+        request = self._request(offset, records, block_s)
+        # Whole seconds: changing the timeout of a socket is a system call.
+        timeout_s = math.ceil(block_s) + connection.timeout_s
+        arguments = ([request], self._replies, timeout_s)
         if block_s:
-            return self.connection.pipeline(commands, timeout_s)
-        return self.connection.retry_idle(self.connection.pipeline, commands, timeout_s)
+            replies = connection.pipeline_encoded(*arguments)
+        else:
+            replies = connection.retry_idle(connection.pipeline_encoded, *arguments)
+        self._check_nonce(replies)
+        return replies
 
     def _adapt(self, entries: list[Any]) -> None:
-        """Adapt the number of frames per fetch to the size of ``entries``, growing in steps."""
+        """Adapt the number of frames per fetch to the size of ``entries``, growing gradually."""
         fitting = FETCH_BYTES * len(entries) // _size(entries)
         self._frames = max(1, min(fitting, self._frames * 4, FETCH_FRAMES_MAX))
 

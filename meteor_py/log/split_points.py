@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def split_points(stream: StreamHandle, offsets: Sequence[int]) -> list[int]:
     """Return, for each offset, the end of the frame or Parquet row group that holds it.
 
-    An offset that does not exist, or is in a store without row groups, is its own split point.
+    If the offset does not exist, or its store has no row groups, return the offset itself.
     """
     ends: list[int] = []
     while len(ends) < len(offsets):  # each call resolves at least one offset
@@ -39,5 +39,5 @@ def _split_points_in_store(stream: StreamHandle, offsets: list[int]) -> list[int
             end = stream.archived_bounds()[1]
             return store.row_group_ends(stream.incarnation, offsets, end)
     except MeteorError:
-        pass  # the reader of these records will get the error
+        pass  # the readers will get the same error
     return offsets

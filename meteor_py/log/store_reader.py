@@ -1,4 +1,4 @@
-"""Reading records that the ring has dropped from the stream's store."""
+"""Reads records from the stream's store after the ring has dropped them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meteor_py.store.read_ahead import StoreReadAhead
 
 
 class StoreReader:
-    """Reads the archived part of a stream. For one thread at a time.
+    """Reads the archived part of a stream. Not thread-safe.
 
     As of the last update, the store holds the offsets from ``expired`` up to ``archived``, and the
-    ring begins at ``ring_start``.
+    ring starts at ``ring_start``.
     """
 
     #: The fields of meta that ``update`` needs.
@@ -29,7 +29,7 @@ class StoreReader:
 
     @property
     def stop(self) -> int:
-        """The offset at which reads from the store end: the ring's start, or ``archived``."""
+        """The offset at which reads from the store stop: the ring's start, or ``archived``."""
         return min(self.archived, self.ring_start)
 
     def holds(self, offset: int) -> bool:
@@ -44,7 +44,7 @@ class StoreReader:
         self.ring_start = max(self.ring_start, end_offset - capacity)
 
     def read(self, offset: int, epochs: str) -> TableChunk:
-        """Return one or more records from ``offset`` on.
+        """Return one or more records, starting at ``offset``.
 
         Args:
             epochs: The epochs of the stream, as in meta.
@@ -65,7 +65,7 @@ class StoreReader:
         self._batches.columns = columns
 
     def forget(self) -> None:
-        """Drop records that were read ahead: they may have changed."""
+        """Drop records that were read ahead, because they may have changed."""
         self._batches.forget()
 
     def close(self) -> None:

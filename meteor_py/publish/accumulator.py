@@ -1,10 +1,11 @@
 """The accumulator: collects published records in batches and limits unacknowledged bytes.
 
-Any thread may add records; one sender takes the batches. Records collect while the sender waits for
-replies; only ``linger`` makes a batch wait longer.
+Any thread may add records; one sender takes the batches. A batch collects records while the sender
+waits for replies. Only ``linger`` makes it wait longer.
 
-A bare value takes the fast path (fast_path.py). Every other method first counts the records that
-the fast path has appended.
+A record that has only a value takes the fast path (fast_path.py). Every other method first counts
+the records that the fast path has appended. If no record waits and the sender is idle, a record
+takes the direct line instead (direct_line.py).
 
 A signal handler may flush or close the publisher while the thread that it interrupts holds the
 lock, in the middle of adding records. The handler's wait releases the lock, and other threads add
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull, fresh
 from meteor_py.publish.ack import Ack
@@ -31,9 +32,12 @@ from meteor_py.records.frame import Columns
 from meteor_py.runtime.completion import in_callback
 from meteor_py.runtime.locks import SignalSafeCondition
 
+if TYPE_CHECKING:
+    from meteor_py.publish.direct_line import DirectLine, Row
+
 _log = logging.getLogger(__name__)
 
-#: Failed batches remembered until the application has seen their errors.
+#: Maximum number of failed batches to remember until the application sees their errors.
 _FAILURES_MAX = 100
 
 #: Locations of records: batch, index of the first record in it, number of records.
@@ -41,7 +45,7 @@ Parts = list[tuple[Batch, int, int]]
 
 
 class Accumulator:
-    """Records waiting to be sent, and counts of the unsettled ones."""
+    """The batches that wait to be sent, and the limit on unacknowledged bytes."""
 
     def __init__(
         self,
@@ -61,19 +65,25 @@ class Accumulator:
         self._linger_s = linger_s
         self._delivery_timeout_s = delivery_timeout_s
         self._on_error = on_error
-        self._warned = False  # whether failures since the last success were logged
-        self._fast = FastPath(records_max, lambda value, size: self.put(value, size=size))
+        self._warned = False  # whether a failure has been logged since the last success
+        self._fast = FastPath(
+            records_max, lambda value, size: self._put((value, None, None, None), size)
+        )
         #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
+        self._line: DirectLine | None = None
+        self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
         self._edition = 0  # increases when records are added, batches sealed, or it is closed
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
-        self._pending_bytes = 0
-        self._begun = 0  # number of batches started so far
-        self._settled = 0  # how many of them are settled
+        #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
+        #: The direct line counts its records here, too.
+        self.pending_bytes = 0
+        self.begun = 0
+        self.settled = 0
         self._waiters = 0  # threads that wait until a batch is settled
-        self._flushing = 0  # threads that wait for all batches: lingering would delay them
+        self._flushing = 0  # threads in ``wait_empty``, which lingering would delay
         self._checks_wanted = 0  # see ``wait_checked``
         self._checks_done: float = 0
         self._sender_ended = False
@@ -86,6 +96,13 @@ class Accumulator:
         self._work = SignalSafeCondition(self._lock)  # the sender waits here for records
         self._room = SignalSafeCondition(self._lock)  # other threads wait for settled batches
         self._fast.use_lock(self._lock, self._work)
+        if self._line is not None:
+            self._line.use_lock(self._lock, self._work)
+
+    def use_line(self, line: DirectLine) -> None:
+        """Let publishers use the sender's direct line."""
+        line.use_lock(self._lock, self._work)
+        self._line = line
 
     # -- for publishers ------------------------------------------------------------------------
 
@@ -106,24 +123,15 @@ class Accumulator:
             LogTruncated: The server has lost acknowledged records; raised once.
         """
         self._fast.check_reentry()
-        size += RECORD_OVERHEAD
-        cells = [value], _column(key), _column(headers), _column(timestamp)
         with self._lock:
-            while True:
-                edition = self._admit(size)
-                batch = self._batch_for(size)
-                index = self._add(edition, batch, cells, 1, size)
-                if index is not None:
-                    break
-            self._after_adding(batch)
-        return Ack(batch, index)
+            return self._put((value, key, headers, timestamp), size)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
-        """Accept many records, given as lists; return their locations.
+        """Accept many records in columns of lists, and return their locations.
 
         Raises like ``put`` if there is no room for the first record. If there is no room for a
-        later one, that record and all after it get a failed batch. The failed batch is the first
-        part, because the acknowledgement waits for the last one.
+        later record, that record and all after it go into a failed batch. The failed batch is the
+        first part of the result, because the acknowledgement waits for the last part.
         """
         self._fast.check_reentry()
         parts: Parts = []
@@ -171,8 +179,8 @@ class Accumulator:
                 batch.columns, batch.count, batch.nbytes = columns, len(columns), size
                 if self._edition != edition or self._open is not None:
                     continue
-                self._begun += 1
-                self._pending_bytes += size
+                self.begun += 1
+                self.pending_bytes += size
                 self._edition += 1
                 self._full.append(batch)
                 self._wake_sender()
@@ -185,13 +193,13 @@ class Accumulator:
         """Wait until all records put so far are settled; return whether they are."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            wanted = self._begun
+            wanted = self.begun
             self._flushing += 1
             try:
                 self._work.notify_all()
-                while self._settled < wanted and (left := deadline - time.monotonic()) > 0:
+                while self.settled < wanted and (left := deadline - time.monotonic()) > 0:
                     self._wait_settled(left)
-                return self._settled >= wanted
+                return self.settled >= wanted
             finally:
                 self._flushing -= 1
 
@@ -227,7 +235,9 @@ class Accumulator:
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
-        self._settled = self._begun
+        if self._line is not None:
+            batches += self._line.abandon()
+        self.settled = self.begun
         return batches
 
     def take_failure(self) -> Exception | None:
@@ -241,18 +251,24 @@ class Accumulator:
 
     # -- for the sender ------------------------------------------------------------------------
 
-    def take(self, *, busy: bool) -> Batch | None:
+    def take(self, *, busy: bool, lend: bool = False) -> Batch | None:
         """Return the next batch to send, or None if no batch is ready.
 
         While ``busy`` (replies are outstanding), returns only full batches and does not wait.
-        Otherwise waits up to one second for a record.
+        Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
+        line meanwhile, and the caller must take it over.
         """
         with self._lock:
             if not busy and not self._full:
-                if self._open is None and not self._closed and not self._check_is_wanted():
+                if not self.has_work():
                     self._fast.sender_waits = True
-                    self._work.wait(1.0)
-                    self._fast.sender_waits = False
+                    if lend and self._line is not None and not self._linger_s:
+                        self._line.lend(self._bulk, self.has_work)
+                    else:
+                        self._work.wait(1.0)
+                    self._fast.sender_waits = self._bulk = False
+                if self._line is not None and self._line.batch is not None:
+                    return None  # the sender continues with that record
                 self._linger()
                 self._seal()
             return self._full.popleft() if self._full else None
@@ -280,7 +296,7 @@ class Accumulator:
             self._room.notify_all()
 
     def note_sender_ended(self) -> None:
-        """Wake the threads that wait for the sender: it checks and sends nothing more."""
+        """Record that the sender has ended, and wake the threads that wait for it."""
         with self._lock:
             self._sender_ended = True
             self._checks_done = math.inf
@@ -294,11 +310,12 @@ class Accumulator:
     def settle(self, batch: Batch, error: MeteorError | None = None) -> None:
         """Set a batch's outcome, and make room for other records."""
         batch.settle(error)
-        if error is not None:  # before it counts as settled: flush() returns after on_error
+        if error is not None:  # before counting the batch: flush() must return after on_error
             self._report_failure(batch, batch.count)
         with self._lock:
-            self._pending_bytes -= batch.nbytes
-            self._settled += 1
+            self.pending_bytes -= batch.nbytes
+            self.settled += 1
+            self._bulk = batch.count > 1
             if error is None:
                 self._warned = False
             else:
@@ -324,6 +341,29 @@ class Accumulator:
             self._full.clear()
             return batches
 
+    # -- for the direct line, which holds the lock ---------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether the sender has work besides a record that no thread is waiting for."""
+        in_flight = self._line is not None and self._line.batch is not None
+        return bool(
+            self._open is not None
+            or self._full
+            or self._closed
+            or (in_flight and (self._flushing or self._waiters))
+            or self._check_is_wanted()
+        )
+
+    def note_sender_waits(self, waits: bool) -> None:
+        """Set whether further records wake the sender."""
+        self._fast.sender_waits = waits
+
+    def note_settled(self) -> None:
+        """Wake the threads that wait for a settled batch."""
+        self._warned = False
+        if self._waiters:
+            self._room.notify_all()
+
     # -- called without the lock ---------------------------------------------------------------
 
     def _failed(self, error: MeteorError, records: int) -> tuple[Batch, int, int]:
@@ -336,7 +376,7 @@ class Accumulator:
         return batch, 0, records
 
     def _report_failure(self, batch: Batch, records: int) -> None:
-        """Report a failure to ``on_error``; without one, log it if the application ignores it."""
+        """Pass a failure to ``on_error``. If there is no callback, log an unobserved failure."""
         assert isinstance(batch.error, MeteorError), "the batch has failed"
         if self._on_error is not None:
             batch.observed = True
@@ -344,8 +384,8 @@ class Accumulator:
         elif not (batch.observed or batch.awaited or self._warned):
             self._warned = True
             _log.warning(
-                "Publishing %d records to stream %r failed, and their Acks are not being checked: "
-                "%s",
+                "Publishing %d records to stream %r failed, and the application has not checked "
+                "their Acks: %s",
                 *(records, self._stream, batch.error),
             )
 
@@ -356,9 +396,37 @@ class Accumulator:
         except BaseException as raised:
             if not isinstance(raised, Exception) and not in_callback():
                 raise
-            _log.exception("on_error of a publisher of stream %r raised.", self._stream)
+            _log.exception(
+                "The on_error callback of a publisher of stream %r raised an exception.",
+                self._stream,
+            )
 
     # -- called with the lock held -------------------------------------------------------------
+
+    def _put(self, row: Row, size: int) -> Ack:
+        line = self._line
+        if (
+            line is not None
+            and self._open is None
+            and not self._full
+            and self._closed is None
+            and self._loss is None
+            and line.is_free()
+        ):  # so no other record is pending
+            sent = line.send(row, size, size + RECORD_OVERHEAD)
+            if sent is not None:
+                return Ack(sent, 0)
+        size += RECORD_OVERHEAD
+        value, key, headers, timestamp = row
+        cells = [value], _column(key), _column(headers), _column(timestamp)
+        while True:
+            edition = self._admit(size)
+            batch = self._batch_for(size)
+            index = self._add(edition, batch, cells, 1, size)
+            if index is not None:
+                break
+        self._after_adding(batch)
+        return Ack(batch, index)
 
     def _check_is_wanted(self) -> bool:
         return self._checks_done < self._checks_wanted
@@ -377,13 +445,13 @@ class Accumulator:
                 raise fresh(loss)
             if self._closed is not None:
                 raise fresh(self._closed)
-            if self._pending_bytes + size <= self._pending_max or self._begun == self._settled:
+            if self.pending_bytes + size <= self._pending_max or self.begun == self.settled:
                 return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
             if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
                 raise PublisherFull(
-                    f"{self._pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
+                    f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",
                     stream=self._stream,
                 )
@@ -392,6 +460,9 @@ class Accumulator:
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
         try:
+            if self._line is not None and self._line.batch is not None:
+                self._line.stop_own_read()
+                self._work.notify_all()
             self._room.wait(timeout_s)
         finally:
             self._waiters -= 1
@@ -419,10 +490,12 @@ class Accumulator:
 
     def _new_batch(self) -> Batch:
         now = time.monotonic()
-        return Batch(now, now + self._delivery_timeout_s)
+        batch = Batch(now, now + self._delivery_timeout_s, Columns([]))
+        batch.line = self._line
+        return batch
 
     def _seal(self) -> None:
-        """Move the open batch to the full ones, ready to be sent."""
+        """Queue the open batch for sending, after the full batches."""
         if self._open is not None:
             self._count_fast()
             batch, self._open = self._open, None
@@ -468,14 +541,14 @@ class Accumulator:
             timestamps += more_timestamps
             columns.timestamps = timestamps
         if not index:
-            self._begun += 1
+            self.begun += 1
         batch.count += records
         batch.nbytes += size
-        self._pending_bytes += size
+        self.pending_bytes += size
         self._open = batch
         self._edition += 1
         if keys is None and headers is None and timestamps is None:
-            room, left = self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes
+            room, left = self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes
             room = room if room < left else left
             fast.batch, fast.values, fast.count = batch, columns.values, batch.count
             fast.granted = fast.left = room if room > 0 else 0
@@ -493,7 +566,7 @@ class Accumulator:
             used = fast.granted - fast.left
             fast.batch.count = fast.count
             fast.batch.nbytes += used
-            self._pending_bytes += used
+            self.pending_bytes += used
             fast.granted = fast.left = 0
 
     def _wake_sender(self) -> None:
@@ -507,9 +580,9 @@ class Accumulator:
             self._failures.append(batch)
 
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
-        """Return the end index in ``sizes`` of the records that fit here; at least one fits."""
+        """Return the index after the last record that fits into the batch; at least one fits."""
         stop = min(len(sizes), start + self._records_max - batch.count)
-        room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+        room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
         while stop > start + 1:
             if sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD <= room:
                 break

@@ -25,7 +25,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
 
     def done(self) -> bool:
         """Whether the outcome is known."""
-        return self._completion.settled
+        return self._completion.poll()
 
     def result(self, timeout: float | None = None) -> int:
         """Wait for the outcome and return the (first) offset.
@@ -53,7 +53,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             TimeoutError: The outcome is not known after ``timeout`` seconds.
         """
         if not self._completion.wait(timeout):
-            raise TimeoutError(f"No reply arrived within {timeout} seconds.")
+            raise _no_reply(timeout)
         return self._error()
 
     @property
@@ -73,7 +73,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             except BaseException as error:
                 if not isinstance(error, Exception) and not in_callback():
                     raise
-                _log.exception("A callback of an Ack raised an exception.")
+                _log.exception("A done callback of an Ack raised an exception.")
 
         self._completion.on_settled(call)
 
@@ -115,11 +115,22 @@ class Ack(_Outcome, gc=False, eq=False):
 
     _index: int
 
+    def result(self, timeout: float | None = None) -> int:
+        done = self._completion
+        if done.wait(timeout) and done.error is None:  # the usual case, without further calls
+            done.observed = True
+            return done.base_offset + self._index
+        if not done.settled:
+            raise _no_reply(timeout)
+        return _Outcome.result(self)
+
+    result.__doc__ = _Outcome.result.__doc__
+
     @property
     def offset(self) -> int | None:
         """The offset once it is acknowledged, else None."""
         done = self._completion
-        return done.base_offset + self._index if done.settled and done.error is None else None
+        return done.base_offset + self._index if done.poll() and done.error is None else None
 
     def _error(self) -> Exception | None:
         self._completion.observed = True
@@ -132,8 +143,8 @@ class Ack(_Outcome, gc=False, eq=False):
 class ManyAck(_Outcome, gc=False, eq=False):
     """The outcome of one ``publish_many``. Can be awaited in asyncio.
 
-    ``result()`` returns the first offset. If other publishers published in between, the records
-    have several ``ranges`` of offsets.
+    ``result()`` returns the first offset. If other publishers publish at the same time, the records
+    may occupy several ``ranges`` of offsets.
     """
 
     #: (batch, index of the first record in it, number of records), in order.
@@ -142,12 +153,12 @@ class ManyAck(_Outcome, gc=False, eq=False):
     @property
     def offset(self) -> int | None:
         """The first offset once all records are acknowledged, else None."""
-        settled = all(batch.settled and batch.error is None for batch, _, _ in self._parts)
+        settled = all(batch.poll() and batch.error is None for batch, _, _ in self._parts)
         return self.ranges[0].start if settled else None
 
     @property
     def ranges(self) -> list[range]:
-        """The offsets of the records acknowledged so far, in order; adjacent ranges are merged."""
+        """The offsets acknowledged so far, in order, with adjacent ranges merged."""
         found: list[range] = []
         for batch, index, count in self._parts:
             if not batch.settled or batch.error is not None:
@@ -172,6 +183,10 @@ def _error_of(batch: Completion, index: int) -> Exception | None:
     """Return the error of the record at ``index`` of a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
+
+
+def _no_reply(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"No reply arrived within {timeout} seconds.")
 
 
 def _describe(ack: _Outcome) -> str:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.records.frame import Columns
-from meteor_py.runtime.completion import Completion
+from meteor_py.runtime.completion import Completion, forbid_waiting
+
+if TYPE_CHECKING:
+    from meteor_py.publish.direct_line import DirectLine
 
 
 class Batch(Completion):
     """Records to be appended to the log. ``base_offset`` is the offset of the first one.
 
     Args:
-        created_at: When its first record was published, in seconds of the monotonic clock.
-        deadline: The time, by the same clock, at which an unsettled batch fails.
+        created_at: When the first record was published, in seconds of the monotonic clock.
+        deadline: When the batch fails unless it is settled, in seconds of the same clock.
+        columns: The records, until they are encoded; None if they already are.
     """
 
     __slots__ = (
-        "columns", "count", "created_at", "deadline", "encoded", "in_doubt", "index", "nbytes",
-        "sequence",
+        "columns", "count", "created_at", "deadline", "encoded", "in_doubt", "index", "line",
+        "nbytes", "sequence", "stream_epoch",
     )  # fmt: skip
 
-    def __init__(self, created_at: float, deadline: float) -> None:
+    def __init__(self, created_at: float, deadline: float, columns: Columns | None = None) -> None:
         super().__init__()
-        self.columns: Columns | None = Columns([])
-        #: Name of the frame format, and payload, once the batch is in the in-flight window.
+        self.columns = columns
+        #: (name of the frame format, payload), set when the batch enters the in-flight window.
         self.encoded: tuple[str, Any] | None = None
         #: The entry for the ordering index, if the stream has one.
         self.index: Sequence[bytes] = ()
@@ -36,15 +40,38 @@ class Batch(Completion):
         self.sequence = -1
         #: Whether the batch was sent and its reply lost, so that it may be in the log.
         self.in_doubt = False
+        #: The stream's epoch that the last attempt named, and in which a bare offset replies.
+        self.stream_epoch = 0
+        #: The direct line of the publisher; None for a batch that only reports a failure.
+        self.line: DirectLine | None = None
 
     @property
     def acknowledged(self) -> bool:
         """Whether the server has replied that the batch is in the log."""
         return self.base_offset >= 0
 
-    def settle(self, error: Exception | None = None) -> None:
-        """Set the outcome, and free the memory of the records."""
-        self.columns = None
+    def settle_quietly(self, error: Exception | None = None) -> None:
+        self.columns = None  # free the memory of the records
         self.encoded = None
         self.index = ()
-        super().settle(error)
+        self.line = None
+        super().settle_quietly(error)
+
+    def poll(self) -> bool:
+        line = self.line  # another thread may settle the batch
+        if line is not None:
+            line.look_for_reply(self)
+        return self.settled
+
+    def wait(self, timeout: float | None) -> bool:
+        line = self.line
+        if line is not None:
+            forbid_waiting()
+            timeout = line.read_reply(self, timeout)
+        return self.settled or super().wait(timeout)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        line = self.line
+        super().on_settled(callback)
+        if line is not None:
+            line.leave_to_sender(self)

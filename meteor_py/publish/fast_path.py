@@ -1,8 +1,8 @@
 """The fast path for publishing: a bare value costs one lock, one subtraction and one append.
 
-The accumulator grants a number of bytes to its open batch. While the grant lasts, the fast path
-appends bare values without counting them. Before the accumulator does anything else with the batch,
-it counts them and revokes the grant.
+The accumulator grants the fast path a number of bytes in its open batch. Until they are used up,
+the fast path appends bare values without counting records. Before the accumulator does anything
+else with the batch, it counts these records and revokes the grant.
 
 The accumulator reads and writes the attributes of a grant itself, by statements without a call: a
 signal handler, which may flush or close the publisher, must not run in between.
@@ -26,7 +26,8 @@ class FastPath:
 
     Args:
         records_max: Maximum number of records in a batch.
-        put_slowly: Called with a value and its size in bytes if the grant does not cover the value.
+        put_slowly: Called with a value and its size in bytes, and with the lock held, if the grant
+            does not cover the value.
     """
 
     __slots__ = (
@@ -71,7 +72,7 @@ class FastPath:
                 if self.sender_waits:
                     self.work.notify_all()
                 return Ack(batch, index)
-        return self._put_slowly(value, size)
+            return self._put_slowly(value, size)
 
     def check_reentry(self) -> None:
         """Raise ``RuntimeError`` if this thread holds the lock.
@@ -82,6 +83,6 @@ class FastPath:
         """
         if self._is_owned():
             raise RuntimeError(
-                "A finalizer or signal handler tried to publish while its thread was publishing. "
-                "Let it set a flag, and publish from the main program."
+                "A finalizer or signal handler tried to publish while it was interrupting another "
+                "publish. Set a flag in the handler, and publish from the main program."
             )

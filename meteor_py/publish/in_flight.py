@@ -26,12 +26,13 @@ class InFlightWindow:
     """Unsettled batches, oldest first. Only the sender's thread changes it."""
 
     def __init__(self) -> None:
-        #: The producer epoch, within which sequences count from 0.
+        #: The producer epoch. Sequence numbers start at 0 in each epoch.
         self.epoch = 0
         #: Batches sent on this connection, the acknowledged ones included.
         self.sent = 0
         self.acknowledged = 0
-        self._next_sequence = 0
+        #: The sequence number of the next batch.
+        self.next_sequence = 0
         self._batches: deque[Batch] = deque()
 
     def __len__(self) -> int:
@@ -52,8 +53,13 @@ class InFlightWindow:
 
     def number_newest(self) -> None:
         """Give the newest batch the next sequence number."""
-        self._batches[-1].sequence = self._next_sequence
-        self._next_sequence += 1
+        self._batches[-1].sequence = self.next_sequence
+        self.next_sequence += 1
+
+    def add_sent(self, batch: Batch) -> None:
+        """Hold a batch that a publisher has numbered and sent, in an empty window."""
+        self._batches.append(batch)
+        self.sent = 1
 
     def pop_newest(self) -> Batch:
         """Remove the newest batch, which has no sequence number yet."""
@@ -78,14 +84,14 @@ class InFlightWindow:
         return list(islice(self._batches, self.acknowledged + 1, self.sent))
 
     def mark_acknowledged(self, base_offset: int) -> None:
-        """Record that the next batch to get a reply is in the log, from ``base_offset`` on."""
+        """Record that the server appended ``next_to_reply`` at ``base_offset``."""
         batch = self.next_to_reply
         batch.base_offset = base_offset
         batch.in_doubt = False
         self.acknowledged += 1
 
     def rewind(self) -> None:
-        """Mark the whole window as unsent, so that it is sent again."""
+        """Mark the whole window as unsent, so that the sender sends it again."""
         self.sent = self.acknowledged = 0
 
     def rewind_to_acknowledged(self) -> None:
@@ -93,11 +99,11 @@ class InFlightWindow:
         self.sent = self.acknowledged
 
     def renumber(self) -> None:
-        """Number the remaining batches in the next producer epoch, and send them again."""
+        """Renumber the remaining batches in the next producer epoch, and mark them as unsent."""
         self.epoch += 1
         for number, batch in enumerate(self._batches):
             batch.sequence = number
-        self._next_sequence = len(self._batches)
+        self.next_sequence = len(self._batches)
         self.rewind()
 
     def doubt_sent(self) -> None:
@@ -111,7 +117,7 @@ class InFlightWindow:
             batch.in_doubt = True
 
     def doubt_after_next_to_reply(self) -> None:
-        """Mark batches sent after ``next_to_reply`` as in doubt: their bytes may still arrive."""
+        """Mark batches sent after ``next_to_reply`` as in doubt: they may still arrive."""
         for batch in self.behind_next_to_reply():
             batch.in_doubt = True
 

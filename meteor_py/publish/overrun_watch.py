@@ -24,10 +24,10 @@ _GROUPS_MAX = 500
 
 
 class OverrunWatch:
-    """Compares the start of the ring with the positions of groups, and logs each group once.
+    """Warns once about each group whose unconfirmed records the ring has dropped.
 
-    A reader gets ``RecordsLost``, but perhaps too late to do anything about it. The publisher,
-    however, is running while the ring drops the records.
+    The group's members also get ``RecordsLost``, but perhaps much later. The publisher is running
+    when the ring drops the records, so it can warn in time.
     """
 
     def __init__(self, stream: StreamHandle) -> None:
@@ -40,13 +40,18 @@ class OverrunWatch:
         self._checked = 0  # the end of the stream at the last check
 
     def is_due(self, end: int, *, last: bool = False) -> bool:
-        """Return whether to check a stream that ends at ``end``; ``last``: before closing."""
+        """Return whether it is time for a check.
+
+        Args:
+            end: The end offset of the stream.
+            last: Whether the publisher is closing.
+        """
         if not self._enabled or end <= self._drops_from or end == self._checked:
             return False
         return last or time.monotonic() >= self._next_check
 
     def check(self, connection: Connection, end: int) -> None:
-        """Warn of groups that have lost records. Nothing may be in flight on the connection."""
+        """Warn about groups that have lost records. No batch may be in flight on the connection."""
         self._next_check = time.monotonic() + _INTERVAL_S
         self._checked = end
         connection.timeout_s = _TIMEOUT_S
@@ -55,8 +60,8 @@ class OverrunWatch:
             behind = {} if first is None else self._groups_behind(connection, first)
         except ConnectionFailed:
             return  # the next check may succeed
-        except (MeteorError, ValueError) as error:  # groups are off limits, or hold foreign data
-            _log.debug("Groups of stream %r are not watched: %s", self._stream.name, error)
+        except (MeteorError, ValueError) as error:  # no permission, or a key of another program
+            _log.debug("Cannot check groups of stream %r: %s", self._stream.name, error)
             self._enabled = False
             return
         for group, position in behind.items():
@@ -72,7 +77,7 @@ class OverrunWatch:
             )
 
     def _ring_start(self, connection: Connection) -> int | None:
-        """Return the ring's first offset; None if the ring is empty or of another stream."""
+        """Return the ring's first offset; None if the ring is empty or the stream is gone."""
         flat, _, first_id = connection.run(DESCRIBE_STREAM, self._stream.keys)
         meta = dict(zip(flat[::2], flat[1::2], strict=True))
         if not first_id or meta.get(b"incarnation") != self._stream.incarnation.encode():
@@ -80,9 +85,10 @@ class OverrunWatch:
         return entry_span(self._stream.name, first_id)[0]
 
     def _groups_behind(self, connection: Connection, first: int) -> dict[str, int]:
-        """Return the groups whose next record is below ``first``, with its offset.
+        """Return the groups whose next offset is below ``first``, with that offset.
 
-        Their positions are read after ``first``, so these records were dropped unconfirmed.
+        This reads the positions after ``first``, so a group below ``first`` had not confirmed the
+        dropped records.
         """
         name = self._stream.name
         found: dict[str, int] = {}
@@ -100,7 +106,7 @@ class OverrunWatch:
             ]
             replies = connection.pipeline(commands, _TIMEOUT_S) if commands else []
             for group, (incarnation, position, start) in zip(groups, replies, strict=True):
-                # A shared group adds its own id to the stream's, after a dot.
+                # A shared group stores "<stream's incarnation>.<its own id>".
                 owner = (incarnation or b"").partition(b".")[0]
                 at = position or start
                 if owner == self._stream.incarnation.encode() and at and int(at) < first:

@@ -40,11 +40,11 @@ from meteor_py.runtime.locks import run_locked
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: ``publish_many`` makes Arrow arrays of at least this many values; fewer join the open batch.
+#: ``publish_many`` converts this many values or more to Arrow arrays; fewer join the open batch.
 _ARROW_MIN = 256
 #: Seconds that ``close`` waits for the sender thread after all records are settled.
 JOIN_TIMEOUT_S = 6.0
-#: Seconds that a second ``close`` waits, after an interrupt ended the first.
+#: Seconds that a second ``close`` waits if an interrupt ended the first.
 _INTERRUPTED_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -57,9 +57,10 @@ class Publisher(Closeable):
     ...     pub.publish(b"hello", key=b"k").result()
     0
 
-    ``publish`` returns at once, and a background thread sends the records. Close the publisher, or
-    use ``with``: closing waits for pending records and raises the first error that the application
-    has not seen. Until then, such an error is only logged. To be notified, pass ``on_error``.
+    ``publish`` does not wait for the reply. It sends a lone record itself, and a background thread
+    sends the others. Close the publisher, or use ``with``: closing waits for pending records and
+    raises the first error that the application has not seen. Until then, such an error is only
+    logged. To be notified, pass ``on_error``.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Publisher(Closeable):
             value: Bytes, or a value that the codec encodes.
             key: Optional bytes, or text, which is encoded as UTF-8.
             headers: Optional header names and values. Values are bytes, or text like a key.
-            timestamp: The creation time: an aware datetime, or ms since 1970. The default is the
-                time at which the server appends the record.
+            timestamp: The creation time: an aware datetime, or ms since 1970. By default, the time
+                at which the server appends the record.
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
@@ -155,9 +156,9 @@ class Publisher(Closeable):
     ) -> ManyAck:
         """Publish many records, several times faster than a loop. Arrow arrays are faster still.
 
-        Not atomic: other publishers may publish in between, see :attr:`ManyAck.ranges`. All records
-        are validated before the first is accepted. Arrow arrays of binary or string type bypass
-        the codec.
+        Not atomic: records of other publishers may be appended between these (see
+        :attr:`ManyAck.ranges`). All records are validated before the first is accepted. Arrow
+        arrays of binary or string type bypass the codec.
 
         >>> pub.publish_many([b"a", b"b"], keys=[b"k", None]).result()      # doctest: +SKIP
         1
@@ -185,7 +186,8 @@ class Publisher(Closeable):
         """Wait until every record published so far is acknowledged or has failed.
 
         Args:
-            timeout: Seconds; None waits until ``delivery_timeout`` has settled every record.
+            timeout: Seconds. None waits until every record is acknowledged or has failed, which
+                takes little longer than ``delivery_timeout``.
 
         Raises:
             TimeoutError: Records are still unacknowledged.
@@ -200,10 +202,11 @@ class Publisher(Closeable):
         self._raise_failure()
 
     def close(self, timeout: float | None = None) -> None:
-        """Send pending records, then stop. Records that miss the timeout fail. Idempotent.
+        """Send pending records, then stop. Records that are not sent in time fail. Idempotent.
 
         Args:
-            timeout: Seconds; None waits until ``delivery_timeout`` has settled every record.
+            timeout: Seconds. None waits until every record is acknowledged or has failed, which
+                takes little longer than ``delivery_timeout``.
 
         Raises:
             MeteorError: A record failed, and the application has not seen the error.
@@ -225,14 +228,14 @@ class Publisher(Closeable):
         if not (ended and self._sender.join(JOIN_TIMEOUT_S)):
             raise TimeoutError(
                 f"The sender thread of stream {self.stream.name!r} did not end within "
-                f"{JOIN_TIMEOUT_S:g} seconds: it is still connecting, or a callback blocks."
+                f"{JOIN_TIMEOUT_S:g} seconds: it is still connecting, or a callback is blocking."
             )
         self._ended = True
         _open_publishers.discard(self)
 
     @property
     def closed(self) -> bool:
-        """Whether the publisher is closed, so that ``publish`` raises."""
+        """Whether the publisher is closed. ``publish`` then raises ``PublisherClosed``."""
         return self._closed
 
     def __repr__(self) -> str:
@@ -250,11 +253,11 @@ class Publisher(Closeable):
             raise fresh(failure)
 
     def _close_finally(self) -> None:
-        """Close the publisher, without a second long wait if an interrupt ended the first."""
+        """Close the publisher. If an interrupt ended an earlier close, wait only briefly."""
         self.close(_INTERRUPTED_S if self._closed else None)
 
     def _abandon(self) -> None:
-        """Settle all records in a forked child, which has no sender: the parent sends them."""
+        """Settle all records in a forked child. The child has no sender; the parent sends them."""
         reason = PublisherClosed(
             f"This publisher of stream {self.stream.name!r} belongs to the parent process. Open "
             "another here with stream.publisher().",
@@ -284,7 +287,7 @@ def _close_within(publishers: Sequence[Publisher], timeout_s: float) -> None:
 
 
 def _stop_accepting(publishers: Sequence[Publisher]) -> None:
-    """Let all senders finish in parallel, so that the waits for hung servers do not add up."""
+    """Refuse new records, so that all senders finish in parallel and their waits do not add up."""
     if not in_callback():  # in a callback, each close() raises before it changes anything
         for publisher in publishers:
             publisher._accumulator.close(closed_error(publisher.stream.name))
@@ -296,7 +299,10 @@ def _at_exit(publishers: Sequence[Publisher]) -> None:
         try:
             publisher._close_finally()
         except (MeteorError, TimeoutError) as error:
-            _log.error("Closing the publisher of %r at exit: %s", publisher.stream.name, error)
+            _log.error(
+                "Closing the publisher of stream %r at exit failed: %s",
+                *(publisher.stream.name, error),
+            )
 
 
 def _after_fork(publishers: Sequence[Publisher]) -> None:

@@ -10,8 +10,8 @@ lost, the sender sends the batch again under the same number, and the reply show
   room.
 * A batch cannot be in the log unless the one before it is. So if a batch is refused and was never
   in doubt, the batches after it may be renumbered, in the next producer epoch. But a batch that is
-  refused only for now may be appended later. The batches sent after it are already on their way and
-  may then be appended too, so they are in doubt.
+  refused only temporarily may be appended later. The batches sent after it may then be appended
+  too, so they are in doubt.
 * A batch that is still in doubt at its deadline fails as ``OutcomeUnknown``, with all batches sent
   after it. The next producer epoch fences off attempts that arrive late.
 """
@@ -38,6 +38,7 @@ from meteor_py.log.epochs import begin_epoch
 from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.batch import Batch
+from meteor_py.publish.direct_line import DirectLine
 from meteor_py.publish.in_flight import InFlightWindow
 from meteor_py.publish.overrun_watch import OverrunWatch
 from meteor_py.records.config import PublisherConfig
@@ -55,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 #: How long a server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
+#: Seconds after which the sender renews that time. Records on the direct line do not.
+_RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds without an acknowledgement after which the sender reads the server's replication id
@@ -87,12 +90,21 @@ class Sender:
         self._stream_epoch = 0  # as of the last acknowledgement
         self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
         self._known_epoch = newest_epoch(handle.epochs)
-        self._send_whole = False  # send the script's text, because the server lacks the script
+        self._send_whole = False  # send the script's text, because the server does not have it
         self._acked: Position | None = None  # the position after the last acknowledged batch
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._reason: MeteorError | None = None  # the error of the last failure
         self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
+        self._producer_renewed_at = 0.0
         self._overruns = OverrunWatch(handle)
+        self._line = DirectLine(
+            *(accumulator, self._connection, self.window),
+            compression=self._compression,
+            checksum=self._checksum,
+            ordering=self._ordering,
+            delivery_timeout_s=config.delivery_timeout,
+        )
+        accumulator.use_line(self._line)
         #: When the last check for lost records must end, by the monotonic clock.
         self.check_by = math.inf
         self._abandoned = SignalSafeEvent()
@@ -115,8 +127,8 @@ class Sender:
         try:
             while not self._abandoned.is_set():
                 due = self._overruns.is_due(self._end())
-                if not due:
-                    self._fill()  # if not, the batches in flight must be settled first
+                if not due:  # if due, first settle the batches in flight
+                    self._fill()
                 if self.window:
                     self._exchange()
                 elif due:
@@ -144,10 +156,14 @@ class Sender:
     def _fill(self) -> None:
         """Take batches until the window is full. Wait for a batch only if the window is empty."""
         while self.window.has_room():
-            batch = self._accumulator.take(busy=bool(self.window))
+            if self.window:
+                batch = self._accumulator.take(busy=True)
+            else:
+                batch = self._accumulator.take(busy=False, lend=self._prepare_line())
+                self._take_over_line()
             if batch is None:
                 return
-            self.window.add([batch])  # at once, so that a forked child finds it there
+            self.window.add([batch])  # before encoding, so that a forked child finds it here
             try:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._compression)
@@ -158,6 +174,45 @@ class Sender:
                 self._accumulator.settle(self.window.pop_newest(), failure)
                 continue
             self.window.number_newest()
+
+    def _prepare_line(self) -> bool:
+        """Prepare the direct line for the next record; return whether it may be lent."""
+        history = self._connection.known_history
+        if (
+            history is None
+            or self._connection.wire is None
+            or self._acked is None
+            or self._acks
+            or self._failures
+            or self._send_whole
+            or not self.window.next_sequence  # the server does not know this producer epoch yet
+            or self._idle_s() > _REPLICATION_ID_S
+        ):
+            return False
+        known = (self._incarnation, history, self.window.epoch)
+        self._line.prepare(
+            self._connection.script_call(PUBLISH, self._keys, known),
+            self._known_epoch,
+            self._acknowledged_at,
+            _REPLICATION_ID_S,
+            self._producer_renewed_at + _RENEW_PRODUCER_S,
+        )
+        return True
+
+    def _take_over_line(self) -> None:
+        """Continue with what publishers have done on the direct line."""
+        broken = self._line.take_over()
+        if self._line.end_offset and self._acked is not None:
+            self._stream_epoch = self._known_epoch  # the line takes only replies in that epoch
+            self._acknowledged_at = max(self._acknowledged_at, self._line.acknowledged_at)
+            self._acked = Position(
+                self._incarnation, self._stream_epoch, self._line.end_offset, self._path
+            )
+            self._line.end_offset = 0
+        if broken:
+            self._connection.close()
+            self.window.doubt_sent()
+            self.window.rewind()
 
     def _exchange(self) -> None:
         """Send the unsent batches, read one reply, and handle failures."""
@@ -194,8 +249,11 @@ class Sender:
                 name,
                 payload,
                 zlib.crc32(payload) if self._checksum else "",
+                self._known_epoch,
                 *batch.index,
             )
+            batch.stream_epoch = self._known_epoch
+            self._producer_renewed_at = time.monotonic()
             command = self._connection.script_call(
                 PUBLISH, self._keys, arguments, whole=self._send_whole
             )
@@ -203,8 +261,11 @@ class Sender:
             self._connection.send([command])
             self._send_whole = False
 
+    def _idle_since(self) -> float:
+        return max(self._acknowledged_at, self._line.acknowledged_at)
+
     def _idle_s(self) -> float:
-        return time.monotonic() - self._acknowledged_at
+        return time.monotonic() - self._idle_since()
 
     def _receive(self) -> None:
         try:
@@ -228,7 +289,9 @@ class Sender:
             self._drain()
             self._refuse(error)
         else:
-            if reply[0] == b"OK":
+            if type(reply) is int:  # in the epoch that the request named
+                self._acknowledge(reply, self.window.next_to_reply.stream_epoch)
+            elif reply[0] == b"OK":
                 self._acknowledge(reply[1], reply[2])
             else:
                 self._drain()
@@ -248,7 +311,7 @@ class Sender:
         if self._in_new_epoch():  # another client has begun that epoch
             try:
                 _, lost_from = self._lost_from()
-            except ServerRefused:  # this user may not read meta, and has been warned
+            except ServerRefused:  # no permission to read meta; a warning was logged earlier
                 self._known_epoch, lost_from = self._stream_epoch, None
             if lost_from is not None:
                 self._report_loss(lost_from)
@@ -280,7 +343,7 @@ class Sender:
     # -- failures ------------------------------------------------------------------------------
 
     def _handle_refusal(self, reply: list[Any]) -> None:
-        """Handle a script reply which says that the oldest batch was not appended."""
+        """Handle a script reply that the oldest batch was not appended."""
         code = reply[0].decode()
         if code == "HISTORY":
             self.window.rewind()
@@ -303,7 +366,7 @@ class Sender:
             self._refuse(ServerRefused(f"Stream {self._stream!r} has used up its offsets."))
         elif code == "INVALID":
             self._refuse(ServerRefused(f"The server refused a frame of stream {self._stream!r}."))
-        else:  # OUTOFSEQ above us, STALEPRODUCER: another process uses our id
+        else:  # STALEPRODUCER, or OUTOFSEQ with a higher sequence: another process uses our id
             _log.error(
                 "Another process uses producer id %s of stream %r: %s",
                 self._id, self._stream, reply,
@@ -313,9 +376,9 @@ class Sender:
             self._renumber()
 
     def _try_later(self, error: MeteorError) -> None:
-        """Send the oldest batch, which was refused only for now, again after a pause.
+        """Retry the oldest batch after a pause, because the refusal is only temporary.
 
-        The batch stays in doubt: the bytes of an earlier attempt may still arrive and find room.
+        A batch in doubt stays in doubt: an earlier attempt may still arrive and find room.
         """
         self._send_again(error)
         self._pause()
@@ -335,20 +398,21 @@ class Sender:
         It proves that for a second, on the same connection. If the connection is readable although
         no reply is due, it has probably ended.
         """
-        acknowledged_at = self._acknowledged_at
+        idle_since = self._idle_since()
         if self._acked is None:
             return False
         if self._idle_s() > _REPLICATION_ID_S or not self._connection.connected:
             return True
-        # Read the window after the socket: it may have had a reply that has been read since.
         readable = self._connection.readable
-        return readable and not self.window and self._acknowledged_at == acknowledged_at
+        # Look for a due reply after the socket, which may have had one that has been read since.
+        is_due = self.window or self._line.batch is not None
+        return readable and not is_due and self._idle_since() == idle_since
 
     def _check_for_loss(self) -> None:
-        """Report acknowledged records that a failover has lost since. Takes a few seconds at most.
+        """Report acknowledged records that a failover has lost. Takes a few seconds at most.
 
-        A publisher that sends another record learns of the loss from the reply. One that only
-        flushes or closes would never learn of it.
+        If the publisher sends another record, the reply reveals the loss. If it only flushes or
+        closes, only this check does.
         """
         deadline = min(time.monotonic() + _CHECK_MAX_S, self.check_by)
         attempt = 0
@@ -426,7 +490,7 @@ class Sender:
 
     def _fail_all(self, error: MeteorError) -> None:
         self.window.clear_doubts()
-        self.window.add(self._accumulator.take_all())  # so that a forked child finds them there
+        self.window.add(self._accumulator.take_all())  # so that a forked child finds them here
         while self.window:
             self._accumulator.settle(self.window.oldest, error)
             self.window.pop_oldest()
@@ -435,8 +499,8 @@ class Sender:
     def _renumber(self) -> None:
         """Begin the next producer epoch.
 
-        Batches in doubt fail, and acknowledged ones are settled: sent again under the next epoch,
-        they would be in the log twice.
+        First fail the batches in doubt and settle the acknowledged ones: if the sender sent them
+        again in the next epoch, they could be in the log twice.
         """
         while self.window and (self.window.oldest.in_doubt or self.window.oldest.acknowledged):
             self._fail(self.window.pop_oldest(), None)
@@ -455,11 +519,12 @@ class Sender:
     def _expiry_error(self) -> MeteorError:
         return self._reason or ConnectionFailed(
             f"The record could not be sent to stream {self._stream!r} in time. The server "
-            f"at {self._connection.address} is too slow, or delivery_timeout too short."
+            f"at {self._connection.address} is too slow, or delivery_timeout is too short."
         )
 
     def _fail_rest(self) -> None:
-        """Fail the batches that are left when the thread ends."""
+        """Fail the remaining batches when the thread ends."""
+        self._take_over_line()
         self.window.doubt_unacknowledged()
         self.window.add(self._accumulator.take_all())
         while self.window:
@@ -477,9 +542,9 @@ class Sender:
         self._accumulator.settle(batch, error)
 
     def _drain(self) -> None:
-        """Read the replies to the batches after a refused one; these batches will be sent again.
+        """Read the replies to the batches sent after a refused one, which must be sent again.
 
-        Also settles the batches before it, so that the refused one is the oldest.
+        Also settles the batches before the refused one, so that it becomes the oldest.
         """
         for batch in self.window.behind_next_to_reply():
             try:
@@ -488,7 +553,8 @@ class Sender:
                 raise
             except MeteorError:
                 continue  # the batch is sent again, and gets another reply
-            if reply[0] == b"OK":  # an earlier attempt put it, and the refused one, into the log
+            # If so, earlier attempts put it and the refused batch into the log.
+            if type(reply) is int or reply[0] == b"OK":
                 batch.in_doubt = True
         if self.window.acknowledged:
             self._settle_acknowledged()

@@ -1,18 +1,18 @@
 """Transactions: several processes, any of which may die, write many frames exactly once.
 
-Workers write frames into *stages*, keys beside the stream that readers do not see. Several workers
-may do the same work. Then one process, the committer, names the stages that make up a *version* of
-a *writer* (such as a batch of a query). The first plan made for a version counts. The committer
-moves its frames into the log in order, a few megabytes at a time, and the server counts the moved
-frames. A committer that is asked to commit the same version again finishes the existing plan, or
-finds that it is done.
+Workers write frames into *stages*: keys that readers of the stream do not see. Several workers may
+do the same work. Then one process, the committer, plans a commit: it names the stages that make up
+a *version* of a *writer* (such as a batch of a query). Only the first plan for a version counts.
+The committer moves the planned frames into the log in order, a few megabytes at a time, and the
+server counts the moved frames. If the same version is committed again, the committer finishes the
+existing plan, or finds that the version is complete.
 
     worker      stage = Stage(stream, "q.17.0"); stage.write(columns); staged = stage.finish()
     committer   commit(stream, "q", 17, [staged, ...])
 
-Stages that are not committed expire. A version below the last one is refused, because its records
-may differ from those already written under that number. For the last version, only the number of
-records is compared.
+Stages that are not committed expire. A version older than the last one is refused, because its
+records may differ from those already written under that number. A repeated commit of the last
+version is refused only if the number of records differs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
 
-#: Seconds after which a stage expires: before it is part of a plan, and afterwards.
+#: Seconds until a stage expires: while it is not part of a plan, and once it is.
 STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
 #: Maximum number of fences that one call of ``let_expire`` deletes.
 _EXPIRE_MAX = 20
-#: Bytes after which a script call stops moving frames: other clients must wait during the call.
+#: Bytes after which a script call stops moving frames, because it makes other clients wait.
 MOVE_BYTES = 4 * 1024 * 1024
 #: Bytes that are sent to a stage at a time.
 _SEND_BYTES = 1024 * 1024
@@ -48,9 +48,9 @@ _SEND_BYTES = 1024 * 1024
 _FULL_S = 30.0
 _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
-#: How often the server's replication id may change during one script call.
+#: Attempts to move frames while the server's replication id keeps changing.
 _EPOCHS_MAX = 5
-#: Stands for the number of records if an older release wrote the version without counting.
+#: The number of records of a version that an older release wrote without counting.
 _UNCOUNTED = -1
 
 
@@ -59,8 +59,8 @@ class VersionPassed(PublishError):
 
     def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}, which "
-            f"already has version {known}.",
+            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"stream already has version {known}.",
             stream=stream,
         )
         self.writer = writer
@@ -73,8 +73,8 @@ class VersionDiffers(PublishError):
 
     def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}, which "
-            f"has it with {known} records, not {records}.",
+            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"stream already has it, with {known} records instead of {records}.",
             stream=stream,
         )
         self.writer = writer
@@ -84,7 +84,7 @@ class VersionDiffers(PublishError):
 
 
 class Staged(NamedTuple):
-    """A stage that was written."""
+    """A completely written stage."""
 
     name: str
     frames: int
@@ -92,9 +92,9 @@ class Staged(NamedTuple):
 
 
 class StageOwner(NamedTuple):
-    """The version of a writer that a stage is for, and the run of the program that writes it.
+    """The writer and version that a stage belongs to, and the run of the writing program.
 
-    A program that is restarted for the same writer has a different ``run``.
+    If the program restarts with the same writer, its ``run`` changes.
     """
 
     writer: str
@@ -107,11 +107,12 @@ def _call(work: Callable[[], None]) -> None:
 
 
 class Stage:
-    """One worker's frames, which wait for a commit. ``name`` must be unique. Not thread-safe.
+    """One worker's frames, waiting for a commit. Not thread-safe.
 
     Args:
-        retry: Calls a function that sends frames, and may call it again if it fails: sending them
-            twice changes nothing.
+        name: A unique name.
+        retry: Calls the function that sends frames, and may call it again if it fails. Sending the
+            same frames twice is harmless.
         owner: The owner of the stage, so that other processes can delete it if this one dies.
     """
 
@@ -163,7 +164,7 @@ class Stage:
         return Staged(self._name, self._frames, self._records)
 
     def abandon(self) -> None:
-        """Delete the stage now, because it will not be committed, instead of letting it expire."""
+        """Delete a stage that will not be committed, instead of waiting until it expires."""
         try:
             commands: list[tuple[Any, ...]] = [("UNLINK", self._key)]
             if self._owner is not None:
@@ -175,8 +176,8 @@ class Stage:
 
     def _send(self) -> None:
         if self._fields:
-            # A hash, not a list, so that a retry changes nothing. Written in one MULTI with its
-            # expiry, because a worker that died in between would leave frames that never expire.
+            # Use a hash instead of a list, so that a retry changes nothing. Set the expiry in the
+            # same MULTI: a worker that died in between would leave frames that never expire.
             hset = ("HSET", self._key, *self._fields)
             pexpire = ("PEXPIRE", self._key, STAGE_S * 1000)
             commands = [("MULTI",), hset, pexpire, *self._index_commands(), ("EXEC",)]
@@ -201,7 +202,7 @@ class Stage:
             raise
 
     def _check_whole(self) -> None:
-        """Raise if frames are missing: the commit would notice too late to write them again."""
+        """Raise if frames are missing. The commit would notice too late to write them again."""
         found = self._stream.connector.call("HLEN", self._key)
         if found != self._frames * _fields_per_frame(self._stream):
             raise _lost(self._stream, self._name, "Write them again.")
@@ -217,13 +218,13 @@ def commit(
     records: int | None = None,
     replicas: int = 0,
 ) -> bool:
-    """Append the frames of stages to the log, in order, unless this version is already there.
+    """Append the stages' frames to the log, in order, unless the log has this version already.
 
     Args:
         begun: Whether the stages are incomplete because a worker found the version already written.
             The server must then have the version, or a plan for it, which this call finishes.
-        records: The number of records of this version, to compare with the number in the log;
-            None: do not compare.
+        records: The number of records of this version, to compare with the number in the log.
+            None skips the comparison.
         replicas: How many replicas must have the whole version.
 
     Returns:
@@ -231,7 +232,7 @@ def commit(
 
     Raises:
         VersionPassed: A later version was committed.
-        VersionDiffers: This version was committed with another number of records.
+        VersionDiffers: This version was committed with a different number of records.
         PublishError: Staged frames are gone, or the server lost the ``begun`` version.
         NotReplicated: The version is in the log, but too few replicas confirmed it in time.
         StreamFull: The stream waits for its archiver.
@@ -260,7 +261,7 @@ def commit(
                 raise _lost(stream, reply[1].decode(), "Write them again.")
             case _:
                 raise reply_errors.stream_gone(stream.name, reply[0])
-    # Stages of other attempts and of dead processes
+    # Also discard the stages that other attempts and dead processes left behind.
     discard(stream, writer, {*names, *_stale(stream, writer, version)})
     if records is not None and known not in (records, _UNCOUNTED):
         raise VersionDiffers(stream.name, writer, version, known, records)
@@ -271,12 +272,12 @@ def is_done(stream: StreamHandle, writer: str, version: int, records: int | None
     """Return whether a version is completely in the log.
 
     Args:
-        records: The number of records of this version, to compare with the number in the log;
-            None: do not compare.
+        records: The number of records of this version, to compare with the number in the log.
+            None skips the comparison.
 
     Raises:
         VersionPassed: A later version was committed, or its commit has begun.
-        VersionDiffers: The version is in the log with another number of records.
+        VersionDiffers: The version is in the log with a different number of records.
     """
     last = _last(stream, writer)
     if last.version > version:
@@ -305,7 +306,7 @@ def _last(stream: StreamHandle, writer: str) -> _Last:
 
 
 def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete stages that will not be committed, except those of a plan, which must be finished."""
+    """Delete stages that will not be committed. Keeps those of a plan, which must be finished."""
     stages = list(names)
     if stages:
         script_keys = [keys.plan(stream.name, writer), keys.stages(stream.name, writer)]
@@ -333,7 +334,7 @@ def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = No
 
 
 def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete the state of a writer that failed for good: its fence, its plan and these stages.
+    """Delete the state of a permanently failed writer: its fence, its plan and its stages.
 
     Frames that were moved into the log stay there. No committer may be running for the writer.
     """
@@ -347,15 +348,15 @@ def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
 
 
 def forget(stream: StreamHandle, writer: str) -> None:
-    """Delete the fence of a writer that has finished for good."""
+    """Delete the fence of a writer that will not write again."""
     stream.connector.call("HDEL", keys.fences(stream.name), writer)
 
 
 def let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
     """Let the fence of a writer expire ``lifetime_s`` seconds from now.
 
-    Call it before a commit, so that every fence has an expiry time. A later call replaces that
-    time. Each call also deletes some expired fences.
+    Call this before each commit, so that every fence has an expiry time. A later call replaces the
+    time of an earlier one. Each call also deletes some expired fences.
     """
     name = stream.name
     script_keys = [keys.meta(name), keys.fences(name), keys.fence_times(name)]
@@ -385,7 +386,7 @@ def _plan(
     def plan(connection: Connection) -> list[Any]:
         reply: list[Any] = connection.run(PLAN_COMMIT, script_keys, args)
         if replicas and reply[0] == b"DONE":
-            # Use this connection, because WAIT covers only the writes of its own connection.
+            # WAIT must use this connection: it covers only the connection's own writes.
             _wait(connection, name, replicas)
         return reply
 
@@ -409,7 +410,7 @@ def _wait(connection: Connection, stream: str, replicas: int) -> None:
 
 
 def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> None:
-    """Move the remaining frames of a plan. Other committers may be doing the same."""
+    """Move the remaining frames of a plan into the log. Other committers may do so concurrently."""
     spans = _spans(stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1))
     full_until: float | None = None
     tries = 0
@@ -461,7 +462,7 @@ def _move(
 
 
 def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
-    """Return the stages of a plan: name, frames before it, and frames in it."""
+    """Return each stage of a plan as (name, number of frames before it, number of frames in it)."""
     spans: list[tuple[str, int, int]] = []
     at = 0
     for entry in plan:
@@ -474,8 +475,8 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
 def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
     return PublishError(
         f"Version {version} of the writer {writer} was in stream {stream.name!r}, but the server "
-        "has lost it in a failover to a lagging replica, and nothing was written now. Write all "
-        "of it again.",
+        "lost it in a failover to a lagging replica. Nothing was written now. Write all of it "
+        "again.",
         stream=stream.name,
     )
 
@@ -502,6 +503,6 @@ def _stuck(stream: StreamHandle, writer: str, version: int, done: int, total: in
             f"{version}:{total}:{total}. "
         )
     return (
-        f"{found}To write the whole version again, which repeats those in the log, run HDEL "
-        f"{key} {writer}."
+        f"{found}To write the whole version again, which duplicates its frames in the log, run "
+        f"HDEL {key} {writer}."
     )

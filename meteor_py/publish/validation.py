@@ -1,6 +1,6 @@
 """Validation of records to publish, and their conversion to columns.
 
-All records are checked before the first is accepted, so an error means that none was published.
+All records are checked before the first is accepted. An error means that none were published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordValidator:
         stream: Name of the stream, for error messages.
         records_max: Maximum number of records in a frame.
         record_bytes_max: Maximum size of a record in bytes, key and headers included.
-        ordering: The source of ordering keys, if the stream has them.
+        ordering: Where to find the ordering key of a record, if the stream has ordering keys.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def to_list(name: str, column: Any) -> list[Any]:
-    """Return an iterable as a list; refuse strings and mappings, which iterate over their parts."""
+    """Return an iterable as a list. Refuse strings and mappings, which iterate over their parts."""
     if is_arrow(column):
         rows: list[Any] = column.to_pylist()
         return rows
@@ -174,7 +174,7 @@ def check_headers(headers: Any) -> dict[str, bytes]:
     if not isinstance(headers, Mapping):
         raise TypeError(f"Headers must be a mapping, not {type(headers).__name__}.")
     if len(headers) > HEADERS_MAX:
-        raise ValueError(f"A record has at most {HEADERS_MAX} headers, not {len(headers)}.")
+        raise ValueError(f"A record can have at most {HEADERS_MAX} headers, not {len(headers)}.")
     raw: dict[str, bytes] = {}
     for name, value in headers.items():
         if isinstance(name, str) and type(value) is bytes:

@@ -46,7 +46,7 @@ class _Json:
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode a value as JSON. Refuse NaN and infinity: JSON lacks them, so readers would get None.
+    """Encode a value as JSON. Refuse NaN and infinity, which JSON cannot represent.
 
     Raises:
         TypeError: The value cannot be written as JSON.
@@ -88,7 +88,7 @@ CODECS = tuple(_BY_NAME)
 
 
 def find_codec(codec: CodecName | Codec) -> Codec | None:
-    """Return the codec with that name, or the object itself; None if values are already bytes."""
+    """Return the codec with that name, or the object itself; None for the "bytes" codec."""
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             raise ValueError(
@@ -99,6 +99,6 @@ def find_codec(codec: CodecName | Codec) -> Codec | None:
         return found
     if not isinstance(codec, Codec):
         raise TypeError(
-            f"A codec needs the methods encode and decode; {type(codec).__name__} lacks one."
+            f"A codec needs the methods encode and decode. {type(codec).__name__} lacks one."
         )
     return codec

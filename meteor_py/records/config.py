@@ -1,4 +1,4 @@
-"""Settings of streams, publishers and subscribers, and the checks of their values."""
+"""Settings of streams, publishers and subscribers, and functions that check their values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meteor_py.redis import keys
 
 #: Default ring capacity in records (the same as Meteor's).
 DEFAULT_CAPACITY = 10_000
-#: Default limit of unarchived records, in multiples of the capacity.
+#: Default limit on unarchived records, as a multiple of the capacity.
 UNARCHIVED_CAPACITIES = 10
-#: Limits of one frame, so that replies stay small and scripts short.
+#: Limits of one frame, which keep replies small and script calls short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
 #: Maximum number of headers of a record.
@@ -27,9 +27,9 @@ HEADERS_MAX = 10_000
 #: Maximum record size in bytes, key and headers included: the default, and the upper limit.
 RECORD_BYTES_MAX = 1_048_576
 RECORD_BYTES_LIMIT = 32 * 1_048_576
-#: The largest offset. Lua's numbers are doubles, exact only up to here.
+#: The largest offset. Numbers in Lua are doubles, which are exact only up to here.
 OFFSET_MAX = 2**53 - 1
-#: The longest delivery timeout in seconds: half as long as a server remembers an idle publisher.
+#: The longest delivery timeout in seconds: half the time that a server remembers an idle publisher.
 DELIVERY_TIMEOUT_MAX_S = 12 * 3600
 #: Bounds of a lease's TTL in seconds; the owner renews the lease every third of its TTL.
 LEASE_TTL_S = (0.1, 86_400.0)
@@ -39,6 +39,14 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 OnGap = Literal["raise", "skip"]
 
 
+#: Fields of the hash ``settings``, as in lua/log/_settings.lua; ``meta`` has copies of them.
+ADMIN_FIELDS = (
+    "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
+    "retain_bytes",
+)  # fmt: skip
+#: Those on which a client never acts unless they are in ``settings``: an address to follow, and
+#: what to delete.
+GUARDED_FIELDS = ("store_uri", "retain", "retain_bytes")
 #: Settings of a stream that need a store.
 STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
 
@@ -50,7 +58,7 @@ class InitialOffset(enum.StrEnum):
     EARLIEST = "earliest"
     #: After the last record that exists when ``subscriber()`` returns.
     LATEST = "latest"
-    #: At the group's confirmed offset; raise if there is none.
+    #: At the group's confirmed offset. Raises an error if there is none.
     NONE = "none"
     #: EARLIEST in a group, LATEST without one.
     AUTO = "auto"
@@ -65,8 +73,8 @@ Start = InitialOffset | Literal["earliest", "latest", "none", "auto"] | int | da
 class StreamConfig:
     """Settings of a stream, stored on the server and shared by all clients."""
 
-    #: Number of records that the ring keeps, by default the newest 10,000. It may hold up to one
-    #: frame more. Without a store, older records are dropped for good.
+    #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
+    #: one frame more. Without a store, older records are lost when the ring drops them.
     capacity: int = DEFAULT_CAPACITY
     #: Compression of frames with several records; a publisher may choose another.
     compression: Compression = "none"
@@ -74,26 +82,26 @@ class StreamConfig:
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
-    #: Ordering key of shared groups: "key" or "header:NAME"; None: the stream has no shared groups.
-    #: Cannot be changed later.
+    #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
+    #: shared groups. Cannot be changed later.
     ordering_key: str | None = None
-    #: The address of the store, without secrets; None: no store, or a store without an address.
+    #: The address of the store, without secrets. None if there is no store or it has no address.
     store: str | None = None
     #: With a store: number of unarchived records at which publishers start to wait for the
     #: archiver.
     max_unarchived: int | None = None
-    #: Seconds for which the ring keeps a record; None: no limit. Each publish drops older records,
-    #: so an idle stream keeps its records. Unarchived records stay.
+    #: Seconds for which the ring keeps a record. None means no limit. Each publish drops older
+    #: records, so an idle stream keeps its records. The ring never drops unarchived records.
     max_age: float | None = None
-    #: Bytes of frames that the ring keeps, counting 32 extra bytes per frame; None: no limit. The
-    #: ring may hold up to one frame more. Unarchived records stay.
+    #: Bytes of frames that the ring keeps, counting 32 extra bytes per frame. None means no limit.
+    #: The ring may hold up to one frame more, and never drops unarchived records.
     max_bytes: int | None = None
-    #: With a store: seconds for which it keeps a record that every group has confirmed; None: until
-    #: ``stream.store.expire()`` is called. Archivers delete older records, one whole file at a
-    #: time.
+    #: Seconds for which the store keeps a record that every group has confirmed. None keeps records
+    #: until ``stream.store.expire()`` is called. Archivers delete older records, one whole file at
+    #: a time.
     retain: float | None = None
-    #: With a store: total size of the files that it keeps, in bytes, under the same conditions as
-    #: ``retain``.
+    #: Total bytes of files that the store keeps. Archivers delete the oldest files beyond this
+    #: size, under the same conditions as for ``retain``.
     retain_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,8 +123,8 @@ class StreamConfig:
     def check_room(self) -> StreamConfig:
         """Raise ``ValueError`` if ``max_unarchived`` is below the capacity; return self.
 
-        Stored settings are not checked, because two clients that change them at once may cause
-        this.
+        Settings read from the server are not checked, because two clients that change them at the
+        same time may store such a combination.
         """
         if self.max_unarchived is not None and self.max_unarchived < self.capacity:
             raise ValueError(
@@ -127,11 +135,11 @@ class StreamConfig:
 
     @property
     def ordering_rule(self) -> OrderingRule | None:
-        """The rule that ``ordering_key`` names."""
+        """The rule that finds a record's ordering key; None without an ordering key."""
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hash ``meta``."""
+        """Return the fields of the hashes ``meta`` and ``settings``."""
         fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
@@ -155,7 +163,7 @@ class StreamConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
-        """Parse fields of the hash ``meta``."""
+        """Parse fields of the hashes ``meta`` and ``settings``."""
         age, _, size = fields.get("keep", ":").partition(":")
         return cls(
             capacity=int(fields["capacity"]),
@@ -180,7 +188,7 @@ class PublisherConfig:
     linger: float = 0.0
     #: "none", "lz4" or "zstd", for frames of several records; None means the stream's setting.
     compression: Compression | None = None
-    #: Replicas that must confirm a record before it is acknowledged.
+    #: Number of replicas that must confirm a record before it is acknowledged.
     acks: int = 0
     #: Seconds after which a record that could not be delivered fails.
     delivery_timeout: float = 30.0
@@ -191,10 +199,9 @@ class PublisherConfig:
     #: gets its own frame.
     max_record_bytes: int = RECORD_BYTES_MAX
     #: Called with the error whenever records fail, or acknowledged records turn out to be lost. It
-    #: runs in the sender's thread, so it must not block. ``flush`` and ``close`` do not raise an
-    #: error again if this function received it for failed records. Without this function, a failure
-    #: is logged as a warning if no thread waits for the ``Ack``, and only once until records
-    #: succeed again.
+    #: runs in the sender's thread, so it must not block. ``flush`` and ``close`` do not raise a
+    #: failure that this function has received. Without this function, the publisher logs a failure
+    #: as a warning if no thread waits for the ``Ack``, and only once until records succeed again.
     on_error: Callable[[MeteorError], object] | None = None
 
     def __post_init__(self) -> None:
@@ -206,8 +213,8 @@ class PublisherConfig:
         if self.delivery_timeout > DELIVERY_TIMEOUT_MAX_S:
             raise ValueError(
                 f"delivery_timeout must be at most {DELIVERY_TIMEOUT_MAX_S} seconds, not "
-                f"{self.delivery_timeout:g}, so that no retry outlives the day for which the "
-                "server remembers the publisher."
+                f"{self.delivery_timeout:g}, because the server remembers a publisher for only one "
+                "day."
             )
         check_int("max_pending_bytes", self.max_pending_bytes, 1, 2**40)
         check_int("max_record_bytes", self.max_record_bytes, 1, RECORD_BYTES_LIMIT)
@@ -219,7 +226,7 @@ class PublisherConfig:
 class SubscriberConfig:
     """Settings of a subscriber."""
 
-    #: The group to read for. Its first subscriber creates it. None: read without a group.
+    #: The group to read for. Its first subscriber creates it. None reads without a group.
     group: str | None = None
     #: Where to start without a group, or in a new group: EARLIEST, LATEST, an offset, or an aware
     #: datetime. With NONE, the group must have confirmed an offset.
@@ -228,7 +235,7 @@ class SubscriberConfig:
     lease_ttl: float = 10.0
     #: Seconds without a poll after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
-    #: Whether to "raise" ``RecordsLost`` or "skip" when the ring has dropped the next record.
+    #: If the ring has dropped the next record, "raise" raises ``RecordsLost`` and "skip" skips it.
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
@@ -236,7 +243,7 @@ class SubscriberConfig:
     #: where to start: an offset, or better a ``checkpoint``. A program that stores the checkpoint
     #: together with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
-    #: Whether asking for more records confirms the ones returned before.
+    #: Whether each poll confirms the records that the previous poll returned.
     auto_confirm: bool = False
 
     def __post_init__(self) -> None:
@@ -261,7 +268,7 @@ class SubscriberConfig:
 
     @property
     def starts_at(self) -> InitialOffset | int | datetime:
-        """``initial_offset`` with AUTO resolved."""
+        """``initial_offset``, with AUTO replaced by EARLIEST or LATEST."""
         start = parse_start("initial_offset", self.initial_offset)
         if start is not InitialOffset.AUTO:
             return start
@@ -305,11 +312,11 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
 def check_function(name: str, value: Any) -> None:
     """Raise ``TypeError`` unless ``value`` is callable."""
     if not callable(value):
-        raise TypeError(f"{name} needs a function, not {value!r}.")
+        raise TypeError(f"{name} must be a function, not {value!r}.")
 
 
 def without_none(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None: those that the caller passed."""
+    """Return the settings that the caller passed, which are those that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

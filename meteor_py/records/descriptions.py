@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meteor_py.errors import CorruptStream
-from meteor_py.records.config import StreamConfig
+from meteor_py.records.config import ADMIN_FIELDS, GUARDED_FIELDS, StreamConfig
 from meteor_py.redis import keys
 
 #: The layout of keys and frames that this version writes.
@@ -15,7 +15,7 @@ LAYOUT_VERSION = "1"
 
 @dataclass(frozen=True)
 class Meta:
-    """A snapshot of the hash ``meta`` of a stream."""
+    """A snapshot of the hashes ``meta`` and ``settings`` of a stream."""
 
     config: StreamConfig
     incarnation: str
@@ -31,6 +31,9 @@ class Meta:
     #: The store holds the offsets from ``expired`` up to but not including ``archived``.
     archived: int | None
     expired: int | None
+    #: Whether the settings come from ``settings``, which only administrators may write. If not,
+    #: the address of the store and what to delete from it are unknown.
+    verified: bool
 
     @property
     def epoch_first(self) -> int:
@@ -38,18 +41,25 @@ class Meta:
         return int(self.epochs.rpartition(":")[2])
 
     @classmethod
-    def parse(cls, name: str, flat: list[bytes]) -> Meta:
-        """Parse the reply of HGETALL.
+    def parse(cls, name: str, flat: list[bytes], settings: list[bytes]) -> Meta:
+        """Parse the replies of HGETALL for ``meta`` and ``settings``.
+
+        ``settings`` is empty if the key does not exist, or this client may not read it.
 
         Raises:
             CorruptStream: The hash is not the meta of a stream, or a newer version wrote it.
         """
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        fields = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
+        fields, guarded = _fields(flat), _fields(settings)
+        # Settings of another incarnation are not those of this stream.
+        verified = bool(guarded) and guarded.get("incarnation") == fields.get("incarnation")
+        for field in ADMIN_FIELDS if verified else GUARDED_FIELDS:
+            fields.pop(field, None)
+        if verified:
+            fields |= guarded
         version = fields.get("version", LAYOUT_VERSION)
         if version != LAYOUT_VERSION:
             raise CorruptStream(
-                f"Stream {name!r} has layout version {version!r}, and this release reads version "
+                f"Stream {name!r} has layout version {version!r}, but this release reads version "
                 f"{LAYOUT_VERSION}. To open it, upgrade meteor-py.",
                 stream=name,
             )
@@ -65,11 +75,17 @@ class Meta:
                 store_before=fields.get("store_before"),
                 archived=int(fields["archived"]) if "store" in fields else None,
                 expired=int(fields["expired"]) if "store" in fields else None,
+                verified=verified,
             )
         except (KeyError, ValueError) as error:
             raise CorruptStream(
                 f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
             ) from None
+
+
+def _fields(flat: list[bytes]) -> dict[str, str]:
+    pairs = zip(flat[::2], flat[1::2], strict=True)
+    return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class GroupDescription:
     name: str
     #: The next offset to process; all records below it are confirmed.
     confirmed: int
-    #: Records from ``confirmed`` to the end of the stream.
+    #: Number of records from ``confirmed`` to the end of the stream.
     lag: int
     #: The member that holds the lease; None if no member does, or for a shared group.
     owner: str | None
@@ -116,8 +132,8 @@ class Description:
     incarnation: str
     #: Changes when the server fails over or restarts.
     epoch: int
-    #: The next offset when the epoch began. A reader that was already beyond it has read records
-    #: that are lost now.
+    #: The next offset when the epoch began. A reader that was already past this offset has read
+    #: records that no longer exist.
     epoch_first: int
     #: The subscriber groups, by name.
     groups: tuple[GroupDescription, ...]
@@ -125,16 +141,16 @@ class Description:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What ``Stream.repair`` found, and whether it changed anything."""
+    """The result of ``Stream.repair``: the problems found, and whether they were repaired."""
 
     stream: str
-    #: Frames in the ring, which stay.
+    #: Number of frames in the ring. A repair keeps all of them.
     frames: int
     #: Number of entries that no publisher wrote, in the log and in the index of ordering keys.
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing, even if it was deleted since.
+    #: Whether an entry beyond the end blocks publishing. It does so even after it is deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

@@ -1,4 +1,5 @@
-"""Frames, the wire format of records. The name of an entry's field is the format of its value.
+"""Frames, the wire format of records. Each log entry holds one frame, in a field whose name is the
+format of the frame.
 
 The name consists of a version, the columns that any of the records has, and a compression:
 
@@ -12,10 +13,10 @@ The name consists of a version, the columns that any of the records has, and a c
 The columns, always in this order: ``c`` timestamp (int64, ms), ``h`` headers
 (map<string, binary>), ``k`` key (binary), ``v`` value (binary, never null).
 
-Bytes from the log are not trusted. The reader validates each frame as a whole, and raises
-:class:`~meteor_py.CorruptFrame` with its offsets if the bytes are not a frame. One frame takes at
-most 256 MiB of memory: the limits below bound its unpacked size and the Python objects made from
-it.
+The reader does not trust bytes from the log. It validates each frame as a whole, and raises
+:class:`~meteor_py.CorruptFrame` with the frame's offsets if the bytes are not a frame. The limits
+below bound the unpacked size of a frame and the Python objects made from it, so that one frame
+takes at most 256 MiB of memory.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _RECORDS_MAX = 16 * FRAME_RECORDS_MAX
 _HEADERS_MAX = 1024 * 1024
 #: ``MetadataVersion.V5``, which Arrow has written since 1.0.
 _ARROW_V5 = 4
-#: Frames of up to this many records are merged into lists, to save the overhead of a chunk.
+#: Frames of up to this many records are merged into lists, to avoid the overhead of one chunk each.
 _SMALL = 32
 #: Size in bytes below which compression does not pay off.
 _COMPRESS_MIN = 512
 
-# Frames are similar in size, so the C library reuses their memory. mimalloc, Arrow's default,
-# returns it to the system each time, which costs as much as the rest of encoding.
+# The C library's allocator reuses the memory of frames, which are similar in size. Arrow's default,
+# mimalloc, returns it to the system each time, which takes as long as the rest of encoding.
 _POOL = pa.system_memory_pool()
 
 _CODECS = {"lz4": "lz4_raw", "zstd": "zstd"}
@@ -78,7 +79,7 @@ _DECODERS = {
 _NAME = re.compile(rb"(\d{1,3})([a-z]{1,16})(?:\.([a-z0-9]{1,16}))?")
 _ID = re.compile(rb"(\d{1,16})-(\d{1,16})")
 _HEADERS = msgspec.msgpack.Decoder(dict[str, bytes] | None)
-#: Errors that, raised while decoding, mean that the bytes are not a frame.
+#: Exceptions from decoding that mean that the bytes are not a frame.
 _NOT_A_FRAME = (
     pa.ArrowException, msgspec.MsgspecError, lz4.block.LZ4BlockError, struct.error, ValueError,
     LookupError, ArithmeticError, OSError, EOFError, MemoryError, RecursionError,
@@ -145,11 +146,12 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
 def fingerprint(payload: Any) -> int:
     """Return a checksum that tells batches of one publisher apart. It does not detect corruption.
 
-    It covers only the ends: a crc32 of everything would take as long as building the frame.
+    It covers only both ends of the payload: a crc32 of all bytes would take as long as building the
+    frame.
     """
+    if len(payload) <= 8192:
+        return zlib.crc32(payload)
     view = memoryview(payload)
-    if len(view) <= 8192:
-        return zlib.crc32(view)
     return zlib.crc32(view[-4096:], zlib.crc32(view[:4096], len(view)))
 
 
@@ -173,8 +175,8 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
     """Return the records of entries, with small frames of consecutive offsets merged.
 
-    Stops before a bad frame, or before decompressing more than 64 MiB in all; another call decodes
-    the rest. A bad first frame raises.
+    Stops before a bad frame, or before decompressing more than 64 MiB in total. Call it again for
+    the remaining entries. If the first frame is bad, raises an error.
 
     Raises:
         CorruptStream: No meteor_py publisher wrote the first entry.
@@ -211,6 +213,12 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
         whole = chunks[-1]
         bare = whole if isinstance(whole, ListChunk) and whole.is_bare() else None
     return chunks
+
+
+def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
+    """Return the record at ``offset`` if the entry is nothing but its value; see ``decode``."""
+    chunk = ListChunk(offset, [], None, None, None, [])
+    return chunk if _append_bare(chunk, *entry) else None
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
@@ -266,7 +274,7 @@ def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, tim
         raise _corrupt(stream, first, last, str(error)) from None
     raise UnsupportedFrame(
         f"Records {first} to {last} of stream {stream!r} have the frame format "
-        f"{name.decode()!r}, which this version does not know. To read them, upgrade meteor-py.",
+        f"{name.decode()!r}, which this version cannot read. To read them, upgrade meteor-py.",
         stream=stream,
         first=first,
         last=last,
@@ -299,7 +307,7 @@ def _decode_headers(packed: msgspec.Raw) -> Headers | None:
 
 def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) -> Chunk:
     if n > _RECORDS_MAX:
-        raise ValueError(f"it claims {n} records, and a frame has at most {_RECORDS_MAX}")
+        raise ValueError(f"it claims {n} records, but a frame has at most {_RECORDS_MAX}")
     _refuse_compression_inside(payload)
     batch = pa.ipc.read_record_batch(pa.py_buffer(payload), _SCHEMAS[letters])
     if batch.num_rows != n:
@@ -320,11 +328,11 @@ def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) ->
 
 
 def _refuse_compression_inside(message: bytes) -> None:
-    """Raise if the buffers of an Arrow message are compressed: a bomb could hide there.
+    """Raise if the buffers of an Arrow message are compressed: they could be a decompression bomb.
 
-    Parses the flatbuffer by hand: the message table's ``header`` (field 2) is a record batch
+    Parses the flatbuffer directly. The message table's ``header`` (field 2) is a record batch
     table, whose field 3 is ``compression``. pyarrow also reads older formats, which lack the marker
-    at the start or declare the compression elsewhere; frames never use those formats.
+    at the start or declare the compression elsewhere. Frames never use those formats.
     """
     if message[:4] != b"\xff\xff\xff\xff":
         raise ValueError("the message does not begin with Arrow's marker")
@@ -339,7 +347,7 @@ def _refuse_compression_inside(message: bytes) -> None:
 
 
 def _table(data: bytes, pointer: int) -> dict[int, int]:
-    """Follow the offset at ``pointer`` to a flatbuffer table; return the position of each field."""
+    """Return the position of each field of the flatbuffer table that ``pointer`` refers to."""
     position = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = position - struct.unpack_from("<i", data, position)[0]
     if vtable < 0:
@@ -357,7 +365,7 @@ def _unpack(compression: str, payload: bytes) -> bytes:
     unpacked: bytes
     if compression == "lz4":
         # Do not use pyarrow here: it does not report how many bytes it unpacked. The rest of its
-        # buffer is uninitialised memory of this process, which must not reach the application.
+        # buffer is uninitialized memory of this process, which must not reach the application.
         unpacked = lz4.block.decompress(block, uncompressed_size=size)
         if len(unpacked) != size:
             raise ValueError(f"it unpacks to {len(unpacked)} bytes, not to the {size} it claims")
@@ -413,7 +421,7 @@ def foreign_entry(stream: str, entry_id: bytes) -> CorruptStream:
 def _corrupt(stream: str, first: int, last: int, why: str) -> CorruptFrame:
     return CorruptFrame(
         f"Records {first} to {last} of stream {stream!r} are corrupt: {why.strip().rstrip('.')}. "
-        f"seek({last + 1}) continues after them.",
+        f"Call seek({last + 1}) to continue after them.",
         stream=stream,
         first=first,
         last=last,

@@ -1,16 +1,17 @@
 """Ordering keys of records, and the index that lists them.
 
-A stream with an ordering key has an index beside its log. The index has one entry per frame, with
-the same ID and no payload, so that shared groups learn the keys without decoding frames. An entry
-is a list of strings. Their number is even, because Redis treats them as fields and values:
+A stream with an ordering key has an index in addition to its log. The index has one entry per
+frame, with the same ID but no payload, so that shared groups can read the keys without decoding
+frames. An entry is a list of strings. Their number is even, because Redis treats them as fields and
+values:
 
 1. Two bytes for each record, little endian: the number of its key among the strings that follow.
 2. The ordering keys of the frame, each once.
 3. An empty string if the number of keys is even.
 
-The index lists an empty string for a record without an ordering key, and for one whose key is too
-long. The latter cannot be published, but a dead letter may carry it, because dead letters keep
-records unchanged.
+The index lists an empty string for a record without an ordering key, and for a record whose key is
+too long. ``publish`` refuses keys that are too long, but a dead letter may have one, because it
+keeps its record unchanged.
 """
 
 from __future__ import annotations
@@ -110,12 +111,12 @@ class OrderingRule:
             what = "key" if self._header is None else f"header {self._header!r}"
             raise ValueError(
                 f"The {what} of a record is its ordering key in this stream and may have at most "
-                f"{ORDERING_KEY_BYTES_MAX} bytes, not {longest}; use a hash of it."
+                f"{ORDERING_KEY_BYTES_MAX} bytes, not {longest}. Use a hash of it instead."
             )
 
 
 def packed(entry: Iterable[bytes]) -> bytes:
-    """Return an entry as one string: each part with its length before it."""
+    """Return an entry as one string, in which each part follows its length."""
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 

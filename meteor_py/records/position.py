@@ -1,58 +1,57 @@
 """A position in a stream, and the check whether the server has lost records below it.
 
 A server that fails over to a lagging replica, or restarts without its last second of data, assigns
-some offsets a second time. An offset alone therefore does not name a record. A position is
-(incarnation, epoch, offset): recreating a stream starts another incarnation, and a change of the
-server's replication history (a new ``master_replid``, at each restart and failover) starts another
-epoch.
+some offsets a second time. So an offset alone does not identify a record. A position is
+(incarnation, epoch, offset). A new incarnation starts when a stream is recreated. A new epoch
+starts when the server's replication history changes (a new ``master_replid``, at each restart and
+failover).
 
-After a split, two servers can continue the same stream, each with its own epochs. So the history of
-a stream is a tree, and a server knows one branch of it: the table ``epochs`` in meta, a list of
-``number:first offset``, oldest epoch first. An epoch's number is random enough to occur on one
-branch only. A position belongs to the server's branch up to the last epoch that both have in
+After a network split, two servers can continue the same stream, each with its own epochs. So the
+history of a stream is a tree, and each server knows one branch of it: the table ``epochs`` in meta,
+a list of ``number:first offset``, oldest epoch first. Epoch numbers are random enough that none
+occurs on two branches. A position is on the server's branch up to the last epoch that both have in
 common.
 
-A ``+`` before a number says that no epoch is missing between this entry and the one before it.
-Versions up to 0.1 wrote no ``+`` and dropped epochs in which nothing was appended.
+A ``+`` before a number means that no epoch is missing between this entry and the previous one.
+Versions up to 0.1 wrote no ``+`` and left out epochs in which nothing was appended.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Epochs that a position carries.
+#: Maximum number of epochs that a position carries.
 _PATH_EPOCHS = 8
-#: Maximum epochs in a table, as in new_epoch.lua.
+#: Maximum number of epochs in a table, as in new_epoch.lua.
 _TABLE_EPOCHS = 1000
 
 
 class Position(NamedTuple):
     """The next offset to process, in one incarnation and one epoch of a stream.
 
-    A tuple of text and numbers, so that it can be stored anywhere: ``Position(*saved)`` restores
-    it.
+    A tuple of strings and integers, which can be stored anywhere. ``Position(*saved)`` restores it.
     """
 
     incarnation: str
     epoch: int
     offset: int
-    #: The last few epochs up to this position, as in the stream's own table; empty if unknown. With
-    #: them, a server on another branch can tell exactly which records it lacks.
+    #: The last few epochs up to this position, as in the stream's own table; empty if unknown. They
+    #: show exactly which records a server on another branch does not have.
     path: str = ""
 
 
 class _Epoch(NamedTuple):
     number: int
     first: int
-    #: Whether the table lists every epoch between the entry before this one and this one.
+    #: Whether no epoch is missing between the previous entry and this one.
     follows: bool
 
 
 def diverged_at(position: Position, epochs: str, end: int) -> int | None:
     """Return the first offset below ``position`` that the server lost, or None.
 
-    If the position is from another branch and its path does not show where the branches split, the
-    result is 0, which may be too low but never too high.
+    If the position is on another branch and its path does not show where the branches split,
+    returns 0, which may be too low but is never too high.
 
     Args:
         position: The position of a reader or publisher.
@@ -76,7 +75,7 @@ def diverged_at(position: Position, epochs: str, end: int) -> int | None:
 
 
 def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_Epoch]:
-    """The epochs, on either branch, that follow the last one that both branches have."""
+    """Return the epochs on both branches after the last epoch that they have in common."""
     numbers = [epoch.number for epoch in table]
     if number in numbers:
         return table[numbers.index(number) + 1 :]
@@ -115,7 +114,7 @@ def with_epoch(epochs: str, number: int, first: int) -> str:
     """
     entries = [*epochs.split(","), f"+{number}:{first}"]
     if len(entries) > _TABLE_EPOCHS:
-        # As in new_epoch.lua: readers from before the second epoch may have lost everything.
+        # As in new_epoch.lua: for a position before the second epoch, all records may be lost.
         entries = entries[1 - _TABLE_EPOCHS :]
         entries[0] = f"{entries[0].lstrip('+').partition(':')[0]}:-1"
     return ",".join(entries)

@@ -124,7 +124,7 @@ class ListChunk:
 
 @dataclass(slots=True, eq=False)
 class ArrowChunk:
-    """One frame of many records, not copied. All were appended at the same time."""
+    """One frame of many records, without a copy. All were appended at the same time."""
 
     first: int
     columns: pa.RecordBatch
@@ -181,7 +181,7 @@ class ArrowChunk:
 
 @dataclass(slots=True, eq=False)
 class TableChunk:
-    """Records from a store, with the columns that its reader asked for: usually all of them."""
+    """Records from a store, with the columns that the reader requested, usually all of them."""
 
     first: int
     columns: pa.RecordBatch
@@ -212,7 +212,7 @@ class TableChunk:
         return keys
 
     def to_arrow(self) -> pa.RecordBatch:
-        """Return all columns of ``ARROW_SCHEMA``. Those that were not read are null."""
+        """Return all columns of ``ARROW_SCHEMA``. Columns that were not read are null."""
         size, names = len(self), self.columns.schema.names
         if len(names) == len(ARROW_SCHEMA):
             return self.columns
@@ -299,7 +299,7 @@ class RecordBatch(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> RecordBatch: ...
     def __getitem__(self, index: int | slice) -> Record | RecordBatch:
-        """Return a record, or for a slice with step 1 a batch that shares this one's memory."""
+        """Return a record, or for a slice with step 1 a batch that shares this batch's memory."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             if step != 1:

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 #: 9999-12-31, in ms.
 MAX_MS = 253_402_300_799_999
-#: Integers from the first up to but not including the second are times from 2001 to 2054, in
-#: seconds. Read as ms, they would fall in January 1970, which no program means.
+#: Integers from the first up to but not including the second number are taken for times in seconds,
+#: from 2001 to 2054. As ms, they would all be in January 1970, which no program means.
 _SECONDS = (1_000_000_000, 2_678_400_000)
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -20,7 +20,7 @@ _MILLISECOND = timedelta(milliseconds=1)
 def to_ms(time: Any) -> int:
     """Convert an aware datetime, or ms since 1970, to ms since 1970.
 
-    Rounds up, so that "from this time on" never includes an earlier record.
+    Rounds up, so that a search for records from this time on never finds an earlier record.
 
     >>> to_ms(1_700_000_000_000)
     1700000000000
@@ -49,8 +49,8 @@ def to_ms(time: Any) -> int:
 
 def _in_seconds(time: int) -> ValueError:
     return ValueError(
-        f"{time} is a time in seconds, and a timestamp counts ms since 1970. Multiply it by 1000, "
-        "or pass an aware datetime."
+        f"{time} looks like a time in seconds, but a timestamp is in ms since 1970. Multiply it by "
+        "1000, or pass an aware datetime."
     )
 
 

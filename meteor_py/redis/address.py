@@ -15,15 +15,16 @@ from redis.connection import AbstractConnection, Connection, parse_url
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
-#: Options that a URL may have. This package sets all others itself.
-_OPTIONS = ("client_name", "db", "password", "username")
+#: Options that a URL may set. meteor_py sets all others itself. For each one that is set, redis-py
+#: sends a command and reads its reply before a connection is used.
+LOGIN_OPTIONS = ("client_name", "db", "password", "username")
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
 )  # fmt: skip
 _CERT_REQS = ("required", "optional", "none")
 _TLS_VERSIONS = (771, 772)  # values of ssl.TLSVersion; older versions are broken
-#: URL parameters, of servers and stores, whose values are not secret. Others are hidden.
+#: Parameters in URLs of servers and stores whose values are not secret. All others are masked.
 _HARMLESS = (
     "allow_bucket_creation", "allow_bucket_deletion", "blob_storage_authority", "buffer_size",
     "client_id", "client_name", "credential_kind", "db", "default_bucket_location",
@@ -33,9 +34,9 @@ _HARMLESS = (
     "ssl_min_version", "tenant_id", "user", "username",
 )  # fmt: skip
 _PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]{1,200})=([^&#\s'\"]*)")
-#: Matches secrets that libraries quote outside of a URL.
+#: Matches secrets that libraries quote outside a URL.
 _QUOTED = re.compile(r"((?:password|secret|key|token|sig)=)[^&\s'\"]*", re.IGNORECASE)
-#: Maximum characters of a text to process. A server may send any number.
+#: Maximum number of characters of a text to mask. A server may send a text of any length.
 _TEXT_MAX = 4_000
 
 
@@ -46,7 +47,7 @@ class Address:
     scheme: str
     #: The address without secrets.
     shown: str
-    #: Arguments of the connection class; may include a password.
+    #: Arguments for the connection class. They may include a password.
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     connection_class: Callable[..., AbstractConnection] = field(default=Connection, repr=False)
     #: Directory of a kept embedded server, or name of a shared fake one.
@@ -57,11 +58,11 @@ class Address:
 
 
 def mask(text: str) -> str:
-    """Hide the secrets of a URL, well-formed or not, in ``text``; cut a very long text.
+    """Mask the secrets of a URL in ``text``, even if the URL is malformed. Truncate a long text.
 
-    Only the user of a login stays visible. In a server's URL, a user without a password is hidden
-    as well, because it may itself be a password. Only parameters known to be harmless keep their
-    values.
+    The user name stays visible. But in a server's URL, a user name without a password is masked as
+    well, because it may be a password in the wrong place. Of the URL's parameters, only those that
+    are known to be harmless keep their values.
 
     >>> mask("redis://app:secret@host:6379/0")
     'redis://app:***@host:6379/0'
@@ -90,7 +91,7 @@ def _mask_parameter(match: re.Match[str]) -> str:
 
 
 def parse(url: str | None) -> Address:
-    """Parse ``url``; None means ``$METEOR_URL``, else the user's default embedded server.
+    """Parse ``url``. None means ``$METEOR_URL`` if set, or the user's default embedded server.
 
     Raises:
         ValueError: The scheme is unknown, or the URL is malformed.
@@ -106,13 +107,13 @@ def parse(url: str | None) -> Address:
         place = url.removeprefix(f"{scheme}://")
         if scheme == "embedded" and place and not place.startswith("/"):
             raise ValueError(
-                f"{mask(url)!r} has two slashes before a name. Write embedded:///absolute/path "
-                "for a kept server, or embedded:// for a private one."
+                f"{mask(url)!r} has two slashes before the path instead of three. Write "
+                "embedded:///absolute/path for a kept server, or embedded:// for a private one."
             )
         return Address(scheme, url, place=unquote(place) or None)
     shown = mask(url) if separator else mask(f"://{url}")[3:]
     raise ValueError(
-        f"{shown!r} is not an address of a server. Use redis://, rediss://, unix://, "
+        f"{shown!r} is not the address of a server. Use redis://, rediss://, unix://, "
         "embedded://, embedded:///directory or fake://."
     )
 
@@ -133,15 +134,15 @@ def _remote(url: str, scheme: str) -> Address:
             f"{mask(url)!r} is not a valid address: {reason}. Write "
             "redis://user:password@host:port/database or unix:///path/to/socket."
         ) from None
-    allowed = _OPTIONS + (_TLS_OPTIONS if scheme == "rediss" else ())
+    allowed = LOGIN_OPTIONS + (_TLS_OPTIONS if scheme == "rediss" else ())
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed:
             if name in _TLS_OPTIONS:
-                raise ValueError(f"{name!r} is an option of TLS. Write rediss:// to use TLS.")
+                raise ValueError(f"{name!r} is a TLS option. Write rediss:// to use TLS.")
             raise ValueError(
                 f"{name[:64]!r} cannot be set in the URL, because delivery guarantees depend on "
-                f"the options of a connection. Set only {', '.join(allowed)} there, and the "
-                "timeout with connect(url, timeout=...)."
+                f"connection options. The URL can set {', '.join(allowed)}; set the timeout with "
+                "connect(url, timeout=...)."
             )
     if scheme == "rediss":
         _check_tls(options)

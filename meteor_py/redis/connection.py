@@ -1,9 +1,9 @@
 """One connection to a server: sends commands, reads replies, translates errors.
 
-This is the only module that sends commands through redis-py. It uses redis-py for addresses, TLS,
-authentication and parsing, and sets every option itself: the defaults of redis-py (a 5 s socket
-timeout, ten retries) would publish records twice and break blocking reads. Nothing is retried here
-unless the caller asks for it with ``retry_idle``.
+redis-py opens the connection: addresses, TLS, authentication. This module sets every option itself:
+the defaults of redis-py (a 5 s socket timeout, ten retries) would publish records twice and break
+blocking reads. Commands and replies then bypass redis-py (wire.py), except on a fake server, which
+has no socket. This module retries a command only if the caller uses ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
 or in a forked child.
@@ -25,9 +25,10 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
-from meteor_py.redis.address import Address, mask
+from meteor_py.redis.address import LOGIN_OPTIONS, Address, mask
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
+from meteor_py.redis.wire import Wire
 
 #: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
@@ -35,18 +36,21 @@ Argument = Any
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: Detects a dead peer within 45 s, even on an idle connection.
+#: Keepalive options that detect a dead peer within 45 s, even on an idle connection.
 _KEEPALIVE = {
     getattr(socket, name): seconds
     for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
 
-#: Send buffer of a unix socket in bytes, where the kernel allows it. With the default of 208 KiB,
-#: publisher and server take turns: 2.0 million records/s instead of 2.7.
+#: Send buffer of a unix socket in bytes, if the kernel allows it. With the default of 208 KiB, the
+#: publisher and the server wait for each other: 2.0 million records/s instead of 2.7.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
-#: Arguments with more bytes than this are sent as separate chunks, without a copy.
+#: Bytes that redis-py receives at a time; only for the replies while it connects.
+_HANDSHAKE_SIZE = 4096
+
+#: Arguments with more bytes than this are sent separately, without a copy.
 _JOIN_MAX = 16_384
 
 #: Error replies that mean "not now" or "not here". The server did not run the command.
@@ -57,14 +61,14 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: The same, for error codes without a class in redis-py.
+#: Such error replies for which redis-py has no class, by their codes.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
-#: XADD's reply, with the generic code ERR, if the entry's ID is not above all others.
+#: Text of XADD's error reply if the ID is too low. Its code is the generic ERR.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
-    """The server's settings can lose data; the message names the remedy."""
+    """The server's settings can lose data. The message says how to change them."""
 
 
 class ScriptMissing(MeteorError):
@@ -74,7 +78,7 @@ class ScriptMissing(MeteorError):
 
 
 class EntryIdTaken(ServerRefused):
-    """The stream already has an entry with this ID or a later one; nothing was added."""
+    """The stream already has an entry with this ID or a higher one. Nothing was added."""
 
 
 class Connection:
@@ -84,50 +88,75 @@ class Connection:
         self.address = address
         self.timeout_s = timeout_s
         self._connection: AbstractConnection | None = None
+        #: The connection's bytes; None if there is no connection, or the server is a fake.
+        self.wire: Wire | None = None
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
+        #: Whether the TLS handshake has succeeded and the server has not replied to anything yet.
+        self._handshake_only = False
         self._pid = os.getpid()
 
     # -- commands and replies ----------------------------------------------------------------
 
     def send(self, commands: Iterable[Sequence[Argument]]) -> None:
-        """Send commands; the replies arrive in the same order, one ``read`` each."""
-        chunks = encode(commands)
+        """Send commands. Call ``read`` once per command; replies arrive in the same order."""
+        self.send_encoded(encode(commands))
+
+    def send_encoded(
+        self, chunks: Sequence[bytes | memoryview], timeout_s: float | None = None
+    ) -> None:
+        """Like ``send``, for commands that ``encode`` has encoded."""
         connection = self.connect()
+        wire = self.wire
         try:
-            connection.send_packed_command(chunks, check_health=False)
+            if wire is not None:
+                wire.send(chunks, self.timeout_s if timeout_s is None else timeout_s)
+            else:
+                connection.send_packed_command(chunks, check_health=False)
         except (redis.RedisError, OSError) as error:
             self._fail(error)
 
     def read(self, timeout_s: float | None = None) -> Any:
         """Return the next reply; raise if it is an error."""
-        if self._connection is None:
+        wire, connection = self.wire, self._connection
+        if connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return self._connection.read_response(
-                disable_decoding=True,
-                timeout=self.timeout_s if timeout_s is None else timeout_s,
-            )
+            if wire is None:
+                reply = connection.read_response(disable_decoding=True, timeout=timeout_s)
+            else:
+                reply = wire.read(timeout_s)
+                if isinstance(reply, Exception):
+                    raise reply
         except (redis.RedisError, OSError) as error:
             self._fail(error)
+        self._handshake_only = False
+        return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its reply."""
         try:
-            self.send([command])
+            self.send_encoded(encode([command]), timeout_s)
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the next caller must not read this reply
+        except BaseException:  # such as Ctrl-C: the next caller must not read this reply
             self.close()
             raise
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
         """Send commands together and return their replies; raise the first error."""
+        return self.pipeline_encoded(encode(commands), len(commands), timeout_s)
+
+    def pipeline_encoded(
+        self, chunks: Sequence[bytes | memoryview], count: int, timeout_s: float
+    ) -> list[Any]:
+        """Like ``pipeline``, for ``count`` commands that ``encode`` has encoded."""
         try:
-            self.send(commands)
-            return self.read_all(len(commands), timeout_s)
+            self.send_encoded(chunks, timeout_s)
+            return self.read_all(count, timeout_s)
         except MeteorError:
             raise
         except BaseException:  # as in call()
@@ -154,7 +183,7 @@ class Connection:
         return replies
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
-        """Run a script; send its text if the server does not know it yet."""
+        """Run a script. Send its text if the server does not have it yet."""
         try:
             return self.call(*self.script_call(script, keys, args))
         except ScriptMissing:
@@ -168,7 +197,7 @@ class Connection:
         *,
         whole: bool = False,
     ) -> tuple[Argument, ...]:
-        """Return the command that runs ``script``: by its hash, or with its ``whole`` text."""
+        """Return the command that runs ``script`` by its hash or, if ``whole``, by its text."""
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
@@ -176,9 +205,9 @@ class Connection:
         return (verb, body, len(keys), *keys, *args)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work``, and call it again on a new connection if an idle one was dead.
+        """Call ``work``. If the idle connection turns out to be dead, reconnect and call it again.
 
-        Only for commands that may be repeated.
+        Use this only for commands that may run twice.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -198,16 +227,21 @@ class Connection:
         """The server's ``master_replid`` when this connection was made; '' if the server hides it.
 
         Raises:
-            ConnectionFailed: The server is a replica. It accepts no writes, and its history is that
-                of its primary.
+            ConnectionFailed: The server is a replica, which accepts no writes and has its primary's
+                history.
         """
         self.connect()
         if self._history is None:
             self.refresh_history()
         return self._history or ""
 
+    @property
+    def known_history(self) -> str | None:
+        """The same without asking the server; None if the server was not asked yet."""
+        return self._history if self.connected else None
+
     def refresh_history(self) -> str:
-        """Read the history again: a server can be promoted while a connection is open."""
+        """Read the history again, because a server can be promoted while a connection is open."""
         self._history = ""
         if self.address.scheme == "fake":
             return ""
@@ -218,7 +252,7 @@ class Connection:
         if facts.get("role") == "slave":
             self.close()
             raise ConnectionFailed(
-                f"The server at {self.address} is a replica and takes no writes. "
+                f"The server at {self.address} is a replica and accepts no writes. "
                 "Connect to its primary."
             )
         self._history = facts.get("master_replid", "")
@@ -237,7 +271,7 @@ class Connection:
 
     @property
     def block_max_s(self) -> float:
-        """Longest blocking read in seconds, so that a dead connection is noticed soon after."""
+        """Maximum seconds of a blocking read, so that a dead connection is noticed soon."""
         return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
@@ -263,13 +297,17 @@ class Connection:
         return bool(found) or self._socket() is not sock
 
     def connect(self) -> AbstractConnection:
-        """Return the connection; open one if there is none or it belongs to the parent process."""
+        """Return the connection. Open one if there is none, or after a fork."""
         if self._pid != os.getpid():
-            self._connection = None  # do not close it: the parent still uses the socket
+            self._connection = self.wire = None  # not closed: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
+            options = connection_options(self.address, self.timeout_s)
+            self._handshake_only = False
+            if self.address.scheme == "rediss":
+                options["redis_connect_func"] = self._log_in
             connection = self.address.connection_class(
-                **self.address.options, **connection_options(self.address, self.timeout_s)
+                **self.address.options, **options, socket_read_size=_HANDSHAKE_SIZE
             )
             self._opening = connection  # for interrupt()
             try:
@@ -281,22 +319,32 @@ class Connection:
             self._connection = connection
             self._history = None
             sock = self._socket()
-            if sock is not None and sock.family == socket.AF_UNIX:  # TCP tunes its buffer itself
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+            if sock is not None:
+                if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+                self.wire = Wire(sock)
         return self._connection
 
+    def _log_in(self, connection: AbstractConnection) -> None:
+        """Set up a connection whose TLS handshake has succeeded."""
+        self._handshake_only = True
+        connection.on_connect()
+        if any(self.address.options.get(name) for name in LOGIN_OPTIONS):
+            self._handshake_only = False  # the server has replied to AUTH, CLIENT or SELECT
+
     def close(self) -> None:
-        """Close the connection; the next use opens another. Safe to call twice."""
-        connection, self._connection = self._connection, None
+        """Close the connection. The next use opens another. Idempotent."""
+        connection = self._connection
+        self._connection = self.wire = None
         if connection is not None:
             connection.disconnect()
 
     def interrupt(self) -> None:
-        """Interrupt another thread: its ``send`` or ``read`` raises ConnectionFailed."""
+        """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
         opening = self._opening
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
-        # Not disconnect(): redis-py would silently connect again, and replies would get mixed up.
+        # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
         sock = self._socket()
         if sock is not None:
             with suppress(OSError):  # already closed
@@ -308,6 +356,8 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
+        if self._handshake_only and type(error) is redis.ConnectionError:
+            translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()
         error.__context__ = None  # the new message already includes its text
@@ -316,15 +366,33 @@ class Connection:
         finally:
             del translated, error  # a reference cycle would keep all callers' frames alive
 
+    def _rejected(self, error: Exception) -> ConnectionFailed:
+        """Return the error for a server that closed the connection right after the handshake.
+
+        In TLS 1.3 the handshake of the client ends before the server has checked the client's
+        certificate. The server's alert, "certificate required", may arrive after the client has
+        found the connection closed, so an EOF or a broken pipe can mean the same.
+        """
+        words = mask(str(error)).strip().rstrip(".")
+        message = (
+            f"The server at {self.address} closed the connection after the TLS handshake, before "
+            f"its first reply: {words}."
+        )
+        if "ssl_certfile" in self.address.options:
+            return ConnectionFailed(f"{message} It may not accept this client certificate.")
+        return ConnectionFailed(
+            f"{message} If it requires a client certificate, set ssl_certfile and ssl_keyfile "
+            "(docs/production/tls.md)."
+        )
+
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Return every relevant option of a redis-py connection; none is left to its default."""
+    """Return all relevant options of a redis-py connection, so that no default applies."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme in ("redis", "rediss") else {}),
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        "socket_read_size": 262_144,
         "retry": Retry(NoBackoff(), 0),
         "retry_on_timeout": False,
         "retry_on_error": [],
@@ -337,7 +405,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
 
 
 def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
-    """Encode commands for the wire; large arguments stay views of their memory."""
+    """Encode commands for the wire, without copying large arguments."""
     chunks: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:
@@ -370,9 +438,9 @@ def parse_info(reply: bytes) -> dict[str, str]:
 
 
 def translate(error: Exception, address: Address) -> MeteorError:
-    """Return this package's error for an error from redis-py.
+    """Translate an error from redis-py into a ``MeteorError``.
 
-    The only function that reads the text of an error: the first word of an error reply is its code.
+    No other function parses the text of an error. The first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
     # redis-py removes the codes that it knows.
@@ -381,7 +449,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
-            f"The server at {address} has reached its maxmemory and takes no new records. Raise "
+            f"The server at {address} has reached its maxmemory and accepts no new records. Raise "
             "maxmemory, or lower the capacity of its streams.",
             code=code,
         )
@@ -398,14 +466,14 @@ def translate(error: Exception, address: Address) -> MeteorError:
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
         return ConnectionFailed(
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
-            "Is it running, and is the address right?"
+            "Is it running, and is the address correct?"
         )
     if code == "UNBLOCKED":  # the server was demoted during a blocking read
         return ConnectionFailed(f"The server at {address} is no longer the primary: {words}")
     if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
     refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
-    return refused(f"The server at {address} refused: {words}", code=code)
+    return refused(f"The server at {address} refused a command: {words}", code=code)
 
 
 def _not_now(message: str) -> ConnectionFailed:

@@ -1,4 +1,4 @@
-"""Access to one server: resolves its address, opens connections, runs commands on a shared one."""
+"""Access to one server: its address, its connections, and commands on a shared connection."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from meteor_py.redis.embedded_connection import EmbeddedConnection
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
 from meteor_py.redis.shared_connection import use_temporary
+from meteor_py.redis.wire import READ_SIZE
 
 if TYPE_CHECKING:
     import redis
@@ -30,9 +31,9 @@ _T = TypeVar("_T")
 class Connector:
     """A client's access to one server. Thread-safe, and usable after a fork.
 
-    ``call``, ``pipeline``, ``run`` and ``use`` share one connection and may send commands twice: an
-    idle connection may have died unnoticed, so a failure on it is retried once on a new one. Code
-    that must not repeat a command opens its own connection.
+    ``call``, ``pipeline``, ``run`` and ``use`` share one connection. They may send commands twice:
+    an idle connection may have died unnoticed, so they retry once on a new one. Code that must not
+    repeat a command must open its own connection.
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -54,20 +55,21 @@ class Connector:
 
     @property
     def is_private(self) -> bool:
-        """Whether the server and its data end with this connector or this process."""
+        """Whether the server and its data disappear with this connector or this process."""
         return self.address.scheme == "fake" or (
             self.address.scheme == "embedded" and not self.address.place
         )
 
     @property
     def redis(self) -> redis.Redis:
-        """A plain redis-py client of the same server, closed with this connector."""
+        """A plain redis-py client of the same server. Closing the connector closes it, too."""
         with self._exclusive():
             if self._redis is None:
                 from redis import ConnectionPool, Redis
 
                 address = self.resolve()
                 options = {**address.options, **connection_options(address, self.timeout_s)}
+                options["socket_read_size"] = READ_SIZE
                 if address.scheme == "rediss":
                     options["redis_connect_func"] = _take_tickets
                 pool = ConnectionPool(connection_class=address.connection_class, **options)
@@ -76,15 +78,15 @@ class Connector:
             return self._redis
 
     def open_connection(self) -> Connection:
-        """Return a new connection, which the caller owns and closes."""
+        """Return a new connection. The caller must close it."""
         return Connection(self.resolve(), self.timeout_s)
 
     def warn_of_hidden_history(self) -> None:
-        """Warn the calling thread if lost records could go unnoticed on this server."""
+        """Warn the caller if this server could lose records unnoticed."""
         try:
             self.use(warn_of_hidden_history)
         except ConnectionFailed:
-            pass  # a publisher may be opened before its server is up
+            pass  # an application may open a publisher before its server is up
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply."""
@@ -99,7 +101,7 @@ class Connector:
         return self.use(lambda connection: connection.run(script, script_keys, args))
 
     def use(self, work: Callable[[Connection], _T]) -> _T:
-        """Call ``work`` with the shared connection; it may be called twice."""
+        """Call ``work`` with the shared connection, possibly twice."""
         with self._exclusive():
             self._check_open()
             if self._commands is None:
@@ -120,7 +122,7 @@ class Connector:
         return work(connection)
 
     def resolve(self) -> Address:
-        """Return the address to connect to; start the embedded server if the address names one."""
+        """Return the address to connect to. If it is an embedded server, start the server."""
         with self._exclusive():
             self._check_open()
             if self._resolved is None:
@@ -153,10 +155,10 @@ class Connector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise MeteorError(f"The client of {self.address} is closed; connect again.")
+            raise MeteorError(f"The client of {self.address} is closed. Connect again.")
 
     def _exclusive(self) -> threading.RLock:
-        """Return the lock; a new one in a forked child, where its holder may not exist."""
+        """Return the lock. In a forked child, replace it: its holder may not exist there."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
@@ -167,12 +169,12 @@ class Connector:
 def _take_tickets(connection: AbstractConnection) -> None:
     """Prepare a TLS connection of a redis-py pool.
 
-    A TLS 1.3 server sends session tickets first. The pool mistakes any unread bytes for the reply
-    to an earlier command, and rejects the connection.
+    A TLS 1.3 server first sends session tickets. The pool would mistake these unread bytes for the
+    reply to an earlier command, and reject the connection.
     """
     connection.on_connect()
     connection.send_command("PING", check_health=False)
     try:
         connection.read_response()
-    except ResponseError:  # this user may not use PING; the tickets were read
+    except ResponseError:  # this user may not use PING, but the tickets were read
         pass

@@ -1,4 +1,4 @@
-"""A redis-py connection to an embedded server, which restarts the server if it has ended."""
+"""A redis-py connection to an embedded server. Connecting restarts a server that has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NotRestarted(redis.ConnectionError):
-    """The embedded server has ended, and did not come back in time."""
+    """The embedded server has ended, and a restart did not succeed in time."""
 
 
 class EmbeddedConnection(UnixDomainSocketConnection):
@@ -36,7 +36,7 @@ class EmbeddedConnection(UnixDomainSocketConnection):
             self._server.reach(self.socket_connect_timeout or 0.0, lambda: self._cancelled)
         except (ServerNotFound, ServerStartFailed) as error:
             raise NotRestarted(str(error)) from error.with_traceback(None)
-        # A restart may have changed both.
+        # A restart may have changed the path and the password.
         self.path, self.password = self._server.socket_path, self._server.password
         connected: socket = super()._connect()  # type: ignore[no-untyped-call]
         return connected

@@ -18,7 +18,7 @@ def fake_address(address: Address) -> Address:
         from fakeredis import FakeRedisConnection, FakeServer
     except ImportError as error:
         raise ImportError(
-            "fake:// needs fakeredis; install it with: pip install 'meteor-py[fake]'"
+            "fake:// needs fakeredis. Install it with: pip install 'meteor-py[fake]'"
         ) from error
     with _lock:
         server = FakeServer() if address.place is None else _shared.get(address.place)

@@ -7,35 +7,40 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 **Streams**
 
-``meteor:{s}:log`` (stream): The ring. One entry is one frame of n records, with the ID ``<last
-    offset>-<n>`` and the fields ``t`` (append time, ms), one named after the frame's format, and
-    with ``checksum=True`` ``crc``. Written and trimmed by ``publish`` and ``move_staged``, trimmed
-    by ``configure_stream``, ``apply_limits`` and ``advance_archived``, replaced by ``repair_log``.
+``meteor:{s}:log`` (stream): The ring. Each entry is a frame of n records, with the ID ``<last
+    offset>-<n>``. Its fields are ``t`` (append time, ms), the payload under the name of the frame's
+    format, and ``crc`` if ``checksum=True``. Written and trimmed by ``publish`` and
+    ``move_staged``, trimmed by ``configure_stream``, ``apply_limits`` and ``advance_archived``,
+    replaced by ``repair_log``.
 ``meteor:{s}:meta`` (hash): ``version`` of this layout; ``incarnation``, a random id of the stream
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
-    settings: ``capacity``, ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an
-    ordering key. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
-    which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store: its id
-    ``store`` (``store_before``: its id until the stream was resumed) and address ``store_uri``;
+    ``capacity``. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
+    which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store:
     ``archived``: the store holds all records below it; ``expired``: all records below it were
-    deleted from the store; the settings ``max_unarchived``, ``retain`` (ms) and ``retain_bytes``;
-    ``flush``: the archiver should archive up to this offset without waiting for more records.
-    Written by ``create_stream``, ``resume_stream``, ``configure_stream``, ``apply_limits``,
-    ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``, ``expire_history``,
-    ``request_flush``.
+    deleted from the store; the setting ``max_unarchived``; ``flush``: the archiver should archive
+    up to this offset without waiting for more records. Also copies of ``settings``, for releases
+    before 0.3. Written by ``create_stream``, ``resume_stream``, ``configure_stream``,
+    ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
+    ``expire_history``, ``request_flush``.
+``meteor:{s}:settings`` (hash): What only an administrator may change, because readers and archivers
+    act on it, and what no script needs: ``incarnation`` of the stream; ``compression``,
+    ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with a store: its id
+    ``store`` (``store_before``: its id until the stream was resumed), its address ``store_uri``,
+    ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``, ``resume_stream``,
+    ``configure_stream``, and ``convert_settings`` for a stream of an older release.
 ``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
     0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
-    Written by ``publish``; expires a day after the last one.
-``meteor:{s}:index`` (stream): Only with an ordering key: for each frame of the log an entry of the
-    same ID, with the ordering keys of its records (see records/ordering_index.py) and no payload.
+    Written by ``publish``; expires a day after the last batch.
+``meteor:{s}:index`` (stream): Only with an ordering key. For each frame of the log, an entry with
+    the same ID and the ordering keys of its records (see records/ordering_index.py), no payload.
     Written and trimmed with the log, by ``publish``, ``move_staged``, ``configure_stream``,
     ``apply_limits`` and ``advance_archived``.
 ``meteor:{s}:repair:<id>`` (stream): An unfinished copy of the log or the index. Written by
     ``repair_log``, which finally renames it; expires after an hour.
 ``meteor:streams`` (set): The names of all streams, in a slot of its own. Written before
-    ``create_stream`` and after ``delete_stream``, so a name without ``meta`` may be left over;
-    listing removes it.
+    ``create_stream`` and after ``delete_stream``. So it may have names without ``meta``, which
+    listing removes.
 
 **Groups**
 
@@ -62,19 +67,19 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
     entry if the stream has an index (see records/ordering_index.py). Written by a worker; emptied
     by ``move_staged``, deleted by ``discard_stages``; otherwise expires after six hours, or a week
     if it is part of a plan.
-``meteor:{s}:stage:/<writer>`` (hash): The stages of a writer that may still exist: for the id of
-    each, ``version:run`` for which it was written. With it, the next run of the writer and the
-    commit find stages that a dead process left behind. Written with a stage; ``discard_stages``
+``meteor:{s}:stage:/<writer>`` (hash): The stages of a writer that may still exist: the id of each,
+    and the ``version:run`` for which it was written. The commit and the next run of the writer find
+    here the stages that a dead process left behind. Written with a stage; ``discard_stages``
     removes fields; expires with the last stage.
 ``meteor:{s}:plan:<writer>`` (list): The stages of the version that is being moved into the log, as
     ``id:frames``. Written by ``plan_commit``, deleted by ``move_staged``; otherwise expires with
     its stages.
-``meteor:{s}:fences`` (hash): For each writer its last version, how many of its frames are in the
-    log, its total frames, and its records. Written by ``plan_commit`` and ``move_staged``, restored
-    by ``resume_stream``; kept forever, so that nothing is written twice, except for writers that
-    will not return.
+``meteor:{s}:fences`` (hash): For each writer, its last version, how many of the version's frames
+    are in the log, its total frames, and its records. Written by ``plan_commit`` and
+    ``move_staged``, restored by ``resume_stream``. A fence is kept until its writer is known not to
+    return, so that nothing is written twice.
 ``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by the time (ms). Written by
-    ``expire_fences``, which also deletes fences whose time has come.
+    ``expire_fences``, which also deletes expired fences.
 
 **Shared groups**
 
@@ -196,6 +201,10 @@ def log(stream: str) -> str:
 
 def meta(stream: str) -> str:
     return f"meteor:{{{stream}}}:meta"
+
+
+def settings(stream: str) -> str:
+    return f"meteor:{{{stream}}}:settings"
 
 
 def index(stream: str) -> str:

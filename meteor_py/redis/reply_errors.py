@@ -46,20 +46,20 @@ def stream_gone(
     """
     if data_lost:
         return LogTruncated(
-            f"The private server has ended and was restarted without its data: the records of "
-            f"stream {stream!r} are gone. Open the stream again to create it, and use a server "
-            "that keeps its data (embedded:///directory) if it must survive.",
+            f"The private server ended and was restarted without its data, so the records of "
+            f"stream {stream!r} are gone. Open the stream again to create it. If its records must "
+            "survive a restart, use a server that keeps its data (embedded:///directory).",
             stream=stream,
             first=0,
             last=last,
         )
     if code == b"NOSTREAM":
         return StreamNotFound(
-            f"Stream {stream!r} does not exist any more. A new publisher creates it again.",
+            f"Stream {stream!r} no longer exists. A new publisher creates it again.",
             stream=stream,
         )
     return LogTruncated(
-        f"Stream {stream!r} was deleted and created again since it was opened. Open it again.",
+        f"Stream {stream!r} was deleted and recreated since it was opened. Open it again.",
         stream=stream,
         first=0,
         last=last,
@@ -74,7 +74,7 @@ def check_incarnation(
     *,
     data_lost: bool = False,
 ) -> None:
-    """Check the incarnation that was found in ``meta`` against the expected one.
+    """Compare the incarnation in ``meta`` with the expected one.
 
     Raises:
         StreamNotFound, LogTruncated: See ``stream_gone``.
@@ -100,7 +100,7 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost records {first} to {last} of stream {stream!r}, which this reader "
         "had passed: it failed over to a lagging replica, or restarted without its last writes. "
-        "skip_gap() continues with the records that are there now.",
+        "Call skip_gap() to continue with the records that the server has now.",
         stream=stream,
         first=first,
         last=last,
@@ -110,8 +110,8 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
 def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
         f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
-        f"they have expired, or a file was removed. A subscriber continues after them with "
-        f"skip_gap(); other readers start at {last + 1}.",
+        f"they have expired, or a file was removed. Call skip_gap() on a subscriber to continue "
+        f"after them, or start other readers at {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -139,26 +139,37 @@ def not_archived(
 
 def no_store(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Stream {stream!r} was created without a store, so its history is what the ring holds.",
+        f"Stream {stream!r} was created without a store, so it has only the records in its ring.",
         stream=stream,
-        hint="Name the store when you create the stream: client.stream(name, store=...).",
+        hint="Pass the store when you create the stream: client.stream(name, store=...).",
         missing="store",
     )
 
 
 def store_continued_elsewhere(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Another archiver has continued the history of stream {stream!r}, after a failover "
-        "that this server does not know of. Is this server still the primary?",
+        f"Another archiver has continued the archive of stream {stream!r} after a failover that "
+        "this server has not seen. Is this server still the primary?",
         stream=stream,
     )
 
 
-def store_address_unknown(stream: str) -> StoreMismatch:
+def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
+    passing = "pen the stream with client.stream(name, store=...)."
+    if verified:
+        problem, hint = "that cannot be found by its address", f"O{passing}"
+    else:
+        problem = (
+            "whose address this client does not follow: it is in a key that publishers may write"
+        )
+        hint = (
+            "Let an administrator open the stream once with this release, and let this user read "
+            f"its settings (docs/acl.md). Or o{passing}"
+        )
     return StoreMismatch(
-        f"Older records of stream {stream!r} are in a store that cannot be found by its address.",
+        f"Older records of stream {stream!r} are in a store {problem}.",
         stream=stream,
-        hint="Open the stream with client.stream(name, store=...).",
+        hint=hint,
         missing="address",
     )
 
@@ -213,8 +224,8 @@ def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
 def confirm_unknown(stream: str, group: str) -> OutcomeUnknown:
     return OutcomeUnknown(
         f"The lease of group {group!r} of stream {stream!r} was lost before the server replied to "
-        "this confirm, and it is not known whether the confirm took effect. If it did not, the "
-        "records will be read again.",
+        "this confirm, so its outcome is unknown. If it had no effect, the records will be read "
+        "again.",
         stream=stream,
     )
 
@@ -231,7 +242,7 @@ def group_not_found(stream: str, group: str) -> GroupNotFound:
 def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
     return GroupConfigMismatch(
         f"Group {group!r} of stream {stream!r} is a shared group: its consumers settle records one "
-        "by one, so it cannot be moved, nor read by one member at a time. Choose another name.",
+        "by one. It cannot be moved, or read by one member at a time. Choose another name.",
         stream=stream,
         group=group,
     )
@@ -240,7 +251,7 @@ def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
 def group_active(stream: str, group: str, lease: bytes) -> GroupActive:
     owner = lease.decode(errors="replace").partition(" ")[0]
     return GroupActive(
-        f"Group {group!r} of stream {stream!r} is active: {owner} has its lease. Close that "
+        f"Group {group!r} of stream {stream!r} is active: {owner} holds its lease. Close that "
         "subscriber first, or use force=True to take the group from it.",
         stream=stream,
         group=group,
@@ -250,9 +261,9 @@ def group_active(stream: str, group: str, lease: bytes) -> GroupActive:
 
 def corrupt_stream(stream: str) -> CorruptStream:
     return CorruptStream(
-        f"Nothing can be appended to stream {stream!r}: its log has, or had, an entry beyond its "
-        "end that no publisher wrote. Repair it with stream.repair(dry_run=False) or `meteor "
-        "streams repair`, and let only publishers write the log (docs/acl.md).",
+        f"Nothing can be appended to stream {stream!r}: another program has written an entry "
+        "beyond the end of its log. Repair it with stream.repair(dry_run=False) or `meteor streams "
+        "repair`, and let only publishers write to the log (docs/acl.md).",
         stream=stream,
     )
 
@@ -260,7 +271,8 @@ def corrupt_stream(stream: str) -> CorruptStream:
 def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
         f"The position of group {group!r} of stream {stream!r} cannot be read: another program has "
-        "written its key. Delete the group, and let only members write it (docs/acl.md).",
+        "written to its key. Delete the group, and let only its members write the key "
+        "(docs/acl.md).",
         stream=stream,
     )
 
@@ -268,7 +280,7 @@ def corrupt_group(stream: str, group: str) -> CorruptStream:
 def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
     because = f" The reason: {reason}" if reason else ""
     return OutcomeUnknown(
-        f"The record was sent to stream {stream!r}, but it is not known whether it arrived. "
+        f"The record was sent to stream {stream!r}, but it is unknown whether it arrived. "
         f"Publishing it again may duplicate it.{because}",
         stream=stream,
     )

@@ -3,13 +3,13 @@
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
 header states the purpose, keys, arguments, replies, and why it must be atomic. Libraries, whose
 names start with ``_``, are inserted before the scripts that use them. A script replies with a list
-whose first item is a fixed code. An error reply therefore always comes from the server, before or
-instead of the script.
+whose first item is a fixed code, never with an error. So an error reply means that the server did
+not run the script, or stopped it.
 
-``shared/step`` is far longer than the others. Settling, reaping dead consumers, claiming and
-scanning the index change the same ordering keys and must appear as one change to every client. As
-separate scripts, each would read and write that state again, and a consumer would pay for four
-round trips.
+``shared/step`` is far longer than the others. It settles records, reaps dead consumers, claims
+records and scans the index. All of these change the same ordering keys, and other clients must see
+them as one change. As separate scripts, they would read and write the same state four times, in
+four round trips.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ def _read(name: str) -> bytes:
 
 _APPEND = "log/_append"
 _META = "log/_meta"
+_SETTINGS = "log/_settings"
 _PEER_STATE = "peers/_group_state"
 
 APPLY_LIMITS = Script("log/apply_limits")
-CONFIGURE_STREAM = Script("log/configure_stream")
-CREATE_STREAM = Script("log/create_stream")
+CONFIGURE_STREAM = Script("log/configure_stream", _SETTINGS)
+CONVERT_SETTINGS = Script("log/convert_settings", _SETTINGS)
+CREATE_STREAM = Script("log/create_stream", _SETTINGS)
 DELETE_STREAM = Script("log/delete_stream", _META)
 DESCRIBE_STREAM = Script("log/describe_stream")
 MEASURE_RING = Script("log/measure_ring")
@@ -81,7 +83,7 @@ ADVANCE_ARCHIVED = Script("archive/advance_archived")
 EXPIRE_HISTORY = Script("archive/expire_history", _META)
 READ_STATE = Script("archive/read_state", _META)
 REQUEST_FLUSH = Script("archive/request_flush", _META)
-RESUME_STREAM = Script("archive/resume_stream")
+RESUME_STREAM = Script("archive/resume_stream", _SETTINGS)
 
 SHARED_DESCRIBE = Script("shared/describe")
 SHARED_JOIN = Script("shared/join")
@@ -104,5 +106,5 @@ PEERS_SETTLE = Script("peers/settle", _PEER_STATE)
 PEERS_UPDATE_MEMBER = Script("peers/update_member", _PEER_STATE)
 PEERS_VOTE = Script("peers/vote", _PEER_STATE)
 
-#: Every script, to be loaded by an administrator for users that may only run EVALSHA.
+#: Every script. An administrator can load them for users that may only run EVALSHA.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

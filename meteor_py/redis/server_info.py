@@ -16,11 +16,11 @@ class ServerDescription:
     #: "valkey", "redis", or "fake".
     product: str | None = None
     version: str | None = None
-    #: A "replica" serves reads, but accepts no records.
+    #: A "replica" serves reads but accepts no records.
     role: Literal["primary", "replica"] | None = None
     #: Memory in use, in bytes.
     memory: int | None = None
-    #: Memory limit in bytes, above which the server accepts no records; None also without a limit.
+    #: Memory limit in bytes, above which the server accepts no records. Also None without a limit.
     memory_max: int | None = None
     #: Open connections, this one included.
     clients: int | None = None
@@ -29,7 +29,7 @@ class ServerDescription:
 
 
 def describe_server(connection: Connection) -> ServerDescription:
-    """Describe the server; all fields are None if the user may not call INFO (docs/acl.md)."""
+    """Describe the server. All fields are None if the user may not call INFO (docs/acl.md)."""
     if connection.address.scheme == "fake":
         return ServerDescription("fake")
     try:
@@ -39,7 +39,7 @@ def describe_server(connection: Connection) -> ServerDescription:
 
 
 def parse_facts(facts: dict[str, str]) -> ServerDescription:
-    """Turn the fields of INFO into a description. A server that reports no name is "redis".
+    """Convert the fields of INFO to a description. A server that reports no name is "redis".
 
     >>> parse_facts({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.1.0"})
     ... # doctest: +ELLIPSIS

@@ -8,14 +8,14 @@ import warnings
 from meteor_py.errors import ServerRefused
 from meteor_py.redis.connection import Connection, DataSafetyWarning, parse_info
 
-#: The oldest version that has every command and option that this package uses.
+#: The oldest version that supports every command and option that meteor_py uses.
 _OLDEST = (7, 0)
 
 
 def warn_of_dangers(connection: Connection) -> None:
     """Warn if the server is too old, evicts keys, or persists nothing."""
     if connection.address.scheme in ("fake", "embedded"):
-        return  # configured by this package
+        return  # meteor_py has configured this server
     try:
         facts = parse_info(connection.call("INFO"))
     except ServerRefused:
@@ -32,9 +32,9 @@ def find_dangers(connection: Connection) -> list[str]:
 
 
 def eviction_policy(connection: Connection) -> str | None:
-    """Return the policy by which the server may delete our keys; None if it deletes none.
+    """Return the server's eviction policy if it may delete our keys, else None.
 
-    Also None if the user may not call INFO.
+    Also returns None if the user may not call INFO.
     """
     facts = _ask(connection)
     policy = facts.get("maxmemory_policy", "noeviction")
@@ -51,7 +51,7 @@ def _ask(connection: Connection) -> dict[str, str]:
 
 
 def _frames_of_ours() -> int:
-    """Count this package's frames on the stack, so that a warning points to the user's line."""
+    """Count meteor_py's frames on the stack, so that a warning points to the user's line."""
     frame, count = sys._getframe(1), 0
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("meteor_py."):
         frame, count = frame.f_back, count + 1
@@ -70,7 +70,7 @@ def warn_of_hidden_history(connection: Connection) -> None:
 
 
 def dangers(facts: dict[str, str]) -> list[str]:
-    """Return the dangers that the fields of INFO reveal, as predicates with a remedy."""
+    """Return a clause about each danger in the fields of INFO, for "The server at ..."."""
     found: list[str] = []
     version = facts.get("redis_version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -1,7 +1,7 @@
 """Connections that several threads share.
 
-A thread waits for its turn on a ``SharedConnection``. ``ThreadConnections`` keeps a second one for
-the main thread.
+Threads take turns on a ``SharedConnection``. ``ThreadConnections`` has a separate one for the main
+thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 def use_temporary(
     open_connection: Callable[[], Connection], work: Callable[[Connection], _T]
 ) -> _T:
-    """Call ``work`` with a new connection and close it.
+    """Call ``work`` with a new connection, then close the connection.
 
-    For signal handlers: the call that the handler interrupted is still using the shared connection.
+    Signal handlers need this: the code that they interrupt may be using the shared connection.
     """
     connection = open_connection()
     try:
@@ -38,7 +38,7 @@ class ConnectionBusy(TimeoutError):
 
 
 class SharedConnection:
-    """One connection that several threads use in turn. Its timeouts bound how long others wait."""
+    """One connection that threads use in turn. Its timeouts bound how long a thread must wait."""
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
         self._open_connection = open_connection
@@ -53,7 +53,7 @@ class SharedConnection:
             ConnectionBusy: Another thread used the connection for ``timeout_s`` seconds.
         """
         if timeout_s < 0:
-            with self._lock:  # no Ctrl-C can leave it locked
+            with self._lock:  # a ``with`` statement: Ctrl-C cannot leave the lock locked
                 return self._use(work)
         try:
             return run_locked(self._lock, timeout_s, lambda: self._use(work))
@@ -70,7 +70,7 @@ class SharedConnection:
             self._user = None
 
     def is_mine(self) -> bool:
-        """Whether this thread is in the middle of a call: then the caller is a signal handler."""
+        """Whether this thread is in the middle of a call. Then the caller is a signal handler."""
         return self._user == threading.get_ident()
 
     def interrupt(self) -> None:
@@ -78,11 +78,11 @@ class SharedConnection:
         self._connection.interrupt()
 
     def close(self) -> None:
-        """Close the connection; the next use opens another."""
+        """Close the connection. The next use opens another."""
         self._connection.close()
 
     def close_if_idle(self) -> None:
-        """Close the connection unless a thread, this one included, is in the middle of a call."""
+        """Close the connection unless some thread, even this one, is in the middle of a call."""
         if self._user is not None:
             return
         try:
@@ -123,11 +123,11 @@ class ThreadConnections:
             return self._others.use(call, timeout_s=max(timeout_s, 0.0))
         except ConnectionBusy:
             raise ConnectionFailed(
-                "Other threads of this process used the connection until the deadline."
+                "Other threads of this process kept the connection busy until the deadline."
             ) from None
 
     def close(self) -> None:
-        """Interrupt other threads' calls and close; the thread that uses a connection closes it."""
+        """Interrupt the calls of other threads, and close the connections that are idle."""
         self._closed = True
         for connection in (self._main, self._others):
             connection.interrupt()

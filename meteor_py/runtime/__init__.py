@@ -1,1 +1,1 @@
-"""Threads, locks, the clock, backoff, completions, and closing in order."""
+"""Threads, locks, the clock, backoff, completions, and the order in which objects are closed."""

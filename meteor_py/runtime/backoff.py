@@ -6,7 +6,7 @@ import random
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Return seconds to wait after ``failures`` failures in a row: doubled each time, with jitter.
+    """Return the seconds to wait after consecutive failures: doubled each time, with jitter.
 
     >>> 0.04 <= pause_s(4, 0.01, 0.5) <= 0.08
     True

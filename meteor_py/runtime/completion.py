@@ -14,18 +14,18 @@ from meteor_py.runtime.locks import SignalSafeEvent
 SENDER_PREFIX = "meteor-sender"
 SESSION_PREFIX = "meteor-session"
 
-# Held while the first waiter or callback is added to a completion; both are rare. ``settle`` never
-# takes this lock: a signal handler may wait for the sender while the interrupted code holds the
-# lock. It is reentrant, because a finalizer may run while its thread holds the lock, and wait for
-# another completion.
+# Held while the first waiter or callback is added to a completion; both are rare. ``settle`` must
+# never take this lock: a signal handler may wait for the sender while the code that it interrupted
+# holds the lock. The lock is reentrant, because a finalizer may run while its thread holds it, and
+# wait for another completion.
 _lock = threading.RLock()
 
 
 class Completion:
     """An operation that is pending until it is settled, with or without an error.
 
-    Many acknowledgements share one completion, because a future per record would cost more than
-    publishing.
+    Many acknowledgements share one completion, because a future per record would take longer than
+    publishing the record.
     """
 
     __slots__ = ("_callbacks", "_event", "base_offset", "error", "observed", "settled")
@@ -50,23 +50,40 @@ class Completion:
 
         Unless there is an error, set ``base_offset`` first.
         """
+        self.settle_quietly(error)
+        self.run_callbacks()
+
+    def settle_quietly(self, error: Exception | None = None) -> None:
+        """Set the outcome and wake waiting threads. The caller sees to ``run_callbacks``."""
         self.error = error
-        self.settled = True  # first: waiters and callbacks check it last
-        event, callbacks = self._event, self._callbacks
-        if event is not None:
-            event.set()
+        self.settled = True  # set it first: waiters check it after they register
+        if self._event is not None:
+            self._event.set()
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether callbacks have not been called yet."""
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Call the callbacks of a settled completion, each once."""
+        callbacks = self._callbacks
         while callbacks:
             self.observed = True
             try:
                 callback = callbacks.popleft()
             except IndexError:
-                break  # the thread that added it has seen that the completion is settled
+                break  # the thread that added the callback calls it
             callback()
 
     def abandon(self, error: Exception) -> None:
-        """Settle in a forked child, where no thread waits; the parent calls the callbacks."""
+        """Settle in a forked child, where no thread waits. The parent runs the callbacks."""
         self.error = error
         self.settled = True
+
+    def poll(self) -> bool:
+        """Return whether the outcome is known, without waiting."""
+        return self.settled
 
     def wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds for the outcome; return whether it is known."""
@@ -77,7 +94,7 @@ class Completion:
             if self._event is None:
                 self._event = SignalSafeEvent()
             event = self._event
-        # Check again: if it was settled before the event existed, the event will never be set.
+        # Check again: if ``settle`` ran before the event existed, it did not set the event.
         return self.settled or event.wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
@@ -86,7 +103,7 @@ class Completion:
             if self._callbacks is None:
                 self._callbacks = deque()
         self._callbacks.append(callback)
-        if self.settled:  # checked after appending: ``settle`` or this thread calls it
+        if self.settled:  # check after appending, so that ``settle`` or this thread calls it
             try:
                 self._callbacks.remove(callback)
             except ValueError:
@@ -96,12 +113,12 @@ class Completion:
 
 
 def in_callback() -> bool:
-    """Return whether this thread settles operations, and so runs callbacks."""
+    """Return whether this thread is one that settles operations and runs their callbacks."""
     return threading.current_thread().name.startswith((SENDER_PREFIX, SESSION_PREFIX))
 
 
 def forbid_waiting() -> None:
-    """Raise ``RuntimeError`` in a callback, which would wait for its own thread."""
+    """Raise ``RuntimeError`` if called from a callback, which would wait for its own thread."""
     if in_callback():
         raise RuntimeError(
             "A callback must not wait for an Ack, flush or close, because it runs in the sender's "

@@ -1,9 +1,9 @@
 """Registries of this process's open objects, and the three events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
-object has one ``Registry``. Closing a client closes its open objects (``close_owned``). A handler
-at interpreter exit closes all objects. A forked child abandons the objects of its parent. Each of
-these three handles the kinds in the order given by ``ClosingOrder``.
+object has one ``Registry``. Three events close objects, in the order of ``ClosingOrder``: a client
+closes its own (``close_owned``), interpreter exit closes all, and a forked child abandons the
+objects of its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _T = TypeVar("_T")
 class Closeable:
     """Base class for objects that a with block closes.
 
-    If both the block and ``close`` fail, the block's error is raised, with a note about the other.
+    If both the block and ``close`` raise, the block's error is raised, with a note about the error
+    from ``close``.
     """
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class Closeable:
             if error is None:
                 raise
             if failure is not error:
-                error.add_note(f"While closing the {type(self).__name__.lower()}: {failure}")
+                error.add_note(f"Closing the {type(self).__name__.lower()} also failed: {failure}")
 
 
 class ClosingOrder(enum.IntEnum):
@@ -71,15 +72,15 @@ class Registry(Generic[_T]):
     owner: Callable[[_T], object]
     #: Closes objects whose owner is closed, and raises the first failure.
     close: Callable[[Sequence[_T]], None]
-    #: Closes objects at interpreter exit, and logs failures. Also called without objects, to join
-    #: threads of objects that were garbage-collected.
+    #: Closes objects at interpreter exit, and logs failures. Called even if no object is open, to
+    #: join the threads of objects that were garbage-collected.
     at_exit: Callable[[Sequence[_T]], None]
-    #: Tells objects, in a forked child, that they belong to the parent.
+    #: Marks objects in a forked child as belonging to the parent.
     after_fork: Callable[[Sequence[_T]], None]
-    #: Whether to keep objects alive until they are discarded, because an object that the user no
-    #: longer references may have unfinished work.
+    #: Whether to keep objects alive until they are discarded, because they may have unfinished work
+    #: after the user drops them.
     keep: bool = False
-    #: Closes objects within a number of seconds, for kinds whose ``close`` may take longer.
+    #: Closes objects within a number of seconds, if their ``close`` may take longer.
     close_within: Callable[[Sequence[_T], float], None] | None = None
 
     def __post_init__(self) -> None:
@@ -89,8 +90,8 @@ class Registry(Generic[_T]):
 
     def add(self, opened: _T) -> None:
         self._open.add(opened)
-        # Register again each time: Python calls the last registered handler first, and this one
-        # must run before the one that releases the embedded server, which objects may be using.
+        # Register again each time: Python calls the last registered handler first. This handler
+        # must run before the embedded server is released, because objects may still need it.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
@@ -105,8 +106,8 @@ class Registry(Generic[_T]):
         self._open.clear()
 
 
-#: The share of the time limit of ``close_all`` that kinds with ``close_within`` may use. The rest
-#: is for stopping their threads and for later kinds.
+#: Fraction of ``close_all``'s time limit for kinds with ``close_within``. The rest is for stopping
+#: their threads and for the kinds after them.
 _WITHIN_SHARE = 0.8
 
 #: All registries, in closing order.
@@ -121,8 +122,8 @@ def close_owned(owner: object) -> None:
 def close_all(timeout_s: float) -> None:
     """Close every open object of this process, then raise the first failure.
 
-    A signal handler may call this function in the main thread, at any moment. Publishers that would
-    take longer than ``timeout_s`` seconds drop their records. Other kinds have their own limits.
+    A signal handler in the main thread may call this at any time. Publishers that cannot send their
+    records within ``timeout_s`` seconds drop them. Other kinds have their own limits.
     """
     deadline = time.monotonic() + _WITHIN_SHARE * timeout_s
 
@@ -154,8 +155,8 @@ def close_each(
 def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
     """Call ``work`` for every registry, even if some calls fail; then raise the first failure.
 
-    ``KeyboardInterrupt`` and ``SystemExit`` take precedence over errors, so that a program that
-    handles errors still ends.
+    ``KeyboardInterrupt`` and ``SystemExit`` take precedence over errors, so that the program ends
+    even if it catches errors.
     """
     failures: list[BaseException] = []
     for registry in _registries:

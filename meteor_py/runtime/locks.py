@@ -1,14 +1,15 @@
 """Locks that stay usable when a signal handler raises.
 
 Python runs signal handlers in the main thread, between two bytecodes: at the start of a Python
-function, and after a C function has returned. A handler for SIGTERM calls ``sys.exit``, and the one
-for Ctrl-C raises ``KeyboardInterrupt``. If that happens between taking a lock and the ``try`` that
-releases it, the lock stays taken and every other thread waits forever. The methods of
-``threading.Condition`` and ``threading.Event`` are Python functions with such gaps. The same gap is
-in ``if lock.acquire(timeout=...): try: ...``.
+function, and after a C function has returned. A handler may raise: for Ctrl-C it raises
+``KeyboardInterrupt``, and for SIGTERM many programs call ``sys.exit``. If a handler raises after
+the thread has taken a lock, but before it enters the ``try`` that releases the lock, the lock stays
+locked and every other thread waits forever. The methods of ``threading.Condition`` and
+``threading.Event`` are Python functions with such gaps, and so is
+``if lock.acquire(timeout=...): try: ...``.
 
-In this module, each step that must not be interrupted is one call into C, or lies inside the
-``try`` whose ``finally`` undoes it.
+In this module, each step that must not be interrupted is one call into C, or is inside the ``try``
+whose ``finally`` undoes it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _T = TypeVar("_T")
 class SignalSafeCondition:
     """A condition variable whose lock stays consistent even if a signal handler raises.
 
-    Use it like ``threading.Condition``. The lock is reentrant, because a handler may run while its
-    own thread holds the lock.
+    Use it like ``threading.Condition``. The lock is reentrant, because a handler may run in a
+    thread that already holds it.
 
     >>> ready = SignalSafeCondition()
     >>> with ready:
@@ -47,11 +48,11 @@ class SignalSafeCondition:
         self._waiters: deque[LockType] = deque()
 
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock. For signal handlers, which must not wait for it."""
+        """Whether this thread holds the lock. If so, a signal handler must not wait for it."""
         return bool(self._lock._is_owned())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release the lock until ``notify_all``, or for ``timeout`` seconds, and take it again.
+        """Release the lock until ``notify_all`` or the timeout in seconds, then take it again.
 
         Returns:
             False if the wait timed out.
@@ -61,8 +62,8 @@ class SignalSafeCondition:
         self._waiters.append(waiter)
         released: list[Any] = []
         try:
-            # The lock's state must be in the list as soon as the lock is released, so use one call
-            # into C.
+            # Release the lock and append its state to the list in one call into C, so that
+            # ``finally`` can always restore it.
             released.extend(islice(iter(self._lock._release_save, None), 1))
             return waiter.acquire(True, -1 if timeout is None else max(timeout, 0.0))
         finally:
@@ -97,10 +98,10 @@ def _wake_all(waiters: deque[LockType]) -> None:
 
 
 class SignalSafeEvent:
-    """An event that stays usable if a signal handler sets it or raises, at any time.
+    """An event that stays usable even if a signal handler sets it or raises at any time.
 
-    It has no lock: a handler may wait for the thread that sets the event, while the code that the
-    handler interrupted is in the middle of ``wait``.
+    It must not use a lock. A handler may interrupt a thread in the middle of ``wait`` and wait for
+    the thread that sets the event, which would then wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class SignalSafeEvent:
         return self._is_set
 
     def set(self) -> None:
-        self._is_set = True  # first: a thread that starts to wait checks it after queueing
+        self._is_set = True  # set it first: a waiting thread checks it after queueing
         _wake_all(self._waiters)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -149,8 +150,8 @@ def run_locked(lock: threading.RLock, timeout_s: float, work: Callable[[], _T]) 
     """
     if _is_owned(lock):
         return work()
-    # Check the owner and release in one call into C: a handler may raise before a variable could
-    # record that the lock was taken, or between the check and the release.
+    # Check the owner and release in one call into C. Otherwise a handler could raise between the
+    # two, or before a variable records that the lock was taken.
     release_if_owned = map(_release, filter(_is_owned, (lock,)))
     try:
         if not lock.acquire(timeout=timeout_s):

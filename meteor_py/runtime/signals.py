@@ -1,8 +1,8 @@
-"""Closes everything when a signal asks the process to end.
+"""Closes all open objects when a signal asks the process to end.
 
-The handler interrupts the main thread and closes all open objects there. The locks that the main
-thread holds are reentrant; any other thread would wait for them in vain. A second thread watches
-the time.
+The handler interrupts the main thread and closes the objects in it. It cannot leave this to another
+thread, which might wait forever for a lock that the main thread holds; in the main thread, these
+locks are reentrant. A second thread ends the process if closing takes too long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meteor_py.runtime.lifecycle import close_all
 
 _log = logging.getLogger(__name__)
 
-#: Seconds during which a second signal counts as the same one: a service manager signals every
+#: Seconds during which a second signal counts as a duplicate: a service manager signals every
 #: process of a service, and a parent process may forward the signal as well.
 _SAME_S = 0.1
-#: Seconds that the main thread has to end the process once the time is up.
+#: Seconds that the main thread has to end the process after the timeout.
 _REACT_S = 1.0
 
 #: The previously installed handlers, by signal.
@@ -68,12 +68,12 @@ def _handle(number: int, frame: FrameType | None) -> None:
     _received_at = time.monotonic()
     done = _thread.allocate_lock()
     done.acquire()
-    # Do not use threading.Thread: the main thread may hold a lock that starting one needs.
+    # Do not use threading.Thread: to start one takes a lock that the main thread may hold.
     _thread.start_new_thread(_watch, (done, number))
     try:
         close_all(_timeout_s)
     except BaseException as error:  # even Ctrl-C: the process ends anyway
-        _log.error("Closing on signal %d: %s: %s", number, type(error).__name__, error)
+        _log.error("Closing on signal %d failed: %s: %s", number, type(error).__name__, error)
     done.release()
     handler = _before.get(number)
     if callable(handler):
@@ -86,15 +86,15 @@ def _watch(done: _thread.LockType, number: int) -> None:
     """End the process if closing takes too long."""
     if done.acquire(timeout=_timeout_s):
         return
-    # Only the main thread can restore the default action, which ends the process. Send it the
-    # signal again: on a second signal, the handler restores it.
+    # Only the main thread can restore the signal's default action, which ends the process. So send
+    # the signal again: the handler restores the default action when a second signal arrives.
     signal.pthread_kill(threading.main_thread().ident or 0, number)
     time.sleep(_REACT_S)
     os._exit(128 + number)
 
 
 def _flush() -> None:
-    """Flush printed output. The main thread may be in the middle of a print."""
+    """Flush printed output. This fails if the main thread is in the middle of a print."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -106,7 +106,7 @@ def _die(number: int) -> None:
     """Let the signal kill the process, so that its parent sees the cause."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # process 1 of a container is immune to its own signals
+    os._exit(128 + number)  # process 1 of a container ignores signals that have no handler
 
 
 def _after_fork_in_child() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meteor_py.runtime.locks import SignalSafeEvent
 
-#: Seconds between checks for the thread's end, in case its lock stays locked.
+#: Seconds between checks whether the thread has ended, in case its lock stays locked.
 _CHECK_S = 1.0
 #: Seconds between calls of ``push``.
 _PUSH_S = 0.02
@@ -24,13 +24,13 @@ class _StartEvent(SignalSafeEvent):
 
 
 class JoinableThread(threading.Thread):
-    """A daemon thread that counts as alive until it really ends, even if a join is interrupted.
+    """A daemon thread that counts as alive until it has ended, even if a join is interrupted.
 
-    The hazard: before Python 3.13, a thread counts as ended once a signal handler has raised in
-    ``join()``, even if it is still running (CPython issue 90882). Code that closes an object on
-    Ctrl-C or SIGTERM would then close resources that the thread is using.
+    Before Python 3.13, a thread counts as ended once a signal handler has raised in ``join()``,
+    even if it is still running (CPython issue 90882). Code that closes an object on Ctrl-C or
+    SIGTERM would then close resources that the thread is using.
 
-    The other hazard: ``start()`` waits for the thread with a ``threading.Event``. If a signal
+    ``start()`` waits for the thread with a ``threading.Event``. If a signal
     handler raises there, the event may stay locked, and the thread waits forever before it runs.
     """
 

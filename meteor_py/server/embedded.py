@@ -36,7 +36,7 @@ from meteor_py.server.ping import find_address, replies, shut_down
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.002
-#: Seconds between two checks of a server that is slow to reply, because it is loading much data.
+#: Seconds between checks of a server that is slow to reply because it is loading data.
 SLOW_POLL_S = 0.02
 TCP_TRIES = 3
 
@@ -44,19 +44,19 @@ TCP_TRIES = 3
 class EmbeddedServer:
     """An open embedded server, returned by ``open_embedded``.
 
-    The server runs at least until ``close()`` or the end of this process, whichever is first. If it
-    ends by itself, or is killed, the next ``reach()`` of any of its users restarts it. A forked
-    child may use the server while its parent keeps it open.
+    The server runs until ``close()`` or the end of this process, and longer if it has other users.
+    If it ends by itself or is killed, the next ``reach()`` of any user restarts it. A forked child
+    may use the server while its parent keeps it open.
     """
 
     def __init__(
         self, users: Lock, directory: Path, address: Address, *, keep: bool, tcp: bool
     ) -> None:
         self.directory = directory
-        #: Whether the data survives the end of the server.
+        #: Whether the server keeps its data when it stops.
         self.keep = keep
         self._users = users
-        self._address = address  # when the server last replied
+        self._address = address  # as of the server's last reply
         self._tcp = tcp
         # Runs when the object is collected or the interpreter exits, unless close() was called.
         self._release = weakref.finalize(self, _release, users, directory, keep)
@@ -82,14 +82,14 @@ class EmbeddedServer:
         return self._url(self.password)
 
     def reach(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the server replies; restart it if it has ended.
+        """Wait until the server replies. Restart it if it has ended.
 
-        A kept server comes back with its data; a private one comes back empty. The directory, the
-        socket, the TCP port and the password stay the same.
+        After a restart, a kept server has its data, and a private server is empty. The directory,
+        the socket, the TCP port and the password stay the same.
 
         Args:
             timeout_s: Seconds within which the server must reply.
-            is_cancelled: Called repeatedly; if it returns true, stop waiting.
+            is_cancelled: Called repeatedly. If it returns true, the wait ends.
 
         Raises:
             ServerStartFailed: The server did not start or reply, or may not be restarted yet.
@@ -112,7 +112,7 @@ class EmbeddedServer:
         self._address = address
 
     def _check_open(self) -> None:
-        """Raise if the server has no user left: it would be stopped at once."""
+        """Raise if the server has no user left, because the supervisor would stop it at once."""
         if not self._release.alive:
             raise ServerStartFailed(f"The embedded server in {self.directory} was closed.")
         if self._users.fd >= 0:
@@ -122,12 +122,12 @@ class EmbeddedServer:
                 in_use = not users.take(fcntl.LOCK_EX)
         if not in_use:
             raise ServerStartFailed(
-                f"The embedded server in {self.directory} is not restarted, because the process "
-                "that opened it has ended, or its directory was deleted. Connect again."
+                f"The embedded server in {self.directory} was not restarted, because the process "
+                "that opened it has ended or its directory was deleted. Connect again."
             )
 
     def close(self) -> None:
-        """Release the server; the last user stops it and waits until it has ended. Idempotent."""
+        """Release the server. The last user stops it and waits until it has ended. Idempotent."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -150,19 +150,20 @@ class EmbeddedServer:
 def open_embedded(
     directory: str | Path | None = None, *, tcp: bool = False, timeout_s: float = 10.0
 ) -> EmbeddedServer:
-    """Start an embedded server, or join the one that runs in the directory.
+    """Start an embedded server, or use the one that is running in the directory.
 
     Args:
-        directory: Directory of the data; all processes that open it share one server. None starts a
-            private server in a temporary directory, without persistence, which is deleted at the
+        directory: Directory for the data. All processes that open it share one server. None starts
+            a private server without persistence in a temporary directory, which is deleted in the
             end.
-        tcp: Also listen on a free port of 127.0.0.1, with a random password. The process that
-            starts the server decides.
-        timeout_s: Seconds within which the server must reply. Loading much data takes time.
+        tcp: Whether the server also listens on a free port of 127.0.0.1, with a random password.
+            The process that starts the server decides.
+        timeout_s: Seconds within which the server must reply. A server with much data needs time to
+            load it.
 
     Raises:
-        ServerNotFound: There is no server program.
-        ServerStartFailed: The server did not start; the message ends with its log.
+        ServerNotFound: No server program was found.
+        ServerStartFailed: The server did not start. The message ends with the server's log.
     """
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
@@ -181,11 +182,11 @@ def open_embedded(
 
 
 def _hold(datadir: Path, deadline: float) -> Lock:
-    """Become a user: from now on, no other process stops the server."""
+    """Become a user of the server. From now on, no other process stops it."""
     while True:
         users = Lock(datadir / supervisor.USERS_LOCK)
         try:
-            # Fails only while another process stops the previous server.
+            # This fails only while another process is stopping the previous server.
             taken = _poll(partial(users.take, fcntl.LOCK_SH), deadline)
             if taken and users.is_in_place():
                 return users
@@ -195,25 +196,25 @@ def _hold(datadir: Path, deadline: float) -> Lock:
         users.close()
         if not taken:
             raise ServerStartFailed(
-                f"The previous embedded server in {datadir} has not stopped in time. Try again."
+                f"The previous embedded server in {datadir} did not stop in time. Try again."
             )
 
 
 def _release(users: Lock, datadir: Path, keep: bool) -> None:
     """Stop being a user. The last user stops the server and waits until its processes are gone."""
-    if users.fd < 0:  # in a forked child: its parent is the user
+    if users.fd < 0:  # in a forked child, whose parent is the user
         return
     deadline = time.monotonic() + 2 * supervisor.STOP_S
     try:
-        if users.take(fcntl.LOCK_EX):  # the last user, and no other can arrive before the release
-            # If the directory was deleted, another one may have its path: leave this to the
-            # supervisor.
+        if users.take(fcntl.LOCK_EX):  # we are the last user, and the lock keeps others out
+            # If the directory was deleted, the path may belong to a new one. Leave the server to
+            # its supervisor.
             if users.is_in_place():
                 _stop(users, datadir, deadline)
-        elif not users.take(fcntl.LOCK_SH):  # another user was the last, and is stopping the server
+        elif not users.take(fcntl.LOCK_SH):  # another last user is stopping the server
             _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
-        logger.debug("The embedded server in %s is left to its supervisor: %s", datadir, exc)
+        logger.debug("Leaving the embedded server in %s to its supervisor: %s", datadir, exc)
     finally:
         users.close()
     if not keep:
@@ -223,7 +224,7 @@ def _release(users: Lock, datadir: Path, keep: bool) -> None:
 
 def _stop(users: Lock, datadir: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
-    # Open the locks before the files may vanish with a private directory.
+    # Open the locks now: the supervisor removes a private directory together with its files.
     with (
         Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock,
         Lock(datadir / supervisor.SERVER_LOCK) as server,
@@ -234,22 +235,22 @@ def _stop(users: Lock, datadir: Path, deadline: float) -> None:
 
         stopped = shut_down(datadir) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
         if not stopped:
-            users.close()  # still starting, or stuck: the supervisor can handle both
+            users.close()  # the server is still starting, or stuck: the supervisor will stop it
         if not _poll(are_gone, deadline):
             logger.warning("The embedded server in %s has not stopped yet.", datadir)
             return
         leftover = read_config(datadir).get("unixsocket")
-        if leftover:  # its supervisor was killed; the locks prevent a start meanwhile
+        if leftover:  # its supervisor was killed; our locks prevent a new start
             supervisor.clean_up(str(datadir), leftover)
 
 
 @dataclass(frozen=True)
 class _Restart:
-    """How to restart a server that has ended."""
+    """The conditions for restarting a server that has ended."""
 
-    #: The address at which clients expect the server; None to choose another port.
+    #: The address at which clients expect the server; None chooses another port.
     former: Address | None
-    #: Raises if the server may not be started.
+    #: Raises if the server must not be restarted.
     check: Callable[[], None]
     is_cancelled: Callable[[], bool]
 
@@ -264,9 +265,9 @@ def _reach(
     while True:
         if restart is not None and restart.is_cancelled():
             raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
-        # Reopened each time: after a start, the supervisor owns the open file and its lock.
+        # Reopen the file each time: after a start, the supervisor owns the open file and its lock.
         with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
-            if lock.take(fcntl.LOCK_EX):  # no supervisor, and no other process can start one now
+            if lock.take(fcntl.LOCK_EX):  # no supervisor runs, and only we can start one now
                 if started:
                     tries -= 1
                     # Retry only if another process took the port.
@@ -278,8 +279,7 @@ def _reach(
             else:
                 address = find_address(datadir)
                 left_s = min(max(deadline - time.monotonic(), POLL_S), 1.0)
-                # Look it up twice: the first result may have been the address of the previous
-                # server.
+                # Find the address twice: the first result may be that of the previous server.
                 if address and replies(address, left_s) and find_address(datadir) == address:
                     return address
         if time.monotonic() > deadline:
@@ -291,16 +291,16 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
     if tcp and not address.port:
         raise ServerStartFailed(
             f"The embedded server in {datadir} is already running without TCP. "
-            "Close all its users, or open it without tcp=True."
+            "End all processes that use it, or open it without tcp=True."
         )
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted now; raise if not before the deadline."""
+    """Whether the server may be restarted now. Raise if it may not before the deadline."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:
-        problem = f"ends again and again; the next restart is due in {wait_s:.1f} seconds"
+        problem = f"keeps ending; the next restart is allowed in {wait_s:.1f} seconds"
         raise _start_failed(datadir, problem)
     return wait_s <= 0
 
@@ -308,7 +308,7 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
     """Start a supervisor, which inherits ``watcher.lock``.
 
-    Returns False, and starts nothing, if a server whose supervisor was killed is still running.
+    If the supervisor of a running server was killed, starts nothing and returns False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
@@ -317,12 +317,12 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             return False
         if not sys.executable:
             raise ServerStartFailed(
-                "An embedded server needs a Python program to supervise it, and sys.executable is "
-                "empty. Start a server by other means, and connect to its address."
+                "The embedded server needs a Python interpreter as its supervisor, but "
+                "sys.executable is empty. Start a server yourself, and connect to its address."
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # first: a start that kills this process must count as well
+            restarts.record(datadir)  # before starting: even a start that kills us must count
             logger.warning("The embedded server in %s has ended. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)
@@ -331,8 +331,8 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
         command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
         with open_log(datadir) as log:
             log.write(LOG_START.encode() + os.fsencode(program) + b"\n")
-            # In a new session, so that Ctrl-C in the terminal does not reach it. This waits only
-            # until the supervisor has detached itself.
+            # Use a new session, so that Ctrl-C in the terminal does not reach the supervisor. This
+            # call returns as soon as the supervisor has detached itself.
             subprocess.run(
                 command,
                 cwd=datadir,
@@ -341,7 +341,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
                 stderr=log,
                 pass_fds=(lock.fd, server.fd),
                 start_new_session=True,
-                check=False,  # if it fails, the log says why
+                check=False,  # after a failure, the log says why
             )
     return True
 

@@ -1,4 +1,4 @@
-"""Lock files, which the kernel releases when the process that holds them ends."""
+"""Lock files. The kernel releases a lock when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
-# Held while a lock file is opened or closed, and during a fork: no child sees a half-open one.
-# Reentrant, because a finalizer may run at any line.
+# Held while a lock file is opened or closed, and during a fork, so that no child inherits a file
+# that is not registered. Reentrant, because a finalizer may run at any time.
 _fork_guard = threading.RLock()
 _open_locks: set[Lock] = set()
 
@@ -17,8 +17,8 @@ _open_locks: set[Lock] = set()
 class Lock:
     """An open lock file.
 
-    A lock belongs to the open file, which a forked child shares and would keep locked after its
-    parent's death. So a child closes its copy, which does not release the parent's lock.
+    The lock belongs to the open file, which a forked child inherits. The child would keep the file
+    locked after its parent's death, so it closes its copy. This does not release the parent's lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,9 +29,9 @@ class Lock:
             _open_locks.add(self)
 
     def take(self, how: int) -> bool:
-        """Try to take the lock, or to convert it, as ``LOCK_SH`` or ``LOCK_EX``.
+        """Try to take the lock as ``LOCK_SH`` or ``LOCK_EX``, or to convert a lock already held.
 
-        A failed conversion loses the lock that was held before.
+        If a conversion fails, the lock that was held before is lost.
         """
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)
@@ -40,7 +40,7 @@ class Lock:
         return True
 
     def is_in_place(self) -> bool:
-        """Whether the path still names this file: it was not deleted or replaced."""
+        """Whether the path still refers to this file, which may have been deleted or replaced."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.lstat(self._path))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""PING and SHUTDOWN for an embedded server. Importing redis-py would take longer than a start."""
+"""PING and SHUTDOWN for an embedded server, without redis-py, whose import takes too long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meteor_py.server.datadir import Address, is_private, read_config
 
 
 def find_address(datadir: Path) -> Address | None:
-    """Return the address of the server; None if there is none yet."""
+    """Return the address of the server, or None if it has none yet."""
     settings = read_config(datadir)
     try:
         pid = int((datadir / supervisor.PID).read_text())
@@ -28,7 +28,7 @@ def find_address(datadir: Path) -> Address | None:
 
 
 def replies(address: Address, timeout_s: float = 1.0) -> bool:
-    """Whether the server runs and has loaded its data."""
+    """Whether the server is running and has loaded its data."""
     try:
         reply = _call(address, b"PING", timeout_s)
     except OSError:
@@ -38,18 +38,18 @@ def replies(address: Address, timeout_s: float = 1.0) -> bool:
 
 
 def shut_down(datadir: Path) -> bool:
-    """Shut the server down; return whether it confirmed by closing the connection."""
+    """Shut the server down. Return whether it confirmed this by closing the connection."""
     address = find_address(datadir)
     try:
-        # NOSAVE concerns snapshots, which are off; the append-only file is written anyway.
+        # NOSAVE skips only a snapshot; the server still writes its append-only file.
         return address is not None and _call(address, b"SHUTDOWN NOSAVE") == b""
     except OSError:
         return False
 
 
 def _call(address: Address, command: bytes, timeout_s: float = 1.0) -> bytes:
-    """Send a command; return the first line of the reply, or nothing if the server hung up."""
-    # In a shared /tmp, another user may have re-created the directory of the socket.
+    """Send a command; return the first line of the reply, empty if the server hung up."""
+    # In a shared /tmp, another user may have recreated the socket's directory.
     if not is_private(os.path.dirname(address.socket_path)):
         raise ConnectionRefusedError(f"{address.socket_path} is not in a private directory.")
     login = b"AUTH %b\r\n" % address.password.encode() if address.password else b""

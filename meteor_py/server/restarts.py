@@ -1,7 +1,7 @@
-"""Limits how often an embedded server is restarted: the pause grows if the server keeps ending.
+"""Limits how often an embedded server is restarted, with a growing pause if it keeps ending.
 
-All users of a server share the limit, in a file that lists the times of the last restarts.
-Processes read and write that file only while holding ``watcher.lock``.
+All users of a server share the limit through a file that lists the times of the last restarts.
+They read and write the file only while holding ``watcher.lock``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 RESTARTS = "restarts"
 
-#: Restarts within this many seconds count.
+#: Only restarts in the last ``WINDOW_S`` seconds count.
 WINDOW_S = 60.0
 
-#: Seconds between the first two restarts of a window. The pause doubles with each further one, up
-#: to the second number, so that a server whose disk is full comes back soon after there is room.
+#: Seconds between the first two restarts of a window, and the longest pause. The pause doubles with
+#: each restart. It stays short, so that a server whose disk was full is soon back.
 _PAUSE_S = (0.1, 5.0)
 
 
@@ -33,7 +33,7 @@ def wait_s(datadir: Path) -> float:
 
 
 def record(datadir: Path) -> None:
-    """Record a restart, before attempting it."""
+    """Record a restart that is about to be attempted."""
     now = time.time()
     times = [*_read(datadir, now), now]
     new = datadir / f"{RESTARTS}.new"
@@ -43,10 +43,10 @@ def record(datadir: Path) -> None:
 
 
 def _read(datadir: Path, now: float) -> list[float]:
-    """Return the times that count, oldest first; skip future ones, in case the clock was set."""
+    """Return the restarts in the window, oldest first, without any in the future (wrong clock)."""
     try:
         lines = (datadir / RESTARTS).read_text().splitlines()
         times = [float(line) for line in lines]
-    except (FileNotFoundError, ValueError):  # none yet, or the disk was full
+    except (FileNotFoundError, ValueError):  # no restarts yet, or a full disk truncated the file
         return []
     return sorted(at for at in times if now - WINDOW_S < at <= now)

@@ -1,11 +1,11 @@
 """The process that runs one embedded server, and stops it when its last user is gone.
 
-The supervisor runs as a detached script in the directory of the server; the rest of the package
+The supervisor runs as a detached script in the directory of the server. The rest of the package
 imports only constants and ``clean_up`` from this file. Every start waits for the supervisor, so it
 uses only parts of the standard library that load within a millisecond.
 
-The directory holds three lock files. The kernel releases a ``flock`` when its holder dies, for
-whatever reason, and these locks are the only state:
+The directory holds three lock files, which are the only shared state. The kernel releases a
+``flock`` when its holder dies, for whatever reason.
 
 - ``users.lock``: every user holds it shared. A process that gets it exclusively knows that there is
   no user, and that none can arrive before the release. That process may stop the server.
@@ -23,25 +23,25 @@ import select
 import sys
 import time
 
-TYPE_CHECKING = False  # importing typing takes longer than everything this file does
+TYPE_CHECKING = False  # do not import typing, which takes longer than the rest of this file
 if TYPE_CHECKING:
     import signal
 else:
-    import _signal as signal  # the C part: the enums of `signal` itself take 6 ms to build
+    import _signal as signal  # only the C part: `signal` takes 6 ms to build its enums
 
 USERS_LOCK = "users.lock"
-SUPERVISOR_LOCK = "watcher.lock"  # the name in version 0.1, which may share the directory
+SUPERVISOR_LOCK = "watcher.lock"  # version 0.1, which may share the directory, uses this name
 SERVER_LOCK = "server.lock"
 CONFIG = "server.conf"
 LOG = "server.log"
 PID = "server.pid"
 SOCKET = "meteor.sock"
 
-#: Seconds between two checks of ``users.lock``. Blocking in ``flock`` instead would keep the last
-#: user from getting the exclusive lock, by which it learns that it is the last.
+#: Seconds between two checks of ``users.lock``. Do not block in ``flock`` instead: the last user
+#: could then not take the exclusive lock, which tells it that it is the last.
 POLL_S = 0.1
 
-#: Seconds that a server gets to stop by itself before it is killed.
+#: Seconds that a server has to stop by itself before the supervisor kills it.
 STOP_S = 5.0
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
@@ -50,27 +50,27 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 def main(arguments: list[str]) -> None:
     """Run the server in the working directory until it or its last user is gone.
 
-    Arguments: the server program, the socket as the configuration names it, ``keep`` or
-    ``remove`` (the directory, at the end), and the descriptors of the supervisor's and the server's
-    lock, both taken.
+    Arguments: the server program; the socket's path as in the configuration; ``keep`` or ``remove``
+    for the directory at the end; and the descriptors of the supervisor's and the server's locks,
+    which are already taken.
     """
     binary, socket_path, fate, supervisor_lock, server_lock = arguments
     if os.fork():
-        # The user reaps this process at once, and init reaps the child: a program that waits for
-        # any child never gets one that it did not start.
+        # The user reaps this process at once, and init reaps its child. So a program that waits for
+        # any child never sees a process that it did not start.
         os._exit(0)
     os.umask(0o077)
     os.set_inheritable(int(supervisor_lock), False)
     os.set_inheritable(int(server_lock), True)
-    # The user may have blocked or ignored signals, and exec preserves both.
+    # The user may have blocked or ignored signals, and exec preserves that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
     directory = os.getcwd()
-    # Not O_CREAT: without the file, the directory was deleted and no user can find the server.
+    # No O_CREAT: if the file is missing, the directory was deleted and no user can find the server.
     users = os.open(USERS_LOCK, os.O_RDWR)
-    # A clean shutdown saves the data; a private server has none to save.
+    # A clean shutdown saves the data, but a private server has no data to save.
     gentle = signal.SIGTERM if fate == "keep" else signal.SIGKILL
     supervisor = os.getpid()
     server = os.fork()
@@ -85,20 +85,21 @@ def main(arguments: list[str]) -> None:
         os.killpg(server, signal.SIGKILL)  # also kill the children of a killed server
     except OSError:
         pass
-    # Do not use the path: if the directory was deleted, another one may have its path now.
+    # Do not use the directory's path: if the directory was deleted, a new one may have that path.
     clean_up(".", socket_path)
-    # A remaining user may read the log or start another server; that user removes the files.
+    # If a user remains, it may read the log or start another server, and it removes the files.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 
 
 def _become_server(binary: str, supervisor: int, gentle: int) -> None:
-    """Turn this forked child into the server; never returns."""
+    """Turn this forked child into the server. Never returns."""
     try:
-        # A new process group, so that its children (which rewrite its log) can be killed with it.
+        # Use a new process group, so that the supervisor can also kill the server's children, which
+        # rewrite its append-only file.
         os.setpgid(0, 0)
         _end_with_parent(gentle)
-        if os.getppid() != supervisor:  # it was killed before the line above took effect
+        if os.getppid() != supervisor:  # the supervisor died before the line above took effect
             os._exit(1)
         with open(PID, "w") as file:
             file.write(f"{os.getpid()}\n")
@@ -112,15 +113,15 @@ def _become_server(binary: str, supervisor: int, gentle: int) -> None:
 def _log(message: str) -> None:
     try:
         os.write(2, f"meteor supervisor: {message}\n".encode(errors="surrogateescape"))
-    except OSError:  # the disk is full; the next steps matter more
+    except OSError:  # the disk may be full, but the next steps matter more
         pass
 
 
 def _end_with_parent(signal_number: int) -> None:
     """Ask the kernel to send this process a signal when its parent is gone (Linux only).
 
-    Elsewhere a server whose supervisor was killed runs until the next user opens its directory and
-    stops it: see ``_start`` in ``embedded.py``.
+    On other systems, if the supervisor is killed, its server runs until the next user opens the
+    directory and stops it; see ``_start`` in ``embedded.py``.
     """
     if sys.platform == "linux":
         try:
@@ -131,12 +132,12 @@ def _end_with_parent(signal_number: int) -> None:
 
 
 def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
-    """Wait until the server ends; stop it when its last user is gone.
+    """Wait until the server ends. Stop it when its last user is gone.
 
     Returns the wait status, and whether this process stopped the server.
     """
-    # Python writes a byte to the pipe for each signal: this avoids a race between the check and the
-    # wait.
+    # Python writes a byte to this pipe for each signal. This avoids a race between the check and
+    # the wait.
     wakeup, writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(writer, False)
@@ -164,7 +165,7 @@ def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
 
 
 def _is_free(lock: int) -> bool:
-    """Take the lock exclusively, if no process holds it."""
+    """Try to take the lock exclusively. Return whether no process held it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

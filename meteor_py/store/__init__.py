@@ -5,7 +5,7 @@ keeps one ``segment_log`` per incarnation of the stream, as files in a ``storage
 fetches the next records while a reader uses the current ones, ``maintenance`` merges and removes
 files, and ``identity`` makes sure that a store belongs to its stream.
 
-Words used throughout: a *store* is a ``RingbufferStore`` object, its *address* is what users pass
-or its ``uri``, its *location* is the address as messages show it, without secrets, and its *id* is
-the random string that ties it to one stream. Segments and records are *live* if readers see them.
+Terms: A *store* is a ``RingbufferStore`` object. Its *address* is the ``uri`` that users pass. Its
+*location* is the address without secrets, as shown in messages. Its *id* is a random string that
+ties it to one stream. Segments and records are *live* if readers see them.
 """

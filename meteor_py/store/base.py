@@ -9,7 +9,7 @@ import pyarrow as pa
 
 #: Terms per epoch. A store sees a single number that only increases: epoch * TERMS + term.
 TERMS = 1_000_000
-#: Number of states to keep of terms that are later than the term of any stored record.
+#: Number of states to keep from terms later than that of any stored record.
 _STATES_AHEAD = 3
 #: Called with the number of records processed so far and the total.
 Progress = Callable[[int, int], object]
@@ -28,15 +28,16 @@ class Bounds(NamedTuple):
 class Flaw(NamedTuple):
     """A problem that ``verify`` found."""
 
-    #: "missing": no readable record; "corrupt": not what was written; "overlap": some offsets are
-    #: stored twice; "leftover": a file that is no longer read. The last two do no harm.
+    #: "missing": no file holds these records; "corrupt": the bytes have changed since they were
+    #: written; "overlap": some offsets are stored twice; "leftover": a file that is no longer read.
+    #: The last two are harmless.
     kind: Literal["missing", "corrupt", "overlap", "leftover"]
-    #: The first and the last offset concerned.
+    #: The first and last offsets that are affected.
     first: int
     last: int
-    #: The file, or its equivalent in this store.
+    #: The path of the file, or its equivalent in this store.
     place: str
-    #: A description for people.
+    #: A human-readable description.
     problem: str
 
     @property
@@ -49,28 +50,29 @@ class Flaw(NamedTuple):
 class RingbufferStore(Protocol):
     """The history of one stream: all its incarnations, one after the other.
 
-    A stream that is deleted and created again begins another *incarnation*, with offsets from 0 and
-    an id made of the characters ``[0-9a-f]``. Tables and batches have the columns of
-    ``ARROW_SCHEMA`` and consecutive offsets.
+    If a stream is deleted and recreated, a new *incarnation* begins, with offsets from 0 and an id
+    made of the characters ``[0-9a-f]``. Tables and batches have the columns of ``ARROW_SCHEMA`` and
+    consecutive offsets.
 
-    **Live records.** Normally one archiver at a time appends. A paused archiver that does not know
-    yet that another has replaced it may still append, in its older *term*. Terms only increase, and
-    each begins where the live records end. So the live record at an offset is the one that was
-    appended in the newest term that begins at or before that offset. Within a term, repeated
-    appends hold the same records. A store may ignore an append in an older term than its newest.
+    **Live records.** Normally one archiver at a time appends. But a paused archiver that another
+    has replaced may not know this yet and still append, in its older *term*. Terms only increase,
+    and each begins where the live records end. So the live record at an offset is the one that was
+    appended in the newest term that begins at or before that offset. If an archiver repeats an
+    append within a term, the records are the same. A store may ignore an append in a term older
+    than its newest.
 
-    **Commits.** The stream knows where its history ends, and callers read nothing from that offset
-    on. The store may hold more: an append whose archiver died before the commit, or the tail that a
-    failover lost. Such offsets will be appended again.
+    **Commits.** The stream records where its history ends, and callers never read beyond that
+    offset. The store may hold more records: from an append whose archiver died before the commit,
+    or records that the server lost in a failover. Archivers will append these offsets again.
 
     **Concurrency.** Any number of threads and processes may read while one appends.
 
-    **Errors.** Raise ``StoreUnavailable`` for temporary failures (disk full, no connection); such a
-    failure must leave nothing visible that ``read`` could return. Raise ``RecordsLost`` or
-    ``CorruptSegment``, with the offsets, for records that are gone or damaged; other records stay
-    readable.
+    **Errors.** Raise ``StoreUnavailable`` for temporary failures (disk full, no connection). After
+    such a failure, ``read`` must not return any part of the append. Raise ``RecordsLost`` or
+    ``CorruptSegment``, with the offsets, for records that are gone or damaged. Other records must
+    stay readable.
 
-    ``meteor_py.testing.store_contract`` tests this contract; run it on your own store.
+    ``meteor_py.testing.store_contract`` tests this contract. Run it on your own store.
     """
 
     @property
@@ -80,8 +82,8 @@ class RingbufferStore(Protocol):
     def identity(self) -> str | None:
         """Return the id that was claimed for this stream; None if there is no store here.
 
-        Called whenever a stream is opened with the store, and before each append: two places with
-        the same address (a local path on two hosts) have different ids.
+        Called whenever a stream is opened with the store, and before each append. The id tells
+        apart two stores with the same address, such as a local path on two hosts.
 
         Raises:
             StoreUnavailable: The id could not be read.
@@ -91,20 +93,20 @@ class RingbufferStore(Protocol):
         """Set the store's id, if it has none or has the id ``replacing``.
 
         Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
-        server that had the stream before comes back, it finds that the id has changed.
+        stream's former server comes back, its archiver finds that the id has changed.
         """
 
     def incarnations(self) -> list[str]:
         """Return the incarnations that have records here, ordered by their last append."""
 
     def bounds(self, incarnation: str) -> Bounds:
-        """Return the range that the store holds, committed or not. Called before each append."""
+        """Return the offsets that the store holds, committed or not. Called before each append."""
 
     def epochs(self, incarnation: str) -> dict[int, int]:
         """Return each epoch (``term // TERMS``) with its first live offset. For ``resume=True``."""
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
-        """Store records durably: once this returns, a crash of the machine does not lose them.
+        """Store records durably: after this returns, they survive a crash of the machine.
 
         An archiver appends in the order of the offsets. After a failure with an unknown outcome, it
         may append the same records again, alone or with more after them.
@@ -116,11 +118,11 @@ class RingbufferStore(Protocol):
     def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield the records from ``start`` to ``stop`` - 1, in order and without holes.
 
-        Called for a run of records or a single one; callers often stop before the end.
+        Called for many records or for a single one. Callers often stop before the end.
 
         Raises:
-            RecordsLost: Records are missing, from the first missing offset to before the next
-                record.
+            RecordsLost: Records are missing: from the first missing offset up to the next record
+                that exists.
             CorruptSegment: Some records are damaged.
         """
 
@@ -136,27 +138,27 @@ class RingbufferStore(Protocol):
         """Read all records from ``start`` up to but not including ``stop``; yield each problem."""
 
     def tidy(self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]) -> None:
-        """Remove superseded data in the background. The archiver calls this now and then.
+        """Remove superseded data in the background. The archiver calls this occasionally.
 
-        Keep all data of terms later than ``term``: only an archiver of such a term can judge it.
-        All other live records lie below ``end``. This is certain only while ``is_current()`` is
-        true: call it after listing the data, and again before each removal.
+        Keep all data of terms later than ``term``, because only their archivers know whether it is
+        live. All other live records are below ``end``. This is certain only while ``is_current()``
+        returns true. Call it after listing the data, and again before each removal.
         """
 
     def delete(self, incarnation: str, below: int | None = None) -> None:
-        """Delete the records below an offset, in units that suit the store; None: all of them."""
+        """Delete the records below an offset (None: all), in units that suit the store."""
 
 
 @runtime_checkable
 class StatefulStore(RingbufferStore, Protocol):
     """A store that also keeps the state of its stream. Optional: a store may lack these methods.
 
-    The state is what ``resume=True`` needs besides the records: the fences of transactions, the
-    positions of groups, and the stream's epochs. Without it, a resumed stream has its records only.
+    Besides the records, ``resume=True`` needs this state: the fences of transactions, the positions
+    of groups, and the stream's epochs. Without the state, a resumed stream has only its records.
     """
 
     def save_state(self, incarnation: str, term: int, state: bytes) -> None:
-        """Store the state of a term, durably and atomically; replace an earlier state of this term.
+        """Store the state of a term, durably and atomically. Replace an earlier state of this term.
 
         Called before each append. Keep the states of other terms until ``tidy`` or ``append`` shows
         that the store has records of a later term that has its own state.
@@ -186,7 +188,7 @@ class ColumnStore(RingbufferStore, Protocol):
 def read_columns(
     store: RingbufferStore, incarnation: str, start: int, stop: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield some columns of records, from any store; see ``ColumnStore.read_columns``."""
+    """Yield some columns of records from any store; see ``ColumnStore.read_columns``."""
     if isinstance(store, ColumnStore):
         yield from store.read_columns(incarnation, start, stop, columns)
         return
@@ -195,9 +197,9 @@ def read_columns(
 
 
 def states_to_drop(states: Collection[int], term: int) -> list[int]:
-    """Return the terms whose states no resume can need; ``term`` is the newest with records.
+    """Return the terms whose states no resume can need. ``term`` is the newest that has records.
 
-    Of the later terms, which have written no records yet, only the last few can still do so.
+    Later terms have not appended any records yet, and only the last few of them still can.
     """
     below = sorted(each for each in states if each < term)
     above = sorted(each for each in states if each > term)

@@ -1,7 +1,8 @@
-"""Checks the endpoint in a store's address that was found in Redis.
+"""Checks the endpoint in the address of a store, if the address was read from Redis.
 
-Other clients may write the address into ``meta``. A reader that trusted any endpoint would send it
-requests signed with the reader's own cloud credentials. Addresses that users pass are not checked.
+An administrator of the server writes the address into ``settings``. A reader that trusted any
+endpoint would send it requests signed with the reader's own cloud credentials. Addresses that users
+pass are not checked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from meteor_py.redis.address import mask
 #: Environment variable with the endpoints that are allowed, as ``host:port``, separated by commas.
 ENDPOINTS_VARIABLE = "METEOR_STORE_ENDPOINTS"
 
-#: Parameters that choose an endpoint, or how to reach it.
+#: Parameters that set an endpoint, or how to reach it.
 _ENDPOINTS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")
 _TRANSPORT = ("scheme", "enable_tls")
 #: Schemes whose host is the endpoint.
@@ -23,7 +24,7 @@ _HOSTS = ("hdfs", "viewfs")
 
 
 def check_endpoint(uri: str, stream: str) -> None:
-    """Check the endpoint of an address that was found in Redis.
+    """Check the endpoint of an address that was read from Redis.
 
     Raises:
         StoreMismatch: ``$METEOR_STORE_ENDPOINTS`` does not allow that endpoint.
@@ -36,10 +37,10 @@ def check_endpoint(uri: str, stream: str) -> None:
     overrides = bool(named) or any(name in parameters for name in _TRANSPORT)
     allowed = [each.strip() for each in os.environ.get(ENDPOINTS_VARIABLE, "").split(",")]
     if overrides and not (named and all(endpoint in allowed for endpoint in named)):
-        endpoint = ", ".join(named) or "another transport than the default one"
+        endpoint = ", ".join(named) or "a transport that is not the default"
         raise StoreMismatch(
-            f"The address of the store of stream {stream!r}, {mask(uri)}, was found in Redis and "
-            f"names {endpoint}, which may be an attempt to obtain your credentials.",
+            f"The address of the store of stream {stream!r}, {mask(uri)}, was read from Redis and "
+            f"uses {endpoint}, which may be an attempt to steal your credentials.",
             stream=stream,
             hint=f"If you trust it, set {ENDPOINTS_VARIABLE}=host:port, or open the stream with "
             "client.stream(name, store=...).",

@@ -12,8 +12,8 @@ from meteor_py.redis.address import mask
 def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str) -> CorruptSegment:
     return CorruptSegment(
         f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
-        f"{problem.rstrip('.')}. Restore the file {file} from a copy, or continue after them: "
-        f"a subscriber with skip_gap(), read() from {last + 1}.",
+        f"{problem.rstrip('.')}. Restore the file {file} from a copy, or continue after them, with "
+        f"skip_gap() or with read() from {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -21,10 +21,10 @@ def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str)
 
 
 def store_mismatch(stream: str, location: str, found: str | None) -> StoreMismatch:
-    problem = "nothing is there" if found is None else "it holds the history of another stream"
+    problem = "there is no store" if found is None else "it holds the history of another stream"
     return StoreMismatch(
         f"The store at {location} does not belong to stream {stream!r}: {problem}. Is the same "
-        "disk mounted here, and is the address right? Nothing was read or written.",
+        "disk mounted here, and is the address correct? Nothing was read or written.",
         stream=stream,
     )
 

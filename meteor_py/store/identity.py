@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 #: Attempts to read a store and its state while another process changes them.
 _ATTEMPTS = 5
 
-#: What users pass as ``store=``: an address, or a store that they have opened themselves.
+#: The type of ``store=``: an address, or a store that the user has opened.
 Store = str | os.PathLike[str] | RingbufferStore
 
 
@@ -31,7 +31,8 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
     """Return the store at an address, or ``store`` itself if it is already open.
 
     Raises:
-        ValueError, TypeError: ``store`` is neither, or was opened for another stream.
+        TypeError: ``store`` is neither an address nor a store.
+        ValueError: The store was opened for another stream, or the address is malformed.
         StoreUnavailable: The store cannot be reached.
     """
     if isinstance(store, (str, os.PathLike)):
@@ -40,39 +41,39 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
         raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
     owner = getattr(store, "stream", stream)
     if owner != stream:
-        raise ValueError(f"{store!r} is for stream {owner!r}, not {stream!r}. Open another one.")
+        raise ValueError(f"{store!r} is for stream {owner!r}, not {stream!r}. Open another store.")
     return store
 
 
 def store_fields(
     connector: Connector, store: RingbufferStore, stream: str, resume: bool
 ) -> tuple[dict[str, str], StreamState | None]:
-    """Claim the store for a new stream and return the fields of ``meta`` that concern it.
+    """Claim the store for a new stream, and return the fields of ``meta`` that describe the store.
 
-    With ``resume``, the fields continue the last incarnation in the store at its end. The second
-    result is then the state to restore, if the store has one.
+    With ``resume``, the fields make the stream continue where the last incarnation in the store
+    ends. The second result is then the state to restore, if the store has one.
     """
     if store.identity() is None:
         store.claim(secrets.token_hex(8))
     store_id = store.identity()
     if store_id is None:
         raise store_mismatch(stream, _location(store), None)
-    # Epoch numbers must also differ between incarnations, and the newest must be the highest. So
-    # the first epoch's number is the server's time.
+    # Number the first epoch by the server's time, so that epochs of different incarnations have
+    # different numbers, and the newest has the highest.
     seconds, micros = connector.call("TIME")
     now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": store_id, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     incarnations = store.incarnations()
     if incarnations and resume:
-        # Change the id: the server that was believed lost may come back and must not append.
+        # Change the id, so that the former server cannot append if it comes back.
         fields |= {"store": secrets.token_hex(8), "store_before": store_id}
         bounds, state = _saved_state(store, stream, incarnations[-1])
         return fields | _resumed_fields(store, incarnations[-1], bounds, now, state), state
     if incarnations:
         _log.warning(
-            "The store at %s holds %d records of an earlier stream %r and keeps them. To continue "
-            "that stream, create it with resume=True.",
+            "The store at %s already holds %d records of an earlier stream %r, and keeps them. To "
+            "continue that stream, create it with resume=True.",
             *(_location(store), store.bounds(incarnations[-1]).end, stream),
         )
     return fields, None
@@ -92,11 +93,11 @@ def _saved_state(
             state = restored(stream, saved, store.epochs(incarnation), bounds.end)
             before, bounds = bounds, store.bounds(incarnation)
             if bounds == before:
-                break  # if not, an archiver of the supposedly lost server is still running
+                break  # otherwise an archiver of the former server is still running
     if state is None:
         _log.warning(
-            "The store at %s has the records of stream %r but no state to resume with. Groups "
-            "start again, and a writer that repeats its last transaction writes it twice.",
+            "The store at %s has the records of stream %r but not its state. Groups start from the "
+            "beginning, and a writer that repeats its last transaction writes it twice.",
             *(_location(store), stream),
         )
     return bounds, state
@@ -112,9 +113,8 @@ def _resumed_fields(
     except ReadError as error:
         _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
         appended = 0
-    # Begin a new epoch, so that a reader that has seen more records than the store holds learns of
-    # the loss. Its number must also differ from any epoch that the lost server may have begun:
-    # hence the random part.
+    # Begin a new epoch, so that readers that have seen more records than the store holds detect the
+    # loss. The random part makes its number differ from any epoch that the lost server began.
     known = term // TERMS if state is None else max(newest_epoch(state.epochs), term // TERMS)
     epoch = max(now, known) + 1 + secrets.randbelow(65_536)
     archived = store.epochs(incarnation)
@@ -138,19 +138,19 @@ def bind(store: RingbufferStore, stream: str, meta: Meta, *, created: bool, resu
     """Make sure that the store belongs to the stream.
 
     Args:
-        created: This call created the stream.
-        resume: The caller asked to resume the stream from the store.
+        created: Whether this call created the stream.
+        resume: Whether the caller asked to resume the stream from the store.
 
     Raises:
         StoreMismatch: The store belongs to another stream.
-        StoreUnavailable: Its id could not be read.
+        StoreUnavailable: The store's id could not be read.
     """
     assert meta.store is not None, "the stream has a store"
     found = store.identity()
     if found == meta.store:
         return
-    # Another creator may have claimed the store at the same moment, or the process that resumed the
-    # stream died before it claimed the store.
+    # Another client may have claimed the store at the same time, or the process that resumed the
+    # stream may have died before it claimed the store.
     if created or (resume and found is not None and found == meta.store_before):
         store.claim(meta.store, replacing=found)
     check_identity(store, stream, meta.store)
@@ -160,8 +160,8 @@ def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
     """Check that the store has this id.
 
     Raises:
-        StoreMismatch: It has another id or none.
-        StoreUnavailable: Its id could not be read.
+        StoreMismatch: The store has another id, or none.
+        StoreUnavailable: The store's id could not be read.
     """
     found = store.identity()
     if found != identity:

@@ -1,12 +1,12 @@
 """Cached listings of segment folders, each reused until its folder changes.
 
-A reader learns from the stream where its history ends, and then lists the segments. An earlier
-listing could lack segments that supersede others, and the reader would return records that the
-server has lost. So a listing is reused only if the folder's modification time has not changed
-since. Folders in an object store have no modification time, so each call lists the folder there. On
-some mounts of object stores, the modification time never changes. Such a mount is recognised by a
-file that is newer than its folder, or by a change that left the time unchanged. In any case, a
-listing is used for a few seconds only.
+A reader first asks the stream where its history ends, and then lists the segments. An older listing
+could lack segments that supersede others, and the reader would return records that the server has
+lost. So a listing is reused only if the folder's modification time has not changed. Folders in an
+object store have no modification time, so every call lists them again. On some mounts of object
+stores, the modification time never changes. Such a mount is detected if a file is newer than its
+folder, or if the files change but the time does not. In any case, a listing is reused for only a
+few seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from meteor_py.store.segment import Segment, SegmentTable
 from meteor_py.store.storage import Storage
 
-#: Number of incarnations whose listings are kept: the current one, and perhaps the previous one.
+#: Number of incarnations whose listings are kept: usually the current and the previous one.
 _KEPT = 2
-#: Seconds for which a listing is used.
+#: Maximum seconds for which a listing is reused.
 _TRUSTED_S = 5.0
 
 
 class _Listing(NamedTuple):
-    #: Identifies the state of the folder; None if it may have changed unnoticed.
+    #: Identifies the state of the folder; None if the folder may change without a new version.
     version: object | None
     taken_at: float
     names: frozenset[str]
@@ -33,7 +33,7 @@ class _Listing(NamedTuple):
 
 
 class Listings:
-    """The last listing of each incarnation in a store. Thread-safe: its values never change."""
+    """The last listing of each incarnation in a store. Thread-safe: listings are immutable."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Listing] = {}
@@ -46,7 +46,7 @@ class Listings:
             OSError: The folder cannot be listed.
         """
         now = time.monotonic()
-        version = storage.version(incarnation)  # before the names, to notice a change in between
+        version = storage.version(incarnation)  # read it before the names, to detect a change
         known = self._known.get(incarnation)
         is_same = known is not None and version is not None and known.version == version
         if known is not None and is_same and self._is_dated and now < known.taken_at + _TRUSTED_S:

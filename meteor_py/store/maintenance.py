@@ -1,8 +1,8 @@
 """Maintenance of a segment log: find damage, merge small segments, remove superseded ones.
 
-Nothing here changes what readers see. A segment that replaces others has their term and is at least
-as long, so it supersedes them from the moment it is visible. The others are removed once every
-reader that may have listed them has had time to read them.
+Maintenance never changes the records that readers see. A segment that replaces others has the same
+term and covers all of their records, so it supersedes them as soon as it is visible. The others are
+removed after a grace period, during which readers that have listed them can still read them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meteor_py.store.storage import UNFINISHED
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait before removing a file: a reader that has listed it may still need it.
+#: Seconds to wait before removing a file, because a reader that has listed it may still need it.
 GRACE_S = 600.0
-#: Bytes of records held in memory to be written as one segment.
+#: Maximum bytes of records to hold in memory for one segment.
 MEMORY_BYTES = 512 * 1024 * 1024
 #: Adjacent segments that each have fewer records than one of these levels are merged once they
 #: reach that level together. So a record is rewritten at most once per level, and each level has
@@ -35,7 +35,7 @@ _LEVELS = (16, 256, 4_096, 65_536, 1_048_576)
 #: Minimum and maximum segments to merge at a time, and the maximum bytes of the merged file.
 _MERGE_MIN, _MERGE_MAX = 4, 64
 _MERGE_BYTES = 32 * 1024 * 1024
-#: Size in bytes from which a segment does not count as small, however few records it has.
+#: Segments of at least this many bytes do not count as small, no matter how few records they have.
 _SMALL_BYTES = 2 * 1024 * 1024
 
 
@@ -58,12 +58,12 @@ def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) ->
         if segment in used or _is_merged(segment, spans):
             continue
         if segment.first < stop and segment.last >= start:
-            problem = "is not read: other segments hold these records"
+            problem = "is never read, because other segments hold these records"
             yield Flaw("leftover", segment.first, segment.last, segment.name, problem)
 
 
 def _is_merged(segment: Segment, spans: list[Span]) -> bool:
-    """Whether one live segment holds all records of this one, which ``tidy`` will remove."""
+    """Whether another live segment holds all records of this one, so that ``tidy`` removes it."""
     at = bisect_right(spans, segment.first, key=lambda span: span.segment.first) - 1
     if at < 0:
         return False
@@ -82,7 +82,7 @@ def _verify_span(log: SegmentLog, span: Span) -> Iterator[Flaw]:
     if problem is not None:
         yield Flaw("corrupt", span.first, span.stop - 1, segment.name, problem)
     if not span.exact:
-        problem = f"only {span.first} to {span.stop - 1} are live; the rest is elsewhere, or lost"
+        problem = f"only {span.first} to {span.stop - 1} are live; the others were replaced"
         yield Flaw("overlap", segment.first, segment.last, segment.name, problem)
 
 
@@ -91,7 +91,7 @@ def _missing(log: SegmentLog, first: int, last: int) -> Flaw:
 
 
 def mend(log: SegmentLog, end: int) -> None:
-    """Rewrite each partly live segment as a file that has only its live records."""
+    """Rewrite each partly live segment as a file with only its live records."""
     for span in log.spans(end):
         _try_merge(log, [span])
 
@@ -132,13 +132,13 @@ def _runs(
 def merge_small(
     log: SegmentLog, term: int, end: int, is_current: Callable[[], bool], large: set[Segment]
 ) -> bool:
-    """Merge one run of small segments, if there is one; return whether there was.
+    """Merge one run of small segments; return whether there was one.
 
     Args:
-        term: Segments of later terms are left alone.
+        term: Segments of later terms are not merged.
         end: The end of the archived records.
         is_current: Whether ``end`` is certain; see ``RingbufferStore.tidy``.
-        large: Segments that are known not to be worth merging. The call adds to them.
+        large: Segments that are not worth merging. The call adds those that it finds.
     """
     spans = log.spans(end)
     while (run := _small_run(spans, term, large)) is not None:
@@ -162,7 +162,7 @@ def _size_of(log: SegmentLog, segment: Segment) -> int:
 
 
 def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] | None:
-    """Return adjacent segments of one epoch that should be one segment, if there are any."""
+    """Return adjacent segments of one epoch that should be merged, or None."""
     for level in _LEVELS:
         run: list[Span] = []
         for span in spans:
@@ -181,7 +181,7 @@ def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] 
 
 
 def _follows(before: Span, span: Span) -> bool:
-    """Whether a span continues another in the same epoch. A segment belongs to one epoch."""
+    """Whether a span directly follows another in the same epoch. Segments never mix epochs."""
     same_epoch = before.segment.term // TERMS == span.segment.term // TERMS
     return before.stop == span.first and same_epoch
 
@@ -194,7 +194,7 @@ def _try_merge(log: SegmentLog, run: list[Span]) -> int:
     """Write the live records of adjacent spans as one segment; return how many segments this saves.
 
     Writes several segments if the records need more memory than the sizes of the files suggest.
-    Damaged segments stay unchanged: ``verify`` names them, and their intact parts can be read.
+    Leaves damaged segments unchanged: ``verify`` reports them, and their intact parts are readable.
     """
     if len(run) == 1 and run[0].exact:
         return 0
@@ -222,7 +222,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
         return 0
     table = pa.Table.from_batches(batches)
     first, last = (table.column("offset")[index].as_py() for index in (0, -1))
-    # Only the terms of the segments that this one replaces.
+    # Consider only the segments that this one replaces.
     terms = [span.segment.term for span in run if span.first <= last and first < span.stop]
     log.write(max(terms), table)
     return 1
@@ -231,7 +231,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
 def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) -> None:
     """Remove files that are unfinished, superseded or above ``end``, after a grace period.
 
-    Segments of a later term stay: their archiver has replaced the caller.
+    Keeps segments of a later term, whose archiver has replaced the caller.
     """
     entries = log.entries()
     if not is_current():
@@ -258,17 +258,17 @@ def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) 
 
 
 def remove_below(log: SegmentLog, offset: int) -> None:
-    """Remove the segments without live records from ``offset`` on.
+    """Remove the segments that have no live records at or above ``offset``.
 
-    The live part decides, not the name: a superseded tail must not become live again because the
-    segments that superseded it are gone.
+    The live part of a segment decides, not the range in its name: if only the segments that
+    supersede its tail were removed, the tail would become live again.
     """
     table = log.table()
     segments = table.segments
     kept = {span.segment for span in table.spans(start=offset)}
     first = min((segment.first for segment in kept), default=offset)
     doomed = [x for x in segments if x not in kept and x.first < first]
-    # In the order of their terms, so that this also holds if the removal is interrupted halfway.
+    # Remove them in the order of their terms, so that this also holds after an interruption.
     for segment in sorted(doomed, key=lambda x: x.term):
         _remove(log, segment.name)
 

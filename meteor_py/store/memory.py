@@ -37,7 +37,7 @@ class _Incarnation:
         return self.firsts[-1] + len(self.batches[-1]) if self.firsts else 0
 
     def cut(self, end: int) -> None:
-        """Drop the records from ``end`` on."""
+        """Drop all records at or above ``end``."""
         while self.firsts and self.firsts[-1] >= end:
             self.firsts.pop()
             self.batches.pop()
@@ -97,9 +97,9 @@ class MemoryStore(StatefulStore, ColumnStore):
         with self._lock:
             found = self._incarnations.setdefault(incarnation, _Incarnation())
             if term < found.term:
-                return  # this archiver has been replaced
+                return  # another archiver has replaced the caller
             if term == found.term and first + len(records) <= found.end:
-                return  # a repeat
+                return  # a repeated append
             found.term = term
             found.cut(first)
             found.epochs.setdefault(term // TERMS, first)

@@ -1,9 +1,10 @@
 """A store of Parquet files, on any filesystem that pyarrow can reach.
 
-``<root>/<stream>/_store.json`` holds the id of the store, ``<root>/<stream>/<incarnation>/`` the
-segments ``<first>-<last>-<term>-<sha8>.parquet``. Their names are enough to find a record: there is
-no index that could disagree with them (see ``segment.py``). The same folder has the states of the
-stream, ``.state-<term>.json`` (see ``state.py``). Other programs skip names that begin with a dot.
+``<root>/<stream>/_store.json`` holds the id of the store. ``<root>/<stream>/<incarnation>/`` holds
+the segments ``<first>-<last>-<term>-<sha8>.parquet``. Their names are enough to find a record, so
+there is no index that could disagree with them (see ``segment.py``). The same folder holds the
+states of the stream, ``.state-<term>.json`` (see ``state.py``). Other programs skip names that
+begin with a dot.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 #: The file with the id of the store and the name of its stream.
 IDENTITY_FILE = "_store.json"
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
-#: Segments that are remembered as too large to be merged.
+#: Maximum number of segments to remember as too large to merge.
 _LARGE_MAX = 100_000
 
 
@@ -48,7 +49,7 @@ class ParquetStore(StatefulStore, ColumnStore):
             URI that pyarrow supports. A password in it is not saved in Redis.
         stream: The name of the stream.
         filesystem: A pyarrow filesystem, for settings that a URI cannot express. ``uri`` is then a
-            path in it, and processes must pass the store whenever they open the stream.
+            path in it, and every process must pass the store when it opens the stream.
 
     Raises:
         ValueError: The URI is malformed, unsupported, or would expose a secret.
@@ -65,14 +66,14 @@ class ParquetStore(StatefulStore, ColumnStore):
         self._location = mask(os.fspath(uri))
         self._uri: str | None = None
         self._listings = Listings()
-        self._large: set[Segment] = set()  # too large, or too damaged, to be merged
+        self._large: set[Segment] = set()  # too large, or too damaged, to merge
         self._storage = self._open(os.fspath(uri), filesystem)
 
     def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Storage:
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
-                f"{self._location!r} is not the address of a store: it is empty or has '..' in it. "
+                f"{self._location!r} is not the address of a store: it is empty or contains '..'. "
                 "Write the full address."
             )
         if filesystem is not None:
@@ -100,7 +101,7 @@ class ParquetStore(StatefulStore, ColumnStore):
                     f"{self._location!r} is not the address of a store: {reason}."
                 ) from None
         if ".." in root.split("/") or not root.strip("/"):
-            raise ValueError(f"{self._location!r} names no bucket or folder, or has '..' in it.")
+            raise ValueError(f"{self._location!r} has no bucket or folder, or contains '..'.")
         return RemoteStorage(filesystem, root, self.stream)
 
     @property
@@ -187,11 +188,11 @@ class ParquetStore(StatefulStore, ColumnStore):
     def files(self, incarnation: str, start: int, stop: int) -> list[str]:
         """Return the files that together hold exactly the records from ``start`` to ``stop`` - 1.
 
-        Paths for a local store, else URIs without options (``s3://bucket/key``). The first may
-        begin before ``start``.
+        They are paths for a local store, and otherwise URIs without options (``s3://bucket/key``).
+        The first file may begin before ``start``.
 
         Raises:
-            StoreUnavailable: A file also holds superseded or uncommitted records; the archiver will
+            StoreUnavailable: A file also holds superseded or uncommitted records. The archiver will
                 replace it soon.
             RecordsLost: Some records are in no file.
         """
@@ -224,7 +225,7 @@ class ParquetStore(StatefulStore, ColumnStore):
             if span.first > at:
                 raise reply_errors.records_lost(self.stream, at, span.first - 1)
             if not span.exact:
-                reason = OSError(f"not all records in {span.segment.name} are live, or not yet")
+                reason = OSError(f"{span.segment.name} has superseded or uncommitted records")
                 raise store_unavailable(self.stream, self._location, "listed", reason)
             at = span.stop
         if at < stop:
@@ -254,7 +255,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return f"{root.rstrip('/')}/{self.stream}/{incarnation}/{segment.name}"
 
     def row_group_ends(self, incarnation: str, offsets: Sequence[int], end: int) -> list[int]:
-        """Return the end of the row group that holds each offset below ``end``, else the offset."""
+        """Return, for each offset, the end of its row group; the offset itself if it has none."""
         return self._segment_log(incarnation).row_group_ends(offsets, end)
 
     def segment_end(self, incarnation: str, offset: int) -> int:
@@ -289,7 +290,7 @@ class ParquetStore(StatefulStore, ColumnStore):
     ) -> bool:
         """Merge some small segments in the background; return whether there were any.
 
-        The archiver calls this now and then, so that a slow stream does not leave one file per
+        The archiver calls this occasionally, so that a slow stream does not leave one file per
         minute. A merged segment stays within one epoch, and has at most about 32 MiB.
 
         Args:
@@ -313,7 +314,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         """Merge adjacent segments into files of up to ``records`` records and about ``size`` bytes.
 
         Returns:
-            The number of segments by which the list has shrunk.
+            The number of segments that this call has saved.
         """
         log = self._segment_log(incarnation)
         return maintenance.compact(log, start, stop, records, size, progress)
@@ -324,7 +325,7 @@ class ParquetStore(StatefulStore, ColumnStore):
             maintenance.remove_below(log, below)
             return
         with unavailable(self.stream, self._location, "written to"):
-            # The identity file stays: another incarnation may have begun.
+            # Keep the identity file: another incarnation may have begun.
             self._storage.remove_all(incarnation)
 
     def _segment_log(self, incarnation: str) -> SegmentLog:
@@ -337,7 +338,7 @@ def _without_login(uri: str) -> str:
     """Return the address without its password.
 
     Raises:
-        ValueError: The address has a secret in another place.
+        ValueError: The address has a secret elsewhere.
     """
     parts = urlsplit(uri)
     login, _, host = parts.netloc.rpartition("@")
@@ -347,8 +348,8 @@ def _without_login(uri: str) -> str:
     if mask(bare) != bare:
         names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "no"
         raise ValueError(
-            "The address of a store has a secret, or an unknown parameter, that would be saved in "
-            f"Redis. It has {names} parameters. Escape special characters of a password; pass "
-            "secrets in the environment, or use filesystem=."
+            "The address of a store contains a secret or an unknown parameter, which would be "
+            f"saved in Redis. It has {names} parameters. Escape special characters in a password. "
+            "Pass secrets in the environment, or use filesystem=."
         )
     return bare

@@ -23,7 +23,7 @@ _CLOSE_S = 1.0
 
 
 class _Prefetch:
-    """The next batch, fetched in a daemon thread so that a hung store keeps no program alive."""
+    """The next batch, fetched by a daemon thread, so that a hung store does not block exit."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
         self._batch: pa.RecordBatch | None = None
@@ -55,7 +55,7 @@ class _Prefetch:
 
 
 class StoreReadAhead:
-    """A sequential reader of one incarnation. For one thread at a time, except ``close``."""
+    """A sequential reader of one incarnation. Only ``close`` is thread-safe."""
 
     def __init__(
         self,
@@ -71,23 +71,23 @@ class StoreReadAhead:
         #: The columns to read; None for all. Set before the first read.
         self.columns: Sequence[str] | None = None
         self._batches: Iterator[pa.RecordBatch] | None = None
-        self._at = self._stop = 0  # where the iterator stands, and where it ends
+        self._at = self._stop = 0  # the iterator's position, and its end
         self._sequential = 0
         self._ahead: _Prefetch | None = None
         self._pid = os.getpid()
 
     def read(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
-        """Return the next records from ``start`` to before ``stop``, at least one.
+        """Return one or more records, starting at ``start`` and ending before ``stop``.
 
         Args:
-            epoch: The stream's newest epoch. If the store has a later one, the stream was continued
-                on another server.
+            epoch: The stream's newest epoch. If the store has a later one, another server has
+                continued the stream.
             epochs: All epochs of the stream, as in meta. If the store has live records of other
                 epochs, another server wrote them after a split.
 
         Raises:
             RecordsLost, CorruptSegment, StoreUnavailable: See ``RingbufferStore.read``.
-            StoreMismatch: The store belongs to another stream, or to another server by now.
+            StoreMismatch: The store now belongs to another stream or another server.
         """
         if start != self._at or self._pid != os.getpid():
             self.forget()
@@ -95,7 +95,7 @@ class StoreReadAhead:
             try:
                 batch = self._next(start, stop, epoch, epochs)
             except RecordsLost:
-                # The disk may only be unmounted: check that the store is there, and read again.
+                # The disk may just be unmounted: check that the store is there, and read again.
                 self.forget()
                 self._check_store()
                 batch = self._next(start, stop, epoch, epochs)
@@ -112,7 +112,7 @@ class StoreReadAhead:
         return batch
 
     def forget(self) -> None:
-        """Discard the records fetched ahead: the store may have changed."""
+        """Discard the records fetched ahead, because the store may have changed."""
         self._ahead = self._batches = None
         self._sequential = 0
         self._pid = os.getpid()

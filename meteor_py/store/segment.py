@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         if match is None or not int(match[1]) <= int(match[2]) <= OFFSET_MAX:
             return None
         segment = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
-        return segment if segment.name == name else None  # it will be opened by that name
+        return segment if segment.name == name else None  # the file will be opened by that name
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -81,8 +81,8 @@ class Span(NamedTuple):
 class SegmentDescription:
     """A file in the store of a stream, at the time of the call."""
 
-    #: The first and last offset that readers get from it. ``verify()`` reports whether the file
-    #: holds others.
+    #: The first and last offset that readers get from this file. ``verify()`` reports whether the
+    #: file also holds other offsets.
     first: int
     last: int
     #: Size of the file in bytes.
@@ -95,7 +95,7 @@ class SegmentDescription:
 
     @property
     def records(self) -> int:
-        """Number of records that readers get from it."""
+        """Number of records that readers get from this file."""
         return self.last - self.first + 1
 
 
@@ -103,10 +103,10 @@ class SegmentTable:
     """The segments of one listing, and which of their records are live.
 
     Each term begins where the live records end. So a segment is live only below the first offset
-    of every later term: the records above were never committed, or the server has lost them since.
-    Within a term the longer segment wins: it may be a compaction of the others.
+    of every later term: its other records were never committed, or the server has lost them. Within
+    a term the longer segment wins, because it may be a compaction of the others.
 
-    Building a table takes time proportional to its segments; ``spans`` takes hardly any.
+    Building a table takes time proportional to the number of segments; ``spans`` is much faster.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -132,13 +132,13 @@ class SegmentTable:
     def spans(self, end: int | None = None, start: int = 0) -> list[Span]:
         """Return the live parts of segments, in the order of the offsets and without overlaps.
 
-        Nothing is live from ``end`` on. Spans that end at or before ``start`` are left out.
+        No record is live at or above ``end``. Spans that end at or before ``start`` are left out.
         """
         if end is None:
             return self._spans[bisect_right(self._stops, start) :]
         whole = bisect_right(self._stops, end)
         spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
-        # Only the last span depends on the end: of the candidates that reach it, one may be exact.
+        # Only the last span depends on the end. Of the candidates that reach it, one may be exact.
         at = self._stops[whole - 1] if whole else 0
         low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
         tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]
@@ -156,7 +156,7 @@ def live_spans(segments: Iterable[Segment], end: int | None = None, start: int =
 
 
 def _cover(candidates: list[Span], at: int = 0) -> list[Span]:
-    """Cover the offsets of the candidates from ``at`` on with as few spans as possible."""
+    """Cover the candidates' offsets, starting at ``at``, with as few spans as possible."""
     spans: list[Span] = []
     index = 0
     while index < len(candidates):

@@ -1,8 +1,12 @@
 """Segment files: writing records to Parquet, and reading them back with checks.
 
 Row groups are small enough to fetch a single record cheaply. Offsets are dense, so the row group of
-an offset is found by counting. Pages carry checksums, which are compared on each read. These do not
-cover the footer, so the name of the file has a checksum of the whole file.
+an offset is found by counting. Pages carry checksums, which are verified on each read. They do not
+cover the footer, so the file's name contains a checksum of the whole file.
+
+A file may come from another writer, and its metadata may be wrong. A reader therefore checks the
+footer and the header of each page before it decodes them, in the memory that it then decodes:
+whatever the file claims, a row group unpacks to at most ``UNPACKED_MAX``.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,25 @@ from typing import Any
 import pyarrow as pa
 
 from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.store.parquet_layout import Column, read_footer, read_pages
 from meteor_py.store.segment import Segment
 
-#: Maximum size of a row group in records, and roughly in bytes.
+#: Maximum size of a row group in records, and roughly in bytes. It has at most twice as many bytes,
+#: unless it consists of one record.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
-#: Maximum unpacked bytes of a row group, even from another writer: a few of ours, or one very large
-#: record.
-_UNPACKED_MAX = 128 * 1024 * 1024
+#: Maximum unpacked bytes of a row group from any writer. Releases before 0.3 wrote larger ones if
+#: the sizes of records differed much.
+UNPACKED_MAX = 256 * 1024 * 1024
+#: Bytes that a value takes beside its contents.
+_PER_VALUE = 16
+#: Maximum bytes of a footer, and of zeros in it. Each struct ends with a zero, and pyarrow takes up
+#: to a kilobyte for a struct.
+_FOOTER_MAX = 4 * 1024 * 1024
+_FOOTER_ZEROS_MAX = 250_000
+#: Bytes at the end of a file that are read at once, in the hope that they hold the footer.
+_TAIL = 65_536
+_MAGIC = b"PAR1"
 #: Errors that pyarrow raises for damaged bytes.
 BAD_BYTES = (pa.ArrowException, OSError, ValueError, KeyError, EOFError, MemoryError)
 
@@ -37,49 +52,62 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     """Write a file, sync it to disk, read it back, and return its ``digest``.
 
     Raises:
-        OSError: The file could not be written, or does not hold what was written to it.
+        OSError: The file could not be written, or reading it back gave other records.
     """
-    import pyarrow.parquet as pq  # imported in functions: programs without a store never load it
+    import pyarrow.parquet as pq  # imported here, so that programs without a store never load it
 
+    records = records.replace_schema_metadata({_METADATA: json.dumps(about)})
     size = max(records.nbytes // max(len(records), 1), 1)
-    pq.write_table(
-        records.replace_schema_metadata({_METADATA: json.dumps(about)}),
+    writer = pq.ParquetWriter(
         path,
-        row_group_size=min(max(GROUP_BYTES // size, 1), GROUP_RECORDS),
+        records.schema,
         compression="zstd",
-        # Not for values: they rarely repeat, and detecting repeats costs more than everything else.
+        # No dictionary for values: they rarely repeat, and building one would take too long.
         use_dictionary=["key", "timestamp", "appended", "headers.key_value.key"],
         column_encoding={"offset": "DELTA_BINARY_PACKED"},
         write_statistics=["offset", "timestamp", "appended"],
         write_page_checksum=True,
     )
+    with writer:
+        for part in _row_groups(records, min(max(GROUP_BYTES // size, 1), GROUP_RECORDS)):
+            writer.write_table(part, row_group_size=len(part))
     with path.open("rb") as file:
         os.fsync(file.fileno())
         data = file.read()
     if not _holds(data, records):
-        raise OSError(f"{path.name} does not hold what was written to it.")
+        raise OSError(f"{path.name} does not contain the records that were written to it.")
     return digest(data)
+
+
+def _row_groups(records: pa.Table, rows: int) -> Iterator[pa.Table]:
+    """Divide records into row groups of ``rows`` records; of fewer where the records are large."""
+    for start in range(0, len(records), rows):
+        part = records.slice(start, rows)
+        if part.nbytes > 2 * GROUP_BYTES and len(part) > 1:
+            yield from _row_groups(part, (len(part) + 1) // 2)
+        else:
+            yield part
 
 
 def _holds(data: bytes, records: pa.Table) -> bool:
     """Whether these bytes hold these records. Compares one row group at a time to save memory."""
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(_reader(data), page_checksum_verification=True)
-    at = 0
-    for group in range(file.num_row_groups):
-        part = file.read_row_group(group)
-        if not part.equals(records.slice(at, len(part))):
-            return False
-        at += len(part)
-    return at == len(records)
+    first, last = (records.column("offset")[index].as_py() for index in (0, -1))
+    try:
+        file = SegmentFile(_reader(data), Segment(first, last, 0, ""))
+        for group, start in enumerate(file.edges[:-1]):
+            part = pa.Table.from_batches([file.read(group)])
+            if not part.equals(records.slice(start - first, len(part))):
+                return False
+    except BAD_BYTES:
+        return False
+    return True
 
 
 def _reader(data: bytes) -> pa.BufferReader:
     """Copy the bytes into memory that pyarrow owns.
 
-    Threads of pyarrow may release a buffer a moment after the call has returned. Releasing a Python
-    object needs the GIL, which aborts the process if the interpreter is shutting down at that
+    pyarrow's threads may release a buffer shortly after the call has returned. To release a Python
+    object, they take the GIL, which aborts the process if the interpreter is shutting down at that
     moment (apache/arrow issue 34314).
     """
     buffer = pa.allocate_buffer(len(data))
@@ -104,18 +132,18 @@ class SegmentFile:
         import pyarrow.parquet as pq
 
         self.segment = segment
-        self._file = pq.ParquetFile(source, page_checksum_verification=True)
-        metadata = self._file.metadata
-        if metadata.num_rows != len(segment):
-            raise ValueError(f"it has {metadata.num_rows} records instead of {len(segment)}")
-        if not self._file.schema_arrow.equals(ARROW_SCHEMA):
+        self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source)
+        self._size = self._source.size()
+        footer = _read_footer(self._source, self._size)
+        self._groups = read_footer(footer, self._size)
+        self._metadata = pq.read_metadata(_reader(footer))
+        if not self._metadata.schema.to_arrow_schema().equals(ARROW_SCHEMA):
             raise ValueError("its columns are not those of a segment")
-        _check_layout(metadata)
-        sizes = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
         #: The first offset of each row group, and the offset after the last one.
-        self.edges = list(accumulate(sizes, initial=segment.first))
+        self.edges = list(accumulate((x.rows for x in self._groups), initial=segment.first))
         if self.edges[-1] != segment.last + 1:
-            raise ValueError("its row groups do not add up to its records")
+            records = self.edges[-1] - segment.first
+            raise ValueError(f"it has {records} records instead of {len(segment)}")
 
     def group_of(self, offset: int) -> int:
         """Return the number of the row group that holds an offset."""
@@ -123,9 +151,9 @@ class SegmentFile:
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> pa.RecordBatch:
         """Return all records of a row group, with all columns or only ``columns``."""
-        # Always read the offsets: they show whether these are the right records.
+        # Always read the offsets, to check that these are the right records.
         wanted = None if columns is None else sorted({"offset", *columns})
-        table = self._file.read_row_group(group, columns=wanted)
+        table = self._decode(group, wanted)
         first, stop = self.edges[group], self.edges[group + 1]
         if len(table) != stop - first or not table.column("offset").equals(
             pa.chunked_array([pa.arange(first, stop)])
@@ -135,11 +163,12 @@ class SegmentFile:
             )
         batches = table.to_batches()
         batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        batch.validate(full=True)
         return batch if columns is None else batch.select(list(columns))
 
     def appended(self, group: int) -> list[int]:
         """Return the append times of a row group's records, in ms."""
-        column = self._file.read_row_group(group, columns=["appended"]).column("appended")
+        column = self._decode(group, ["appended"]).column("appended")
         times: list[int] = column.cast(pa.int64()).to_pylist()
         if len(times) != self.edges[group + 1] - self.edges[group]:
             raise ValueError(
@@ -148,29 +177,101 @@ class SegmentFile:
         return times
 
     def close(self) -> None:
-        self._file.close(force=True)
+        self._source.close()
+
+    def _decode(self, group: int, columns: Sequence[str] | None) -> pa.Table:
+        """Check and decode columns of a row group."""
+        import pyarrow.parquet as pq
+
+        row_group = self._groups[group]
+        if row_group.rows > GROUP_RECORDS or row_group.largest > UNPACKED_MAX:
+            raise ValueError(f"its row group {group} is too large for a segment")
+        wanted = [x for x in row_group.columns if columns is None or x.name in columns]
+        # pyarrow looks for columns at their positions in the file, so the buffer is as large as the
+        # file. The memory between the columns is not touched, and therefore not used.
+        buffer = pa.allocate_buffer(self._size)
+        with memoryview(buffer).cast("B") as memory:
+            for start, stop in _merged(wanted):
+                self._source.seek(start)
+                if self._source.readinto(memory[start:stop]) != stop - start:
+                    raise ValueError("it is shorter than it was when it was opened")
+            unpacked, repeated = _count_unpacked(wanted, memory)
+        _check_unpacked(group, unpacked)
+        file = pq.ParquetFile(
+            pa.BufferReader(buffer),
+            metadata=self._metadata,
+            read_dictionary=repeated,
+            page_checksum_verification=True,
+        )
+        table = file.read_row_group(group, columns=columns)
+        if repeated:  # each entry of the dictionary is in memory once; now every value gets its own
+            _check_unpacked(group, unpacked + sum(_repeated_bytes(table, x) for x in repeated))
+            table = table.cast(pa.schema([ARROW_SCHEMA.field(name) for name in table.column_names]))
+        return table
 
 
-def _check_layout(metadata: Any) -> None:
-    """Before unpacking, refuse a file that unpacks to far more than ``write`` ever writes.
+def _read_footer(source: Any, size: int) -> bytes:
+    """Return the footer of a file, which both ``read_footer`` and pyarrow parse."""
+    tail: bytes = source.read_at(min(size, _TAIL), max(size - _TAIL, 0))
+    if len(tail) < 12 or tail[-4:] != _MAGIC:
+        raise ValueError("it does not end as a Parquet file does")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length > min(size - 4, _FOOTER_MAX):
+        raise ValueError("its footer is too large for a segment")
+    if length > len(tail):
+        tail = source.read_at(length, size - length)
+    footer = tail[-length:]
+    if footer.count(0) > _FOOTER_ZEROS_MAX:
+        raise ValueError("its footer has too many entries for a segment")
+    return footer
 
-    A dictionary can repeat one large value any number of times, so the value column has none.
+
+def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
+    """Return the bytes to which columns unpack, and which have values to be counted separately.
+
+    Those are strings in a dictionary: a small page may repeat a large one any number of times.
     """
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        columns = [group.column(index) for index in range(group.num_columns)]
-        unpacked = sum(column.total_uncompressed_size for column in columns)
-        if group.num_rows > GROUP_RECORDS or unpacked > _UNPACKED_MAX:
-            raise ValueError(f"its row group {number} is larger than a segment's")
-        if any(
-            column.path_in_schema == "value" and column.has_dictionary_page for column in columns
-        ):
-            raise ValueError("its values have a dictionary, which segments never have")
+    unpacked, repeated = 0, []
+    for column in columns:
+        pages = read_pages(memory[column.start : column.stop], column)
+        unpacked += pages.unpacked + pages.values * _PER_VALUE
+        if pages.values * pages.dictionary > UNPACKED_MAX and column.name in ("key", "headers"):
+            repeated.append(column.path)
+    return unpacked, repeated
+
+
+def _repeated_bytes(table: pa.Table, path: str) -> int:
+    """Return the bytes of all values of a column that was read as a dictionary."""
+    import pyarrow.compute as pc
+
+    name, _, is_nested = path.partition(".")
+    total = 0
+    for part in table.column(name).chunks:
+        values = part.keys if is_nested else part
+        sizes = pc.binary_length(values.dictionary).cast(pa.int64())
+        total += pc.sum(pc.take(sizes, values.indices)).as_py() or 0
+    return total
+
+
+def _check_unpacked(group: int, size: int) -> None:
+    if size > UNPACKED_MAX:
+        raise ValueError(f"its row group {group} unpacks to more than {UNPACKED_MAX >> 20} MiB")
+
+
+def _merged(columns: Sequence[Column]) -> list[tuple[int, int]]:
+    """Return the ranges of columns, joined where they touch: few requests read a row group."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((column.start, column.stop) for column in columns):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def examine(data: bytes, segment: Segment) -> str | None:
-    """Return what is wrong with the bytes of a file; None if they are intact."""
-    changed = "its bytes are not those that were written (checksum)"
+    """Return a description of the damage to a file's bytes; None if they are intact."""
+    changed = "its bytes have changed since they were written (checksum)"
     intact = digest(data) == segment.sha
     try:
         _read_all(data, segment)
@@ -186,7 +287,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
     before = 0
     for group in range(len(file.edges) - 1):
         batch = file.read(group)
-        batch.validate(full=True)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
         if appended[0].as_py() < before or rising is False:  # None: only one record

@@ -112,7 +112,7 @@ class SegmentLog:
                 for term in terms
                 if term is not None
             }
-        # Another process may have removed one of them since it was listed.
+        # Another process may have removed a file since it was listed.
         return {term: state for term, state in found.items() if state is not None}
 
     # -- reading -------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class SegmentLog:
                     with self._opened(span) as file:
                         return min(int(file.edges[file.group_of(offset) + 1]), span.stop)
                 except (_Vanished, CorruptSegment):
-                    pass  # just merged with others; if not, its reader gets the error
+                    pass  # the file was just merged, or its reader will get the error
         return offset
 
     def locate(self, ms: int, start: int, stop: int) -> int:
@@ -200,7 +200,7 @@ class SegmentLog:
         span = spans[late]
         with self._opened(span) as file:
             groups = range(file.group_of(span.first), file.group_of(span.stop - 1) + 1)
-            # All row groups but the last, which may be only partly live.
+            # Search all row groups but the last, which may be only partly live.
             late = bisect_left(
                 groups[:-1], True, key=lambda group: self._appended(span, file, group)[-1] >= ms
             )
@@ -238,7 +238,7 @@ class SegmentLog:
             raise self._diagnose(span, error) from error
 
     def _diagnose(self, span: Span, failure: BaseException) -> MeteorError:
-        """Check the whole file: pyarrow raises the same error for damage and lost connections."""
+        """Check the whole file: pyarrow raises the same error for damage and a lost connection."""
         name = span.segment.name
         with unavailable(self.stream, self.location, "read"):
             data = self.storage.read(self.path(name))

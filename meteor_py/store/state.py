@@ -1,19 +1,19 @@
-"""The state of a stream that its store keeps beside the records, to resume it on another server.
+"""The state of a stream that its store keeps in addition to records, to resume the stream.
 
-Records alone are not enough to resume a stream. A writer that repeats its last transaction must
-find that it is done, groups must continue where they were, and the table of epochs must show which
-readers have lost records.
+Records alone are not enough to resume a stream on another server. A writer that repeats its last
+transaction must find that the transaction is done, groups must continue where they were, and the
+table of epochs must show which readers have lost records.
 
-A fence is correct only in combination with the records below one specific offset. If it is newer
-than the records, a transaction counts as written although its records are gone; if it is older,
-records are written twice. So the archiver takes a *snapshot* of the state, which belongs to the end
-of the stream at that moment, and ends a segment exactly there. The archiver saves the snapshot
-before the segment, together with the previous segment's snapshot, because it may die in between.
-``restored`` picks the snapshot that belongs to the records that the store really has.
+A fence is correct only for the records below one specific offset. If it is newer than the records,
+a transaction counts as written although its records are gone. If it is older, records are written
+twice. So the archiver takes a *snapshot* of the state, which is correct for the end of the stream
+at that moment, and ends a segment exactly there. It saves the snapshot before the segment, together
+with the snapshot of the previous segment, because it may die in between. ``restored`` picks the
+snapshot that matches the records in the store.
 
-If the archiver is far behind, it also writes segments that end between two snapshots. Writers whose
-fences differ between the two are then in doubt. ``restored`` makes their next commit fail instead
-of guessing.
+If the archiver is far behind, it also writes segments that end between two snapshots. A writer
+whose fence differs between the two is then in doubt. ``restored`` makes the writer's next commit
+fail instead of guessing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meteor_py.store.base import TERMS
 
 _log = logging.getLogger(__name__)
 
-#: Stands for the total frames of a version that may or may not be in the log.
+#: The total number of frames of a version that may or may not be in the log.
 IN_DOUBT = OFFSET_MAX
 
 _VERSION = 1
@@ -47,7 +47,7 @@ class GroupState:
     term: int
 
     def clamped(self, end: int) -> GroupState:
-        """Return the same position, but at most the end of the stream."""
+        """Return the same position, limited to the end of the stream."""
         confirmed = None if self.confirmed is None else min(self.confirmed, end)
         # A group that has had an owner must not skip records that it received.
         floating = self.floating if self.floating == "floating" else ""
@@ -89,7 +89,7 @@ def decode(data: bytes) -> list[StreamState]:
         raise ValueError("its checksum is wrong")
     content = json.loads(body)
     if content["version"] != _VERSION:
-        raise ValueError(f"it has version {content['version']}, and this release reads {_VERSION}")
+        raise ValueError(f"it has version {content['version']}, but this release reads {_VERSION}")
     states = []
     for each in content["states"]:
         groups = {name: GroupState(**group) for name, group in each.pop("groups").items()}
@@ -100,7 +100,7 @@ def decode(data: bytes) -> list[StreamState]:
 def restored(
     stream: str, saved: Mapping[int, bytes], epochs: Mapping[int, int], end: int
 ) -> StreamState | None:
-    """Return the state with which a stream is resumed at ``end``; None if none was saved.
+    """Return the state for resuming a stream at ``end``; None if no state was saved.
 
     Args:
         saved: The snapshot files, by the term of the archiver that wrote them.
@@ -134,10 +134,10 @@ def last_snapshot(
 def _around(
     stream: str, saved: Mapping[int, bytes], epochs: Mapping[int, int], end: int
 ) -> tuple[StreamState | None, StreamState | None]:
-    """Return the last snapshot up to ``end``, and the first one beyond."""
+    """Return the last snapshot at or before ``end``, and the first snapshot after it."""
     usable: list[tuple[int, int, StreamState]] = []
     for term, data in saved.items():
-        # Records of an epoch are live only below the first offset of every later one.
+        # Records of an epoch are live only below the first offset of every later epoch.
         later = [first for epoch, first in epochs.items() if epoch > term // TERMS]
         limit = min(later, default=None)
         usable += [
@@ -155,14 +155,14 @@ def _decoded(stream: str, term: int, data: bytes) -> Sequence[StreamState]:
     try:
         return decode(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("The state of stream %r of term %d is not used: %s.", stream, term, error)
+        _log.warning("Ignoring the state of stream %r of term %d: %s.", stream, term, error)
         return ()
 
 
 def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     """Return fences for the writers that may have written between two snapshots.
 
-    These fences name an incomplete version without a plan, so the next commit raises an error.
+    Each fence claims an incomplete version without a plan, so the writer's next commit fails.
     """
     changed = {writer: fence for writer, fence in after.items() if before.get(writer) != fence}
     return {
@@ -171,9 +171,9 @@ def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
 
 
 def _settled(fences: Mapping[str, str]) -> dict[str, str]:
-    """Return the fences, without plans that have no frame in the log: such plans are lost.
+    """Return the fences without versions of which no frame is in the log: their plans are lost.
 
-    The version before such a plan is complete, or there was none.
+    The previous version of such a writer is complete, or there was none.
     """
     settled: dict[str, str] = {}
     for writer, fence in fences.items():

@@ -1,10 +1,10 @@
 """The files of a stream on a disk or in an object store, and how they become visible.
 
-A file appears complete or not at all. On a disk, it is written under a name that begins with
-``_``, which Spark and others skip. It is then synced to disk, checked by the caller, and renamed.
-An object store cannot rename: the file is built and checked in a local temporary directory, then
-sent in one upload, which becomes visible only at its end, and its size is read back. On other
-filesystems (HDFS), the file is sent under a name that begins with ``_`` and renamed.
+A file becomes visible completely or not at all. On a disk, it is written under a name that begins
+with ``_``, which Spark and other programs skip. Then it is synced, checked by the caller, and
+renamed. Object stores cannot rename. For them, the file is built and checked in a local temporary
+directory and sent in one upload, which becomes visible only at its end. Then its size is read back.
+On other filesystems (HDFS), the file is sent under a name that begins with ``_`` and renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Prefix of the names of unfinished files.
 UNFINISHED = "_"
-#: Seconds during which a second change to a folder might not change its modification time.
+#: Seconds within which two changes to a folder may leave it with the same modification time.
 _COARSE_S = 3.0
 #: The pyarrow filesystems in which an upload becomes visible only at its end.
 _OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 class LocalStorage:
-    """The files of one stream on a disk. Paths are relative to its folder; errors are OSErrors."""
+    """The files of one stream on a disk. Takes paths in the stream's folder, and raises OSError."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)
@@ -60,21 +60,21 @@ class LocalStorage:
         return str(self._path / path)
 
     def entries(self, path: str) -> list[Entry]:
-        """Return the files at a path; none if it does not exist."""
+        """Return the files in a folder; an empty list if it does not exist."""
         now = time.time()
         found: list[Entry] = []
         for entry in self._scan(path):
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed in the meantime
                 if entry.is_file(follow_symlinks=False):
                     info = entry.stat(follow_symlinks=False)
                     found.append(Entry(entry.name, info.st_size, now - info.st_mtime))
         return found
 
     def version(self, path: str) -> object | None:
-        """Return a value that changes with the list of files at a path.
+        """Return a value that changes with the list of files in a folder.
 
-        Returns None if a change might go unnoticed: the clock of the filesystem is coarse, so the
-        folder may change twice within one tick.
+        Returns None if a change might go unnoticed: the filesystem's clock is coarse, so the folder
+        may change twice within one tick.
         """
         try:
             # Opening the folder makes a network filesystem ask its server.
@@ -90,15 +90,15 @@ class LocalStorage:
         return info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns
 
     def is_newer_than_folder(self, path: str) -> bool:
-        """Return whether a file is newer than its folder: then folder times are unreliable."""
+        """Return whether a file is newer than its folder, so that folder times are unreliable."""
         file = self._inside(path)
         try:
             return file.stat().st_mtime_ns > file.parent.stat().st_mtime_ns
         except FileNotFoundError:
-            return False  # removed meanwhile
+            return False  # removed in the meantime
 
     def names(self, path: str) -> list[str]:
-        """Return only the names of the files at a path, which can be faster."""
+        """Return the names of the files in a folder. Can be faster than ``entries``."""
         return [entry.name for entry in self._scan(path) if entry.is_file(follow_symlinks=False)]
 
     def size(self, path: str) -> int:
@@ -126,7 +126,7 @@ class LocalStorage:
             return None
 
     def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """Write a small file, and create the stream's folder. Keep or replace an existing file."""
+        """Write a small file, creating the stream's folder. Keep an existing file by default."""
         folder = self._inside("")
         missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
         for each in reversed(missing):
@@ -148,7 +148,7 @@ class LocalStorage:
         """Provide a temporary file to write to, which is removed at the end of the block."""
         folder = self._inside(path).parent
         if not folder.is_dir():
-            # Never create the parent folder: if it is missing, this is not the right disk.
+            # Never create the parent folder: if it is missing, this may be the wrong disk.
             folder.mkdir(exist_ok=True)
             _sync_folder(folder.parent)
         built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
@@ -183,12 +183,12 @@ class LocalStorage:
         """Return the full path.
 
         Raises:
-            PermissionError: A link leads out of the root.
+            PermissionError: A symbolic link points outside the root.
         """
         full = self._path / path
         root = os.path.realpath(self._root)
         if os.path.commonpath([root, os.path.realpath(full)]) != root:
-            raise PermissionError(f"{str(full)!r} lies outside of the store {root!r}.")
+            raise PermissionError(f"{str(full)!r} is outside the store {root!r}.")
         return full
 
 
@@ -257,7 +257,7 @@ class RemoteStorage:
         self._upload(data, target)
         found = self._filesystem.get_file_info(target)
         if found.size != len(data):
-            raise OSError(f"{found.size} of the {len(data)} bytes of {path} arrived.")
+            raise OSError(f"Only {found.size} of the {len(data)} bytes of {path} arrived.")
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -271,8 +271,7 @@ class RemoteStorage:
         sent_to = target
         if self._filesystem.type_name not in _OBJECT_STORES:
             sent_to = f"{target.rpartition('/')[0]}/{UNFINISHED}{secrets.token_hex(8)}.tmp"
-        # Do not use a with block: an error would leave the block and publish the part written so
-        # far.
+        # Do not use a with block: after an error, its end would publish the part written so far.
         out = self._filesystem.open_output_stream(sent_to)
         out.write(data)
         out.close()
@@ -288,7 +287,7 @@ class RemoteStorage:
                 fs.FileSelector(full, allow_not_found=True)
             )
         except FileNotFoundError:
-            return []  # created or removed meanwhile
+            return []  # created or removed in the meantime
         return infos
 
 
@@ -296,7 +295,7 @@ Storage = LocalStorage | RemoteStorage
 
 
 def _link(built: Path, target: Path) -> None:
-    """Give a file its name, unless that name is taken."""
+    """Give a file its final name, unless the name is taken."""
     try:
         os.link(built, target)  # unlike a rename, it overwrites nothing
     except FileExistsError:
@@ -307,7 +306,7 @@ def _link(built: Path, target: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the names in a folder to disk."""
+    """Sync the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,17 +1,17 @@
 """Dead letters: records that cannot be handled, each published to another stream exactly once.
 
-The hazard: a member that gives up on a record may crash before it confirms the record, and the next
-member gives up on the record again. So each letter is the only batch of its own producer, whose id
-is derived from the record: stream, incarnation, the epoch in which it was appended, offset, and
-group. The server remembers that producer and refuses a second batch from any sender.
+Duplicates: a member may publish a letter and crash before it confirms the record. The next member
+then publishes the letter again. So each letter is the only batch of its own producer, whose id is
+derived from the record: stream, incarnation, the epoch in which it was appended, offset, and group.
+The server remembers that producer and refuses a second batch from any sender.
 
-The other hazard: a failover may lose a letter. The record must then not be confirmed. Replicas
-apply writes in order. So if the confirm follows the letter on the same server and in the same
-replication history, no replica has the confirm without the letter. ``bury`` returns that history,
-and its callers do not confirm the record in another one.
+Losses: a failover may lose a letter, and then the record must not be confirmed. Replicas apply
+writes in order. So if the confirm follows the letter on the same server and in the same replication
+history, no replica has the confirm without the letter. ``bury`` returns that history, and its
+callers confirm the record only if the server's history has not changed.
 
-A letter has the value, key, timestamp and headers of its record, plus the text headers below. These
-replace existing headers of the same name, as when a letter becomes a dead letter itself.
+A letter has the value, key, timestamp and headers of its record, plus the text headers below. If
+the record already has headers of these names (it may be a dead letter itself), they are replaced.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Maximum UTF-8 bytes of the reason; the rest is cut off. A reason may quote the whole record.
+#: Maximum UTF-8 bytes of the reason. Longer reasons are cut off: one may quote the whole record.
 REASON_BYTES_MAX = 1024
 
 #: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.01, 0.5)
-#: Seconds that one attempt waits for replicas. It occupies the client's connection meanwhile.
+#: Seconds that one attempt waits for replicas. The client's connection is busy during the wait.
 _REPLICAS_S = 1.0
 
 
@@ -69,7 +69,7 @@ class _Sent(NamedTuple):
     reply: list[Any]
     #: The server's replication history; '' if the server hides it.
     history: str
-    #: Replicas that have the letter; 0 if none was asked for.
+    #: Number of replicas that have the letter; 0 if the caller did not ask for any.
     replicas: int
 
 
@@ -87,19 +87,19 @@ def bury(
     timeout_s: float = 30.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Publish ``record`` to the dead-letter stream ``target``; repeated calls publish it only once.
+    """Publish ``record`` to the dead-letter stream ``target``, exactly once even after retries.
 
-    The caller may repeat the call after any error, even in another process. The first copy stays
-    the only one, even if a repeat has a different reason or count. After a day without use, the
-    server forgets the producer, and a repeat makes a second copy.
+    The caller may repeat the call after any error, even in another process. The server keeps only
+    the first copy, even if a later call has a different reason or count. After a day without calls,
+    the server forgets the producer, and another call makes a second copy.
 
     Args:
-        group: The group that read the record; None if ``member`` did so without a group.
-        record: The record as stored in ``source``, with its value not decoded.
+        group: The group that read the record; None if ``member`` read it without a group.
+        record: The record as stored in ``source``, without decoding.
         epoch: The epoch of ``source`` in which the record was appended. After a failover, another
             record may have the same offset.
-        tries: How often the record was tried.
-        acks: Replicas that must have the letter.
+        tries: How often the handler was called with the record.
+        acks: Number of replicas that must have the letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
             exceed it by up to twice the timeout of the target's client.
         stop: Called after each failed attempt; True ends the retries.
@@ -112,7 +112,7 @@ def bury(
             acknowledge the letter before the timeout or ``stop``. The letter may have been stored.
         StreamNotFound: The target was deleted.
         LogTruncated: The target was recreated. Open it again.
-        ServerRefused: The server refuses the letter for good.
+        ServerRefused: The server refuses the letter, and a retry would not help.
     """
     headers = _headers(source, group, record.offset, reason, tries)
     letter = _compose(target, _producer_id(source, group or member, epoch, record), record, headers)
@@ -134,7 +134,7 @@ def bury(
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
-    """Return the stream with that name. Create it if needed; the ACL may forbid that."""
+    """Open the stream with that name, creating it if needed (unless the ACL forbids that)."""
     keys.check_name(name)
     try:
         meta = find_stream(connector, name)
@@ -159,22 +159,25 @@ def _compose(target: StreamHandle, producer: str, record: Record, headers: Heade
 
 
 def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: int) -> _Sent:
-    """Send the letter and return the reply. Epoch and sequence are constant: a repeat is safe."""
+    """Send the letter and return the reply. Retries are safe: epoch and sequence never change."""
     form, payload = letter.form, letter.payload
     epoch, sequence, count = 0, 0, 1
-    fingerprint = 0  # the same for any payload: a repeat may give another reason
+    fingerprint = 0  # the same for any payload, because a retry may give another reason
     numbers = (epoch, sequence, count, fingerprint, PRODUCER_TTL_MS)
     checksum = zlib.crc32(payload) if target.config.checksum else ""
     connection.refresh_history()  # a server can be demoted and promoted under an idle connection
     for _ in range(2):
-        args = (target.incarnation, connection.history, *numbers, form, payload, checksum)
-        reply: list[Any] = connection.run(PUBLISH, letter.keys, [*args, *letter.index_entry])
+        known_epoch = ""  # so that the reply is always a list
+        head = (target.incarnation, connection.history, *numbers, form, payload, checksum)
+        args = [*head, known_epoch, *letter.index_entry]
+        reply: list[Any] = connection.run(PUBLISH, letter.keys, args)
         if reply[0] != b"HISTORY":
             break
         begin_epoch(connection, target.name, target.incarnation, reply[1].decode())
     history, replicas = connection.history, 0
     if acks and reply[0] == b"OK":
-        # Use this connection, because WAIT covers only its own writes. A repeat writes too.
+        # WAIT must use this connection: it covers only the connection's own writes. Even a refused
+        # duplicate writes.
         wait = ("WAIT", acks, int(_REPLICAS_S * 1000))
         replicas = int(connection.call(*wait, timeout_s=_REPLICAS_S + connection.timeout_s))
     return _Sent(reply, history, replicas)
@@ -209,7 +212,7 @@ def _producer_id(source: StreamHandle, reader: str, epoch: int, record: Record) 
 def _headers(
     source: StreamHandle, group: str | None, offset: int, reason: str, tries: int
 ) -> Headers:
-    # A str may hold characters without a UTF-8 form, and the cut may split a character.
+    # A str may hold lone surrogates, which UTF-8 cannot encode, and the cut may split a character.
     clipped = reason.encode(errors="backslashreplace")[:REASON_BYTES_MAX]
     return {
         STREAM_HEADER: source.name.encode(),

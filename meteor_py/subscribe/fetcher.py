@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 #: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.02, 0.64)
-#: Records that an iterator takes from the buffer at a time.
+#: Maximum number of records that an iterator takes from the buffer at a time.
 _ITERATE = 10_000
 #: Seconds that an iterator waits for an unreachable server.
 _RECONNECT_S = 30.0
@@ -44,7 +44,7 @@ class Fetcher:
     """A subscriber's source of records.
 
     The session owns this member's current term. The buffer owns the position, and the term in which
-    the delivered records were read. For one thread at a time, except ``interrupt`` and ``close``.
+    the delivered records were read. Only ``interrupt`` and ``close`` are thread-safe.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Fetcher:
         self.buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         #: Set by another thread to end iterators and any wait in this object.
         self.interrupted = False
-        #: The end of the records handed out in any term.
+        #: The offset after the last record handed out, in any term.
         self.handed_out = 0
         self._config = config
         self._member = member
@@ -97,15 +97,17 @@ class Fetcher:
         In a group, acquire the lease first.
 
         Args:
-            endless: Count only the time during which the server is unreachable.
+            endless: Whether to count only the time during which the server is unreachable.
         """
-        if self.session is not None:
-            self.session.check_process()
-            try:
-                self.session.raise_refusal()
-            except LogTruncated as error:
-                self.buffer.note_gap(error)
-                raise
+        if self.session is None:
+            self._fetch_until_available(timeout_s, records, endless)
+            return
+        self.session.check_process()
+        try:
+            self.session.raise_refusal()
+        except LogTruncated as error:
+            self.buffer.note_gap(error)
+            raise
         self.run_blocking(lambda: self._fetch_until_available(timeout_s, records, endless))
 
     def run_blocking(self, work: Callable[[], _T]) -> _T:
@@ -120,11 +122,11 @@ class Fetcher:
         finally:
             try:
                 session.alive_at = now()
-            finally:  # even if a signal handler raises: an endless poll keeps the lease forever
+            finally:  # even if a signal handler raises: while polling is true, no lease lapses
                 session.polling = False
 
     def _call_back(self, callback: Callable[[], _T]) -> _T:
-        """Call the application from within a blocking call; enforce max_poll_interval again."""
+        """Call a callback of the application. Enforce max_poll_interval during the callback."""
         session = self.session
         if session is None:
             return callback()
@@ -144,15 +146,22 @@ class Fetcher:
         """Yield records until interrupted, moving the position past each."""
         while not self.interrupted:
             self.fetch(_RECONNECT_S, _ITERATE, endless=True)
-            buffer = self.buffer
+            buffer, session = self.buffer, self.session
             jumps = buffer.jumps
             for record in buffer.peek(_ITERATE, codec):
-                buffer.position = record.offset + 1
+                buffer.position = after = record.offset + 1
                 yield record
-                if self.buffer.jumps != jumps or buffer.position != record.offset + 1:
+                if self.buffer.jumps != jumps or buffer.position != after:
                     break  # the caller has called seek() or poll() inside the loop
-                if not self._may_continue() or self.interrupted:
+                if (session is not None and not self._may_continue(session)) or self.interrupted:
                     break
+
+    def _may_continue(self, session: GroupSession) -> bool:
+        """Note that a record was processed; return whether the lease is still valid."""
+        if self._config.auto_confirm:
+            self.confirm_handed_out()
+        session.alive_at = at = now()
+        return at < session.valid_until
 
     def confirm_handed_out(self) -> None:
         """Confirm all delivered records: a caller that asks for more has processed them."""
@@ -163,20 +172,10 @@ class Fetcher:
         except LeaseLost as error:
             _log.info("%s", error)
 
-    def _may_continue(self) -> bool:
-        """Note that a record was processed; tell whether the lease still covers the next one."""
-        session = self.session
-        if session is None:
-            return True
-        if self._config.auto_confirm:
-            self.confirm_handed_out()
-        session.alive_at = at = now()
-        return at < session.valid_until
-
     def _fetch_until_available(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
         failure: ConnectionFailed | StoreUnavailable | None = None
-        failures = 0  # in a row
+        failures = 0  # consecutive failures
         tried = False
         while not self.interrupted:
             left = max(deadline - time.monotonic(), 0.0)
@@ -191,6 +190,8 @@ class Fetcher:
                     if self.buffer.ready():
                         return  # an earlier fetch left records, and the lease is still ours
                     self._fetch_past_gaps(max(deadline - time.monotonic(), 0.0), records)
+                    if self._holds_lease() and not self.interrupted and self.buffer.ready():
+                        return
                 failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
@@ -200,7 +201,7 @@ class Fetcher:
                 left = max(deadline - time.monotonic(), 0.0)
                 if not self.interrupted:
                     time.sleep(min(left, pause_s(failures, *_BACKOFF_S)))
-        self.buffer.close()  # interrupted by another thread, but this one may have reconnected
+        self.buffer.close()  # another thread interrupted us, but the buffer may have reconnected
 
     def _hold_lease(self, timeout_s: float) -> bool:
         """In a group, hold the lease; in a new term, start at the confirmed offset."""
@@ -213,11 +214,16 @@ class Fetcher:
             self.buffer.note_gap(error)
             raise
         if term is None:
-            self.buffer.close()  # the new owner reads these records, and the wait may be long
+            self.buffer.close()  # another member reads these records now, so free their memory
             return False
         if term is not self._announced:
             self._start_term(term)
         return True
+
+    def _holds_lease(self) -> bool:
+        """In a group, whether the lease still covers the records that were just fetched."""
+        session = self.session
+        return session is None or (session.term is self._announced and now() < session.valid_until)
 
     def _start_term(self, term: Term) -> None:
         self._announced = None
@@ -228,11 +234,11 @@ class Fetcher:
         if isinstance(start, Position):
             self.buffer.resume(start)
         elif start is not None:
-            self.buffer.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
-        self._announced = term  # only now: a callback that raised must be called again
+            self.buffer.seek(check_int("the offset from on_assigned", start, 0, OFFSET_MAX))
+        self._announced = term  # only now: if the callback raises, it must be called again
 
     def _fetch_past_gaps(self, block_s: float, records: int) -> None:
-        """Fetch once; with ``on_gap="skip"``, skip every gap found and fetch what follows it."""
+        """Fetch once. With ``on_gap="skip"``, skip every gap and fetch the records after it."""
         while True:
             try:
                 return self._fetch_once(block_s, records)
@@ -244,20 +250,20 @@ class Fetcher:
             block_s = 0.0
 
     def _fetch_once(self, block_s: float, records: int) -> None:
-        """Fetch into the buffer. If the group has another owner, distrust the lease instead."""
+        """Fetch into the buffer. If the group has a new owner, distrust the lease instead."""
         try:
             self.buffer.fetch(block_s, records)
         except OwnerChanged:
             assert self.session is not None, "only groups are guarded"
             self.session.distrust()
         finally:
-            if self.session is not None:  # confirms name the epoch of the records
+            if self.session is not None:  # confirms carry the epoch of the records
                 self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------
 
     def skip_gap(self) -> None:
-        """Continue after the gap that the last fetch found; do nothing without one."""
+        """Continue after the gap that the last fetch found. Do nothing if it found none."""
         buffer, session, gap = self.buffer, self.session, self.buffer.gap
         if gap is None:
             return
@@ -266,7 +272,7 @@ class Fetcher:
             self.buffer.count_skipped(gap.first, gap.last)
             return
         after = min(gap.last + 1, buffer.end_offset)
-        # Confirming the gap must not confirm records before it that are still being processed.
+        # Do not confirm the gap while the application is still processing records before it.
         all_confirmed = session is not None and session.wanted == gap.first
         buffer.skip_to(after)
         buffer.count_skipped(gap.first, gap.last)  # report the gap before it is confirmed
@@ -274,7 +280,7 @@ class Fetcher:
             session.confirm_silently(after, buffer.term)
 
     def _reopen(self, gap: Gap) -> None:
-        """Continue in the rest of the stream, or in a new stream with the same name."""
+        """Continue with the records that the stream has now, or with its new incarnation."""
         stream = self.stream.reopen()
         buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         session: GroupSession | None = None
@@ -282,8 +288,8 @@ class Fetcher:
             if self.session is None:
                 buffer.skip_to(min(gap.first, buffer.end_offset))
             else:
-                # Join before closing: if joining fails, the next poll reports the error in the old
-                # session.
+                # Join before closing: if joining fails, the old session is still open, and the next
+                # poll reports the error.
                 start = self._config.starts_at
                 if isinstance(start, int):  # in a new stream, this offset names another record
                     start = InitialOffset.EARLIEST
@@ -300,7 +306,7 @@ class Fetcher:
     # -- closing -------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """End iterators, and a wait in another thread."""
+        """End iterators, and interrupt a wait in another thread."""
         self.interrupted = True
         self.buffer.interrupt()
         if self.session is not None:

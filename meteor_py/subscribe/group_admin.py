@@ -13,15 +13,15 @@ from meteor_py.records.descriptions import GroupDescription
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import DELETE_GROUP, OPEN_GROUP, SEEK_GROUP, Script
 
-#: Groups described by one pipeline.
+#: Maximum number of groups that one pipeline describes.
 _LIST = 500
 
 
 def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | datetime) -> int:
-    """Create a group if it does not exist, and return the next offset that it has to process.
+    """Create a group if it does not exist, and return its next offset to process.
 
     Raises:
-        NoConfirmedOffset: ``start`` is NONE, and the group has confirmed nothing.
+        NoConfirmedOffset: ``start`` is NONE, and the group has no confirmed offset.
         GroupConfigMismatch: A shared group has that name.
         ValueError: ``start`` is an offset beyond the end.
     """
@@ -40,9 +40,8 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | da
         raise _beyond_end(stream, offset, reply[1])
     if reply[0] == b"NOOFFSET":
         raise NoConfirmedOffset(
-            f"Group {group!r} of stream {stream.name!r} has not confirmed anything, so "
-            "InitialOffset.NONE gives it nowhere to start. Use EARLIEST or LATEST, or "
-            "stream.seek_group().",
+            f"Group {group!r} of stream {stream.name!r} has no confirmed offset, and "
+            "InitialOffset.NONE requires one. Use EARLIEST or LATEST, or stream.seek_group().",
             stream=stream.name,
             group=group,
         )
@@ -51,8 +50,8 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | da
 
 def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
     """Return all groups of a stream that ends at ``end``, sorted by name."""
-    # Members of this package write only UTF-8 names. Any other name is escaped here, matches no
-    # key, and is skipped.
+    # meteor_py writes only UTF-8 names. Any other name is escaped here, matches no key, and is
+    # skipped.
     members = stream.connector.call("SMEMBERS", keys.groups(stream.name))
     names = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[GroupDescription] = []
@@ -65,7 +64,7 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
         for name, group, lease in zip(part, replies, replies[len(part) :], strict=False):
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
-                continue  # deleted in the meantime, or left behind by an earlier stream
+                continue  # deleted in the meantime, or of an earlier incarnation of the stream
             try:
                 position, number = int(confirmed or began), int(term or 0)
             except (TypeError, ValueError):
@@ -76,12 +75,12 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
 
 
 def find_archiver(stream: StreamHandle) -> str | None:
-    """Return the member that currently archives the stream, if any."""
+    """Return the name of the member that archives the stream, or None."""
     return owner_of(stream.connector.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
 
 
 def owner_of(lease: bytes | None) -> str | None:
-    """Return the member that the value of a lease key names."""
+    """Return the member that is named in the value of a lease key."""
     return None if lease is None else lease.decode(errors="replace").partition(" ")[0]
 
 
@@ -91,7 +90,7 @@ def seek_group(
     """Make a group continue at ``offset``, and fence its owner.
 
     Raises:
-        GroupActive: A member has the lease, and ``force`` is False.
+        GroupActive: A member holds the lease, and ``force`` is False.
         GroupConfigMismatch: A shared group has that name.
         ValueError: The offset is beyond the end.
     """
@@ -109,14 +108,14 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
     """Delete a group, and fence its owner.
 
     Raises:
-        GroupActive: A member has the lease, and ``force`` is False.
+        GroupActive: A member holds the lease, and ``force`` is False.
         GroupNotFound: There is no such group.
         StreamNotFound, LogTruncated: The stream was deleted, or recreated.
     """
     existed = stream.connector.call("EXISTS", keys.group(stream.name, group))
     args = ["force" if force else ""]
     reply = _run(stream, DELETE_GROUP, group, args, [keys.events(stream.name)])
-    # If the group existed, an attempt whose reply was lost has deleted it.
+    # If the group existed before the call, an attempt whose reply was lost has deleted it.
     if reply[0] == b"NOGROUP" and not existed:
         raise reply_errors.group_not_found(stream.name, group)
 
@@ -132,7 +131,7 @@ def _check_exclusive(stream: StreamHandle, group: str) -> None:
     if stream.config.ordering_key is None:
         return
     found = stream.connector.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
-    # The stream's incarnation, then the group's: see shared/open.lua.
+    # The value is "<stream's incarnation>.<group's id>"; see shared/open.lua.
     if found is not None and found.decode(errors="replace").partition(".")[0] == stream.incarnation:
         raise reply_errors.group_is_shared(stream.name, group)
 
@@ -140,7 +139,7 @@ def _check_exclusive(stream: StreamHandle, group: str) -> None:
 def _run(
     stream: StreamHandle, script: Script, group: str, args: list[Any], more_keys: list[str]
 ) -> list[Any]:
-    """Run a script that changes a group; raise if the stream is gone or the group is active."""
+    """Run a script that changes a group. Raise if the stream is gone or the group is active."""
     name = stream.name
     script_keys = [keys.meta(name), keys.group(name, group), keys.lease(name, group)]
     script_keys += [*more_keys, keys.groups(name)]

@@ -4,7 +4,7 @@ The application's thread acquires the lease, in ``hold``, so only members that p
 A background thread renews it while the application shows that it is alive, and sends the newest
 confirmed offset. Two locks guard the state that the threads share. A thread holds the
 ``connection`` while it talks to the server, and the ``condition`` while it reads or changes the
-state. A thread that needs both takes the connection first. The hazard: a signal handler may
+state. A thread that needs both takes the connection first. Beware that a signal handler may
 interrupt any method and call another.
 
 The lease is ``Vacant``, ``Held`` or ``Lapsed``, and the session active, inactive or closed. The
@@ -31,7 +31,7 @@ from meteor_py.records.position import Position
 from meteor_py.redis import reply_errors
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
-from meteor_py.redis.shared_connection import SharedConnection
+from meteor_py.redis.shared_connection import ConnectionBusy, SharedConnection
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.completion import forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
@@ -49,6 +49,8 @@ _IDLE_S = 60.0
 _SILENCE_S = 0.05
 #: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
+#: Replies that a confirm may have to wait for, at most one timeout each.
+_ROUND_TRIPS = 2
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
 
@@ -63,26 +65,26 @@ class _Mode(enum.Enum):
 
 @dataclass
 class Vacant:
-    """This member has no term."""
+    """The state of a member that has no term."""
 
     term: ClassVar[None] = None
-    #: Identifies the next term. A late 'acquire' is harmless: it carries the nonce of an earlier
-    #: state.
+    #: Identifies the next term. A delayed 'acquire' request is harmless, because it carries the
+    #: nonce of an earlier state.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    #: Whether the outcome of an 'acquire' is unknown: the lease may be ours.
+    #: Whether the outcome of an 'acquire' is unknown, so that the lease may be ours.
     in_doubt: bool = False
     #: The reply to the last 'acquire', if another member has the lease.
     unavailable: LeaseUnavailable | None = None
 
     @property
     def to_release(self) -> str | None:
-        """The nonce under which this member may have the lease."""
+        """The nonce with which this member may hold the lease; None if it cannot hold it."""
         return self.nonce if self.in_doubt else None
 
 
 @dataclass(frozen=True)
 class Held:
-    """This member has a term, and the thread renews its lease."""
+    """The state of a member that has a term. The thread renews its lease."""
 
     term: Term
     renew_at: float
@@ -93,47 +95,50 @@ class Held:
 
 
 class Lapsed(Held):
-    """The lease was released because the application was silent; ``hold`` may reclaim it."""
+    """The state after the lease was released because the application stopped polling.
+
+    ``hold`` may reclaim the lease.
+    """
 
 
 class _LettersInDoubt(Exception):
-    """Dead letters may be lost: the term must end so that the group reads their records again."""
+    """Dead letters may be lost. The term must end, so that the group reads their records again."""
 
     def __init__(self, error: LeaseLost) -> None:
         self.error = error
 
 
 class GroupSession:
-    """A member's session in a group; the subscriber or archiver that opened it closes it."""
+    """A member's session in a group. The subscriber or archiver that opens it also closes it."""
 
     def __init__(
         self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
     ) -> None:
         self.lease = lease
-        #: Until when the lease is trusted, by ``now()``. Read without a lock.
+        #: The time, by ``now()``, until which the lease is trusted. Read without a lock.
         self.valid_until = 0.0
-        #: When the application last showed that it is alive, by ``now()``; and whether it is
-        #: polling.
+        #: When the application last showed that it is alive, by ``now()``, and whether it is in a
+        #: poll now.
         self.alive_at = now()
         self.polling = False
-        #: A position in the epoch of the stream to which all records handed out belong.
+        #: The position after the last fetch. Confirms carry its epoch.
         self.read_in = Position(lease.incarnation, 0, 0)
         self._max_poll_interval_s = max_poll_interval_s
         # Two attempts must fit into the TTL of a lease.
         self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._connector = connector
         self.connection = SharedConnection(self._open_connection)
-        self._events = connector.open_connection()  # waits for the lease
+        self._events = connector.open_connection()  # for waiting until the lease is free
         self.condition = SignalSafeCondition()
-        self.confirms = OffsetConfirms(self.condition, confirmed)
+        self.confirms = OffsetConfirms(self.condition, confirmed, self._confirm_now)
         self._thread: RenewalThread | None = None
         self._pid = os.getpid()
         self._mode = _Mode.ACTIVE
         self._interrupted = False
         self._leave_by: float | None = None  # by ``now()``; see ``start_closing``
-        # Replaced as a whole: a signal handler may run between any two statements.
+        # Never modify a state, replace it: a signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
-        # Dead letters that this term stored on the group's server: the last offset per history.
+        # Last offset of this term's dead letters on the group's server, by replication history.
         self._letters: dict[str, int] = {}
 
     @classmethod
@@ -151,9 +156,9 @@ class GroupSession:
         """Join an existing group as ``member``, without acquiring its lease yet.
 
         Args:
-            confirmed: The next offset that the group has to process.
-            max_poll_interval_s: The lease lapses if the application is silent for this long.
-            above: The next term's number will be above this one.
+            confirmed: The group's next offset to process.
+            max_poll_interval_s: The lease lapses if the application does not poll for this long.
+            above: The next term's number will be higher than this.
         """
         lease = Lease(stream.name, stream.incarnation, group, member, lease_ttl_s, above)
         return cls(stream.connector, lease, confirmed, max_poll_interval_s)
@@ -162,7 +167,7 @@ class GroupSession:
 
     @property
     def term(self) -> Term | None:
-        """The term that this member has, or had until another member took the lease."""
+        """This member's term. It may be over on the server without this member knowing."""
         return self._state.term
 
     @property
@@ -180,7 +185,7 @@ class GroupSession:
         return self.confirms.wanted
 
     def hold(self, timeout_s: float) -> Term | None:
-        """Wait up to ``timeout_s`` seconds for the lease; return its term, or None if not held.
+        """Wait up to ``timeout_s`` seconds for the lease; return its term, or None.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream is gone.
@@ -189,7 +194,7 @@ class GroupSession:
         """
         self.check_process()
         deadline = time.monotonic() + timeout_s
-        looked = False  # for events; at least once, or polls with timeout 0 never see a release
+        checked = False  # check events at least once, or polls with timeout 0 never see a release
         while not self.closed:
             term = self._state.term
             if term is not None and now() < self.valid_until:
@@ -199,9 +204,9 @@ class GroupSession:
             if term is not None:
                 return term
             left = max(deadline - time.monotonic(), 0.0)
-            if (left == 0 and looked) or self._interrupted:
+            if (left == 0 and checked) or self._interrupted:
                 break
-            looked = True
+            checked = True
             self._wait_for_lease(left)
         if self.closed:
             self._events.close()
@@ -228,7 +233,7 @@ class GroupSession:
         self.confirms.raise_refusal()
 
     def _renew_or_acquire(self, connection: Connection) -> Term | None:
-        """Renew the lease if there is a term; acquire it otherwise, if it is free."""
+        """Renew the lease if there is a term. Otherwise acquire the lease if it is free."""
         term = self._state.term
         if self._mode is not _Mode.ACTIVE:
             return None
@@ -236,7 +241,7 @@ class GroupSession:
             return self._state.term
         vacant = self._state
         if isinstance(vacant, Held):
-            return vacant.term  # a poll in a signal handler has acquired it
+            return vacant.term  # a poll in a signal handler has acquired the lease
         unavailable = vacant.unavailable
         if unavailable is not None and now() < unavailable.retry_at:
             return None
@@ -257,17 +262,17 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            self._try_release(connection, reply.nonce)  # a signal handler has released it
+            self._try_release(connection, reply.nonce)  # a signal handler has ended the term
             return None
         with self.condition:
-            if self._thread is None:  # first: a term without a thread would not be renewed
+            if self._thread is None:  # start it first: without a thread, no lease is renewed
                 thread = RenewalThread(self)
                 thread.start()
                 self._thread = thread
             self.read_in = reply.start
-            self._letters = {}  # records from the start on are read, and buried, again
+            self._letters = {}  # this term reads those records again, and publishes new letters
             self.confirms.start(reply.start.offset)
-            if self._state is vacant:  # otherwise a signal handler has just released it
+            if self._state is vacant:  # if not, a signal handler has just released the lease
                 self._trust(reply, sent_at)
         self._events.close()
         start = reply.start.offset
@@ -291,7 +296,7 @@ class GroupSession:
     # -- for any thread ------------------------------------------------------------------------
 
     def confirm(self, offset: int, term: Term | None) -> Ack:
-        """Confirm all records below ``offset``, read in ``term``. The thread sends the confirm.
+        """Confirm all records below ``offset``, as read in ``term``. The thread sends the confirm.
 
         Raises:
             LeaseLost: The term is already known to be over.
@@ -302,13 +307,34 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # ended by a signal handler: no thread sends this
+            if self._state.term is not term:  # a signal handler ended it, so no thread sends this
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
 
+    def _confirm_now(self, timeout_s: float | None) -> None:
+        """Send the newest confirm in the thread that waits for it, if the connection is free.
+
+        This saves two thread switches. In any other case, and after any failure, the background
+        thread sends the confirm, so that renewals come first and retries are paced.
+        """
+        state, at = self._state, now()
+        if type(state) is not Held or self._mode is not _Mode.ACTIVE or self.connection.is_mine():
+            return
+        if self._letters or (timeout_s is not None and timeout_s < _ROUND_TRIPS * self._timeout_s):
+            return  # it might take longer
+        if at < state.renew_at and at < self.valid_until:
+            try:
+                self.connection.use(partial(self._send_directly, state.term), timeout_s=0.0)
+            except (ConnectionBusy, MeteorError):
+                pass
+
+    def _send_directly(self, term: Term, connection: Connection) -> None:
+        if self._state.term is term and connection.connected and self.confirms.due is not None:
+            self._send_confirm(connection, term)
+
     def confirm_silently(self, offset: int, term: Term | None) -> None:
-        """Confirm without an Ack: the application does not learn of a refusal."""
+        """Confirm without an Ack. A refusal is not reported."""
         with self.condition:
             if term is not None and self._state.term is term:
                 self.confirms.want(offset)
@@ -316,8 +342,8 @@ class GroupSession:
     def note_letter(self, offset: int, history: str, term: Term | None) -> None:
         """Note that the group's server stored a record's dead letter in ``history``.
 
-        If the server has another history when this member confirms the record, the letter may be
-        lost, and the confirm must not be sent; see ``_check_letters``.
+        If the server's history has changed by the time this member confirms the record, the letter
+        may be lost, and the confirm must not be sent; see ``_check_letters``.
         """
         with self.condition:
             if term is not None and self._state.term is term:
@@ -339,7 +365,8 @@ class GroupSession:
     def start_closing(self, timeout_s: float) -> None:
         """Make the thread send the last confirm, within ``timeout_s``, and release the lease.
 
-        Does not wait: the sessions of a client leave at the same time, then ``close`` joins each.
+        Does not wait, so that all sessions of a client leave their groups at the same time. Then
+        ``close`` joins each thread.
         """
         if self._pid != os.getpid():
             return
@@ -375,7 +402,7 @@ class GroupSession:
             self._events.close()
 
     def interrupt(self) -> None:
-        """End the wait for the lease in another thread, and all later ones."""
+        """Interrupt another thread that waits for the lease, and end all later waits."""
         with self.condition:
             self._interrupted = True
             self.condition.notify_all()
@@ -400,25 +427,25 @@ class GroupSession:
 
     def _join(self) -> None:
         if self.connection.is_mine():
-            return  # in a signal handler: the thread ends after the interrupted call
+            return  # in a signal handler; the thread ends after the interrupted call
         thread = self._thread
         if thread is None:
             self.connection.close()
             return
-        with self.condition:  # waiting releases the lock, which a signal handler's thread may hold
+        with self.condition:  # the wait releases this lock, which our interrupted code may hold
             ended = self.condition.wait_for(lambda: self._thread is None, _JOIN_S)
         if not ended:
             raise TimeoutError(
                 f"The thread that renews the lease of {self.lease} did not end within {_JOIN_S:g} "
-                "seconds. Check that no callback of a confirm's Ack blocks."
+                "seconds. Check that no done callback of a confirm's Ack blocks."
             )
         thread.join(_JOIN_S)
 
     def _wait_until_left(self) -> None:
         """After ``start_closing``, let the thread finish."""
         if self._leave_by is None or self.connection.is_mine():
-            return  # in a signal handler: the thread waits for the interrupted call
-        # A confirm may still be in flight when the time is up, and the release follows it.
+            return  # in a signal handler; the thread waits for the interrupted call
+        # Allow for a confirm that is still in flight at that time, and for the release after it.
         left_s = max(self._leave_by - now(), 0.0) + 3 * self._timeout_s
         with self.condition:
             self.condition.wait_for(lambda: self._thread is None, left_s)
@@ -434,15 +461,15 @@ class GroupSession:
         try:
             self._release_within(left_s)
         except TimeoutError:
-            self.connection.interrupt()  # the thread that waits for the server fails now
+            self.connection.interrupt()  # fails the call that the thread is waiting for
             self._release_within(_JOIN_S)
 
     def _release_within(self, timeout_s: float) -> None:
         """Wait for the connection, then release the lease.
 
-        While waiting, release the condition's lock now and then. If this runs in a signal handler,
-        the interrupted thread may hold that lock, and the thread that uses the connection may need
-        it.
+        Releases the condition's lock briefly and repeatedly while it waits. If this runs in a
+        signal handler, the interrupted code may hold that lock, and the thread that uses the
+        connection may need it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -471,7 +498,7 @@ class GroupSession:
         try:
             self.lease.release(connection, nonce)
         except MeteorError as error:
-            _log.info("Could not release the lease of %s, it will expire: %s", self.lease, error)
+            _log.info("Cannot release the lease of %s, so it will expire: %s", self.lease, error)
             return False
         return True
 
@@ -497,8 +524,9 @@ class GroupSession:
         confirm_at = self.confirms.due
         if confirm_at is not None:
             jobs.append((confirm_at, self._send_confirm))
-        # An application that is polling now may hang next.
+        # Even if the application is polling now, check later whether it still does.
         wait_s = min(_IDLE_S, max(self._max_poll_interval_s, _SILENCE_S))
+        wait_s = min(wait_s, self.confirms.watch_s(at))
         if self._leave_by is not None:
             wait_s = min(wait_s, self._leave_by - at)
         for due, job in jobs:
@@ -522,10 +550,10 @@ class GroupSession:
         return True
 
     def _lose_term(self, connection: Connection, term: Term, error: LeaseLost) -> None:
-        """End a term that another member has ended.
+        """End a term that is over on the server.
 
-        A confirm whose reply was lost may have taken effect before that, so ask the server. It
-        refuses such a confirm from now on, so its answer is final.
+        A confirm whose reply was lost may have taken effect before, so ask the server. The answer
+        is final, because the server refuses all later confirms of this term.
         """
         if self.confirms.in_doubt:
             confirmed = self.lease.confirmed_in(connection, term)
@@ -535,7 +563,7 @@ class GroupSession:
         self._end_term(term, error)
 
     def lapse(self, connection: Connection, term: Term) -> None:
-        """Release the lease of a silent application, so that other members can take it."""
+        """Release the lease because the application stopped polling, so that others can take it."""
         with self.condition:
             if self.polling or now() < self.alive_at + self._max_poll_interval_s:
                 return  # the application has just shown that it is alive
@@ -551,7 +579,7 @@ class GroupSession:
     def give_up_term(self, connection: Connection, term: Term, error: MeteorError) -> None:
         """End the term because of an error that a retry cannot fix."""
         released = self._try_release(connection, term.nonce)
-        # If the lease was not released, the next 'acquire' reclaims it by its nonce, or close()
+        # If the release failed, the next 'acquire' reclaims the lease by its nonce, or close()
         # releases it.
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
@@ -569,14 +597,14 @@ class GroupSession:
     def _leave_group(self, connection: Connection) -> None:
         term = self._state.term
         if term is not None and self.confirms.due is not None and self._leave_by is None:
-            try:  # the subscriber was dropped
+            try:  # the subscriber was garbage-collected
                 self._send_confirm(connection, term)
             except MeteorError as error:
                 _log.warning("The last confirm of %s is lost: %s", self.lease, error)
         self._release(connection)
 
     def _send_confirm(self, connection: Connection, term: Term) -> None:
-        _ = connection.history  # connects: if this fails, nothing is sent and nothing is in doubt
+        _ = connection.history  # connect first: if this fails, no confirm is in doubt
         with self.condition:
             position = self.read_in._replace(offset=self.confirms.take())
         check = partial(self._check_letters, connection)
@@ -593,13 +621,18 @@ class GroupSession:
             self._lose_term(connection, term, error)
         except LogTruncated as error:
             self.confirms.fail(error)
+        except MeteorError:
+            raise
+        except BaseException:  # Ctrl-C: the reply is lost
+            self.confirms.doubt_sent()
+            raise
 
     def _check_letters(self, connection: Connection) -> None:
         """Raise if a failover may have lost dead letters of this term.
 
-        A confirm in the letter's own history follows the letter to every replica. If the server has
-        another history now, but the group's position is after the record, both the confirm and the
-        letter survived.
+        As long as the history is the same, every replica gets the letter before the confirm. If the
+        history has changed, but the group's position is already after the record, then an earlier
+        confirm survived, and so did the letter.
         """
         if not self._letters:
             return
@@ -622,7 +655,7 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """Trust the lease, counted from when the request was sent. The caller holds the lock."""
+        """Extend the trust in the lease, counted from ``sent_at``. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
         self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()
@@ -636,7 +669,7 @@ class GroupSession:
                 return
             self._state = vacant or Vacant()
             self.valid_until = 0.0
-        lost = isinstance(error, LeaseLost)  # the only error that rules out any effect
+        lost = isinstance(error, LeaseLost)  # only this error proves that confirms had no effect
         stream, group = self.lease.stream, self.lease.group
         unknown = reply_errors.confirm_unknown(stream, group) if lost else None
         self.confirms.fail(error, in_doubt=unknown)

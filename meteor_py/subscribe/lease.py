@@ -36,9 +36,9 @@ TRUSTED_FRACTION = 0.9
 #: After a lease has expired, competitors wait a tenth of its TTL, at most this many seconds, so
 #: that an owner with a brief network problem can reclaim it.
 _GRACE_MAX_S = 0.8
-#: Events after which a group's lease may be free.
+#: Events that may mean that a group's lease is free.
 _FREEING = (b"released", b"sought", b"deleted")
-#: Maximum rounds of one confirm, if each reply asks for another: more than a correct server needs.
+#: Maximum number of requests for one confirm. The epoch may change before each request.
 _ROUNDS = 10
 
 
@@ -52,7 +52,7 @@ class Term(NamedTuple):
 
     number: int
     nonce: str
-    #: Where the term starts, and the end of the stream at that time.
+    #: Where the term starts, and where the stream ended at that time.
     start: Position
     end_offset: int
     #: Whether the start means "the first record that exists".
@@ -60,22 +60,22 @@ class Term(NamedTuple):
 
 
 class LeaseUnavailable(NamedTuple):
-    """Another member has the lease, or had it until it expired a moment ago."""
+    """The reply that another member holds the lease, or held it until it expired a moment ago."""
 
     #: When to ask again if no event arrives earlier, by ``now()``.
     retry_at: float
     #: The ID of the last event seen.
     event: bytes
     owner: str
-    #: The term whose lease expired without being released, if that is the reason.
+    #: The term whose lease expired without a release and is still in its grace period, if any.
     expired: int | None = None
 
 
 @dataclass(eq=False)
 class Lease:
-    """One member's access to the lease of a group. For one thread at a time.
+    """One member's access to the lease of a group. Not thread-safe.
 
-    The caller, not this object, remembers whether the member owns the lease.
+    The caller keeps track of whether the member holds the lease.
     """
 
     stream: str
@@ -83,12 +83,12 @@ class Lease:
     group: str
     member: str
     ttl_s: float
-    #: The next term's number will be above this one.
+    #: The next term's number will be higher than this.
     above: int = 0
 
     def __post_init__(self) -> None:
         self._ttl_ms = max(int(self.ttl_s * 1000), 1)
-        self._renewal = 0  # stored in the lease key, so that a late lapse finds another number
+        self._renewal = 0  # stored in the lease key, so that the server refuses a delayed lapse
         self._meta = keys.meta(self.stream)
         self._group = keys.group(self.stream, self.group)
         self._lease = keys.lease(self.stream, self.group)
@@ -103,8 +103,8 @@ class Lease:
         """Take the lease if it is free.
 
         Args:
-            nonce: The caller's secret. Repeating the call with it after a lost reply is safe.
-            expired: The expired term whose grace period the caller has waited out.
+            nonce: The caller's secret. After a lost reply, repeat the call with the same nonce.
+            expired: The expired term for whose grace period the caller has waited, if any.
         """
         waited_out = "" if expired is None else expired
         reply = self._run_owned(connection, ACQUIRE_LEASE, nonce, waited_out, self.above)
@@ -115,18 +115,18 @@ class Lease:
             return Term(number, nonce, position, end, bool(floating))
         _, left_ms, event, owner = reply[:4]
         if reply[0] == b"HELD":
-            # No script of this package writes a lease without an expiry. Ask again after the usual
-            # time.
+            # Our scripts always set an expiry. If another program has removed it, ask again after
+            # one TTL.
             wait_s = left_ms / 1000 + 0.002 if left_ms >= 0 else self.ttl_s
             return LeaseUnavailable(now() + wait_s, event, owner.decode())
         grace_s = min(self.ttl_s / 10, _GRACE_MAX_S) * random.uniform(0.9, 1)
         return LeaseUnavailable(now() + grace_s, event, owner.decode(), reply[4])
 
     def renew(self, connection: Connection, term: Term) -> None:
-        """Renew the lease; reclaim it if it has expired and no other member has taken it.
+        """Renew the lease. Reclaim it if it has expired and no other member has taken it.
 
         Raises:
-            LeaseLost: Another member has taken it.
+            LeaseLost: Another member has taken the lease.
         """
         self._renewal += 1
         reply = self._run_owned(connection, RENEW_LEASE, term.nonce, term.number, self._renewal)
@@ -138,7 +138,7 @@ class Lease:
         connection.retry_idle(self._release, connection, nonce)
 
     def lapse(self, connection: Connection, term: Term) -> None:
-        """Release the lease, but let ``renew`` reclaim it until another member takes it."""
+        """Release the lease without ending the term: ``renew`` can reclaim it while it is free."""
         self._release(connection, term.nonce, f"{self.member} {term.number} {self._renewal}")
 
     def _release(self, connection: Connection, nonce: str, lapsing: str = "") -> None:
@@ -152,7 +152,7 @@ class Lease:
         position: Position,
         check: Callable[[], object] = lambda: None,
     ) -> int:
-        """Confirm all records below ``position``, all read in the position's epoch.
+        """Confirm all records below ``position``, which were read in the position's epoch.
 
         Args:
             check: Called before each request.
@@ -191,7 +191,7 @@ class Lease:
         )
 
     def position(self, connection: Connection) -> int:
-        """Return the next offset that the group has to process."""
+        """Return the group's next offset to process."""
         fields = ("confirmed", "start")
         reply = connection.retry_idle(connection.call, "HMGET", self._group, *fields)
         found = next((field for field in reply if field is not None), None)
@@ -200,10 +200,10 @@ class Lease:
         return int(found)
 
     def confirmed_in(self, connection: Connection, term: Term) -> int | None:
-        """Return the group's position when ``term`` was taken from this member, or None.
+        """Return the group's position at the moment when another member ended ``term``.
 
-        Returns None if the server does not remember that term, because many others have begun since
-        or the term ended in another way.
+        Returns None if the server does not remember it: many terms have begun since, or the term
+        ended in another way.
         """
         ended = connection.retry_idle(connection.call, "HGET", self._group, "ended")
         entries = (ended or b"").decode(errors="replace").split(",")[:-1]
@@ -216,7 +216,7 @@ class Lease:
     ) -> tuple[bytes, bool]:
         """Wait for events of the stream; return the last ID, and whether the lease may be free.
 
-        With a timeout of 0, only check the events that already exist.
+        With a timeout of 0, only read the events that already exist.
         """
         streams = ("STREAMS", self._events, after)
         if timeout_s > 0:

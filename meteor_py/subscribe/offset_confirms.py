@@ -1,11 +1,12 @@
 """A group member's confirms, from ``confirm()`` until the server's reply.
 
 Only the newest offset matters, so confirms are merged: all confirms between two requests share one
-:class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
+:class:`Confirmation`, and each :class:`~meteor_py.Ack` refers to it with its own offset.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,23 +14,33 @@ from collections.abc import Callable
 from meteor_py.errors import MeteorError
 from meteor_py.publish.ack import Ack
 from meteor_py.runtime.clock import now
-from meteor_py.runtime.completion import Completion
+from meteor_py.runtime.completion import Completion, forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
 
 #: Seconds after a request during which further confirms are merged into the next one.
 MERGE_S = 0.05
-#: Seconds without a reply after which the Ack of a confirm fails. The offset is still sent later.
+#: Seconds after a request during which the background thread looks for confirms by itself, every
+#: ``MERGE_S`` seconds. Waking it for each confirm costs as much as sending the confirm.
+_WATCH_S = 1.0
+#: Seconds without a reply after which the Ack of a confirm fails. The thread still retries.
 TIMEOUT_S = 30.0
 
 
 class Confirmation(Completion):
-    """Confirms that are sent together, and immediately if a caller waits for one of them."""
+    """Confirms that are sent in one request, at once if a caller waits for any of them.
 
-    __slots__ = ("_pid", "deadline", "hurry", "in_doubt", "offset", "sent")
+    Args:
+        send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
+            that is possible within the timeout.
+        hurry: Makes the background thread send the confirms now.
+    """
 
-    def __init__(self, hurry: Callable[[], None]) -> None:
+    __slots__ = ("_pid", "_send", "deadline", "hurry", "in_doubt", "offset", "sent")
+
+    def __init__(self, send: Callable[[float | None], None], hurry: Callable[[], None]) -> None:
         super().__init__()
         self.deadline = time.monotonic() + TIMEOUT_S
+        self._send = send
         self.hurry = hurry
         self.base_offset = 0  # an Ack adds its offset to this
         self.offset = 0
@@ -39,7 +50,11 @@ class Confirmation(Completion):
         self._pid = os.getpid()
 
     def wait(self, timeout: float | None) -> bool:
-        self._send_soon()
+        if not self.settled:
+            forbid_waiting()
+            if not self.has_callbacks and self._pid == os.getpid():
+                self._send(timeout)
+            self._send_soon()
         return super().wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
@@ -49,7 +64,7 @@ class Confirmation(Completion):
     def _send_soon(self) -> None:
         if self.settled:
             return
-        if self._pid != os.getpid():  # a forked child whose subscriber was dropped earlier
+        if self._pid != os.getpid():  # in a forked child whose subscriber was garbage-collected
             self.abandon(MeteorError("This confirm belongs to the parent process."))
         else:
             self.hurry()
@@ -62,18 +77,22 @@ _DONE.settled = True
 
 
 class OffsetConfirms:
-    """The confirms of one session, guarded by its ``state``, which is notified of every change."""
+    """The confirms of one session. The session's condition ``state`` guards all of them."""
 
-    def __init__(self, state: SignalSafeCondition, confirmed: int) -> None:
+    def __init__(
+        self, state: SignalSafeCondition, confirmed: int, send: Callable[[float | None], None]
+    ) -> None:
         #: The next offset to process, according to the server's last reply.
         self.confirmed = confirmed
         #: The same offset, including confirms that are not sent yet.
         self.wanted = confirmed
         self._state = state
+        self._send = send
         self._waiting: list[Confirmation] = []
-        self._overdue: list[Confirmation] = []  # the last one that failed without a reply, if any
+        self._overdue: list[Confirmation] = []  # at most one: the last that failed without a reply
         self._urgent = False
         self._send_at = 0.0
+        self._watched_until = 0.0  # until then, the background thread looks by itself
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
 
     def start(self, confirmed: int) -> None:
@@ -87,7 +106,7 @@ class OffsetConfirms:
         self.want(offset)
         confirmation = self._waiting[-1] if self._waiting else None
         if confirmation is None or confirmation.sent:
-            confirmation = Confirmation(self.hurry)
+            confirmation = Confirmation(self._send, self.hurry)
             confirmation.offset = offset
             self._waiting.append(confirmation)
         confirmation.offset = max(confirmation.offset, offset)
@@ -95,12 +114,22 @@ class OffsetConfirms:
 
     def want(self, offset: int) -> None:
         """Confirm all records below ``offset`` without an Ack. The caller holds the lock."""
-        if self.due is None:
+        if self.due is None and now() >= self._watched_until:
             self._state.notify_all()
         self.wanted = max(self.wanted, offset)
 
+    def watch_s(self, at: float) -> float:
+        """Return the seconds after which the background thread must look for confirms again.
+
+        The caller holds the lock, and waits that long or less from ``at`` on.
+        """
+        if at > self._send_at + _WATCH_S:
+            return math.inf
+        self._watched_until = at + MERGE_S
+        return MERGE_S
+
     def hurry(self) -> None:
-        """Make the next request due now: a caller waits for it."""
+        """Make the next request due now, because a caller waits for it."""
         with self._state:
             self._urgent = True
             self._state.notify_all()
@@ -127,20 +156,20 @@ class OffsetConfirms:
         return any(c.in_doubt for c in [*self._waiting, *self._overdue])
 
     def doubt_sent(self) -> None:
-        """Note that no reply arrived: the confirms that were sent may have taken effect."""
+        """Note that no reply arrived, so the sent confirms may or may not have taken effect."""
         with self._state:
             for confirmation in self._waiting:
                 confirmation.in_doubt |= confirmation.sent
 
     def resolve_doubts(self, confirmed: int) -> None:
-        """Settle the confirms up to ``confirmed``. The others are known to have had no effect."""
+        """Settle the confirms up to ``confirmed``, and note that the others had no effect."""
         self.succeed(confirmed)
         with self._state:
             for confirmation in [*self._waiting, *self._overdue]:
                 confirmation.in_doubt = False
 
     def succeed(self, confirmed: int) -> None:
-        """Settle all confirms up to ``confirmed``, as the server has replied."""
+        """Settle all confirms up to ``confirmed``, the offset in the server's reply."""
         with self._state:
             self.confirmed = max(confirmed, self.confirmed)
             done = [c for c in self._waiting if c.offset <= self.confirmed]
@@ -151,7 +180,7 @@ class OffsetConfirms:
             confirmation.settle()
 
     def fail(self, error: MeteorError, in_doubt: MeteorError | None = None) -> None:
-        """Fail all confirms for good; those that may have taken effect fail with ``in_doubt``."""
+        """Fail all confirms. Those that may have taken effect fail with ``in_doubt``, if given."""
         with self._state:
             failed, self._waiting = self._waiting, []
             refused, self._overdue = [*self._overdue, *failed], []
@@ -164,7 +193,7 @@ class OffsetConfirms:
             confirmation.settle(in_doubt if confirmation.in_doubt and in_doubt else error)
 
     def fail_overdue(self, error: MeteorError) -> None:
-        """Fail the Acks whose time is up; their offsets are still to be sent."""
+        """Fail the Acks that have timed out. Their offsets will still be sent."""
         at = time.monotonic()
         with self._state:
             failed = [c for c in self._waiting if c.deadline <= at]

@@ -15,16 +15,16 @@ from meteor_py.subscribe.lease import Term
 
 
 class Gap(NamedTuple):
-    """Records that are gone. Kept instead of the error, whose traceback would keep frames alive."""
+    """Records that are gone. Stored instead of an error: its traceback would keep memory alive."""
 
     first: int
     last: int
-    #: True if the server has lost them, or the whole stream; false if the ring has dropped them.
+    #: True if the server has lost the records, or the whole stream; false if the ring dropped them.
     truncated: bool
 
 
 class ReadBuffer:
-    """Fetched records and a position, initially the stream's end. For one thread at a time."""
+    """Fetched records, and a position that is initially the stream's end. Not thread-safe."""
 
     def __init__(
         self, stream: StreamHandle, on_gap_skipped: Callable[[int, int], object] | None = None
@@ -33,10 +33,10 @@ class ReadBuffer:
         self._on_gap_skipped = on_gap_skipped
         self._log = stream.open_reader()
         self._chunks: deque[Chunk] = deque()  # the first may begin before the position
-        # Whether the position means "the first record that exists", which may move until the first
-        # reply. From then on the application relies on the position, whether it got records or not.
+        # Whether the position means "the first record that exists". The first reply fixes the
+        # position, even if it has no records, because the application then relies on it.
         self._floating = False
-        # Whether records that such a move skips belong to a gap.
+        # Whether the records before the first existing one count as a gap.
         self._skipping = False
         #: The offset of the next record to hand out. The caller advances it.
         self.position = self._log.end_offset
@@ -44,14 +44,14 @@ class ReadBuffer:
         self.term: Term | None = None
         #: The records that the last fetch found missing.
         self.gap: Gap | None = None
-        #: Counts seeks and other jumps, as opposed to sequential reading.
+        #: Number of seeks and other jumps so far; sequential reading does not count.
         self.jumps = 0
         #: Number of lost records that were skipped.
         self.skipped = 0
 
     @property
     def end_offset(self) -> int:
-        """The end of the stream when it was last seen."""
+        """The end of the stream, as of the last reply from the server."""
         return self._log.end_offset
 
     def read_columns(self, columns: Sequence[str]) -> None:
@@ -69,8 +69,8 @@ class ReadBuffer:
         """Fetch the next records, waiting up to ``block_s`` seconds or one blocking call.
 
         Raises:
-            RecordsLost, LogTruncated: Records are missing; also kept as ``gap``.
-            OwnerChanged: The records are not for this member; see ``LogReader.fetch``.
+            RecordsLost, LogTruncated: Records are missing. Also sets ``gap``.
+            OwnerChanged: Another member owns the group now; see ``LogReader.fetch``.
         """
         block_s = min(block_s, self._log.block_max_s)
         try:
@@ -90,11 +90,11 @@ class ReadBuffer:
             more_skipped = was_skipping and missed < self.position
             self.gap = None
             self._chunks.extend(chunks)
-            if more_skipped:  # the ring has moved on since the gap was found
+            if more_skipped:  # the ring has dropped more records since the gap was found
                 self.count_skipped(missed, self.position - 1)
 
     def peek(self, max_records: int, codec: Codec | None) -> RecordBatch:
-        """Return up to ``max_records`` of the next records, without moving."""
+        """Return up to ``max_records`` of the next records, without changing the position."""
         chunks: list[Chunk] = []
         start, stop = self.position, self.position + max_records
         for chunk in self._chunks:
@@ -106,7 +106,7 @@ class ReadBuffer:
         return RecordBatch(self._stream, start, chunks, codec)
 
     def seek(self, offset: int, *, floating: bool = False) -> None:
-        """Move to ``offset``; with ``floating``, to the first existing record from there on.
+        """Move to ``offset``, or with ``floating`` to the first existing record at or after it.
 
         Raises:
             ValueError: The offset is beyond the end.
@@ -118,7 +118,7 @@ class ReadBuffer:
         """Move to a position that the application has stored.
 
         Raises:
-            LogTruncated: The server has lost records before that position; also kept as ``gap``.
+            LogTruncated: The server has lost records before that position. Also sets ``gap``.
         """
         try:
             self._log.resume(position)
@@ -133,17 +133,17 @@ class ReadBuffer:
         return self._log.position(self.position)
 
     def epoch_of(self, offset: int) -> int:
-        """Return the number of the epoch in which a delivered record was appended."""
+        """Return the epoch in which a delivered record was appended."""
         return self._log.epoch_of(offset)
 
     def start_term(self, group: str, term: Term) -> None:
         """Move to where a term of the group starts."""
         self._log.start_term(term.start, term.end_offset, group, term.nonce)
         self._jump(term.start.offset, term.floating)
-        self.term = term  # last: until here, another thread confirms records of the old term
+        self.term = term  # set it last: until then, other threads confirm records of the old term
 
     def skip_to(self, offset: int) -> None:
-        """Move to the first record from ``offset`` on; count those missing before it as a gap."""
+        """Move to the first record at or after ``offset``; count missing records as a gap."""
         self.seek(offset, floating=True)
         self._skipping = True
 
@@ -158,7 +158,7 @@ class ReadBuffer:
             self._on_gap_skipped(first, last)
 
     def interrupt(self) -> None:
-        """End a wait in another thread."""
+        """Interrupt a wait in another thread."""
         self._log.interrupt()
 
     def close(self) -> None:

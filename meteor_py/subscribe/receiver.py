@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Record], object]
-#: What happens to a record for which the handler raises. A stream receives it as a dead letter.
+#: How to treat a record for which the handler raises. A stream receives it as a dead letter.
 OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: Default number of tries before a record becomes a dead letter.
@@ -41,8 +41,8 @@ _BACKOFF_S = (0.05, 5.0)
 class Receiver:
     """A background thread that passes a subscriber's records to a handler.
 
-    Create it with ``Subscriber.attach_receiver``. It ends when it or the subscriber is closed, or
-    when the handler or a read fails; see ``error``.
+    Create one with ``Subscriber.attach_receiver``. The thread ends when the receiver or the
+    subscriber is closed, or when the handler or a read fails; see ``error``.
 
     >>> receiver = sub.attach_receiver(print)    # doctest: +SKIP
     >>> receiver.join(60), receiver.error    # doctest: +SKIP
@@ -71,13 +71,13 @@ class Receiver:
                 subscriber.stream.incarnation,
             ):
                 raise ValueError(
-                    f"The dead letters of stream {on_error.name!r} cannot go to the stream itself. "
-                    "Name another one in on_error."
+                    f"Stream {on_error.name!r} cannot receive its own dead letters. Pass another "
+                    "stream as on_error."
                 )
         else:
             raise TypeError('on_error must be "stop", "skip", "retry", or a stream.')
         if check_int("acks", acks, 0, 1_000) and self._letters is None:
-            raise ValueError("acks is for dead letters. Name their stream in on_error.")
+            raise ValueError("acks needs a dead-letter stream. Pass one as on_error.")
         if acks and self._letters is not None and self._letters.connector.address.scheme == "fake":
             raise ValueError("fake:// has no replicas. Publish dead letters there with acks=0.")
         if tries is not None:
@@ -87,14 +87,16 @@ class Receiver:
         self._subscriber = subscriber
         self._stream = subscriber.stream.name
         self._fetcher = fetcher
-        self._codec = codec
-        self._handler = handler
+        # Called once per record: without a codec, the handler itself.
+        self._call = (
+            handler if codec is None else partial(_decode_and_call, self._stream, codec, handler)
+        )
         self._skips = on_error == "skip"
         self._tries = tries
         self._acks = acks
         self._error: BaseException | None = None
         self._raised = False
-        #: How many records the receiver skipped or made dead letters after the handler failed.
+        #: Number of records that the receiver skipped or dead-lettered after the handler failed.
         self.failed = 0
         self._stop = SignalSafeEvent()
         self._thread = JoinableThread(self._run, f"meteor-receiver-{self._stream}")
@@ -106,17 +108,17 @@ class Receiver:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread is running."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, or without limit, and return whether it has ended."""
+        """Wait for the thread to end, for at most ``timeout`` seconds; return whether it has."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let the handler finish its record, then end. Closing twice is fine.
+        """Let the handler finish its record, then stop the thread. Idempotent.
 
         Args:
             timeout: Seconds to wait for the handler.
@@ -127,7 +129,7 @@ class Receiver:
         """
         self.stop()
         if self.is_current_thread():
-            return  # called by the handler: the thread ends when the handler returns
+            return  # the handler called us; the thread ends when the handler returns
         if not self.join(timeout):
             raise TimeoutError(
                 f"The handler of stream {self._stream!r} did not return within {timeout:g} "
@@ -146,12 +148,12 @@ class Receiver:
     def start(self) -> None:
         try:
             self._thread.start()
-        except BaseException:  # Ctrl-C: the thread may be running nevertheless
+        except BaseException:  # such as Ctrl-C; the thread may be running nevertheless
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Make the thread end after its record, without waiting for it."""
+        """Make the thread end after the current record, without waiting for it."""
         self._stop.set()
         self._fetcher.interrupt()
 
@@ -172,14 +174,17 @@ class Receiver:
                     _log.warning("The receiver could not leave %s: %s", session.lease, error)
 
     def _receive(self) -> None:
-        failures = 0  # in a row
+        failures = 0  # consecutive failures
         while not self._stop.is_set():
             try:
                 for record in self._fetcher.iterate(None):
                     failures = 0
                     handled = False
                     try:
-                        handled = self._handle(record)
+                        self._call(record)
+                        handled = True
+                    except Exception as error:
+                        handled = self._handle_failure(record, error)
                     finally:
                         if not handled:
                             self._fetcher.buffer.position = record.offset
@@ -191,20 +196,21 @@ class Receiver:
                 if not left and not getattr(error, "retriable", False):
                     self._fail(error)
                     return
-                _log.warning("The receiver of stream %r retries: %s", self._stream, error)
+                _log.warning("The receiver of stream %r will retry: %s", self._stream, error)
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
-    def _handle(self, raw: Record) -> bool:
-        """Handle, skip or dead-letter one record; return False if it must be read again."""
+    def _handle_failure(self, raw: Record, error: Exception) -> bool:
+        """Retry, skip or dead-letter a record; return False if it must be read again."""
         failures = 0
         while True:
-            error = self._call(raw)
-            if error is None:
-                return True
             failures += 1
+            _log.info(
+                "The handler failed for record %d of stream %r: %r",
+                *(raw.offset, self._stream, error),
+            )
             if isinstance(error, LeaseLost):
-                self._stop.wait(_BACKOFF_S[0])  # maybe of another lease, and raised on every try
+                self._stop.wait(_BACKOFF_S[0])  # avoid a busy loop: each try may raise this again
                 return False
             if not self._holds_lease():
                 return False
@@ -213,16 +219,11 @@ class Receiver:
             pause = partial(self._stop.wait, pause_s(failures, *_BACKOFF_S))
             if self._fetcher.run_blocking(pause):
                 return False
-
-    def _call(self, raw: Record) -> Exception | None:
-        try:
-            codec, stream = self._codec, self._stream
-            self._handler(raw if codec is None else decode_record(stream, codec, raw))
-        except Exception as error:
-            offset = raw.offset
-            _log.info("The handler failed for record %d of stream %r: %r", offset, stream, error)
-            return error
-        return None
+            try:
+                self._call(raw)
+                return True
+            except Exception as next_error:
+                error = next_error
 
     def _give_up(self, raw: Record, error: Exception, failures: int) -> bool:
         """Apply ``on_error`` to a record after its last failure; return whether it is settled."""
@@ -246,7 +247,7 @@ class Receiver:
         elif not self._skips:
             self._fail(error)
             return False
-        # If earlier records are unconfirmed, the application has to confirm this one.
+        # If earlier records are unconfirmed, the application must confirm this record itself.
         if session is not None and session.wanted == raw.offset:
             session.confirm_silently(raw.offset + 1, self._fetcher.buffer.term)
         self.failed += 1
@@ -258,7 +259,7 @@ class Receiver:
         return True
 
     def _is_on_server(self, letters: StreamHandle, history: str) -> bool:
-        """Return whether the records' server, with that history, also holds the letters."""
+        """Return whether the letters are on the records' own server, in that history."""
         connector = self._subscriber._handle.connector
         if not history or letters.connector.address == connector.address:
             return bool(history)
@@ -270,7 +271,7 @@ class Receiver:
         self._stop.set()
 
     def _holds_lease(self) -> bool:
-        """Return whether this member, as far as it knows, may still handle the record."""
+        """Return whether, as far as this member knows, it still holds the lease."""
         session = self._fetcher.session
         if session is None:
             return True
@@ -279,3 +280,7 @@ class Receiver:
             return term is not None and session.hold(0.0) is term
         except ConnectionFailed:
             return True  # if the lease was lost, the server will refuse the confirm
+
+
+def _decode_and_call(stream: str, codec: Codec, handler: Handler, raw: Record) -> object:
+    return handler(decode_record(stream, codec, raw))

@@ -37,7 +37,7 @@ class RenewalThread(JoinableThread):
         lease = session.lease
         super().__init__(self._work, f"{SESSION_PREFIX}-{lease.stream}-{lease.group}")
         self._session = session
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._retry_at = 0.0  # by ``now()``
 
     def _work(self) -> None:

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds that the same wait may take at interpreter exit.
+#: Seconds that they wait at interpreter exit.
 _EXIT_S = 1.0
 
 
@@ -55,8 +55,8 @@ class Subscriber(Closeable):
     wait in ``poll()``. If the owner closes, hangs or dies, one of them continues after the last
     confirmed record.
 
-    For one thread at a time, except that any thread may call ``confirm``. Create it with
-    ``stream.subscriber()``.
+    Use it from one thread at a time, except for ``confirm``, which any thread may call. Create it
+    with ``stream.subscriber()``.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Subscriber(Closeable):
     ) -> None:
         if config.group is None and config.starts_at is InitialOffset.NONE:
             raise InvalidInitialOffset(
-                "InitialOffset.NONE gives a subscriber without a group nowhere to start. Use "
+                "InitialOffset.NONE requires a group with a confirmed offset. Without a group, use "
                 "EARLIEST or LATEST.",
                 stream=stream.name,
             )
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This subscriber's name as the owner of a group's lease.
+        #: This subscriber's name in its group.
         self.member = member_name()
         self._codec = codec
         self._closed = False
@@ -92,11 +92,11 @@ class Subscriber(Closeable):
             raise
 
     def _read_columns(self, columns: Sequence[str]) -> None:
-        """Read only these ``ARROW_SCHEMA`` columns from the store; for callers of ``to_arrow``.
+        """Read only these ``ARROW_SCHEMA`` columns from the store.
 
-        Call it before the first poll. The other columns are null in ``RecordBatch.to_arrow()``,
-        except the offset, and the batches must be used for nothing else. Records in the ring have
-        all columns, because the server sends whole frames.
+        Call this before the first poll, and use the batches only for ``to_arrow()``. There, all
+        other columns except the offset are null. Records in the ring have all columns, because the
+        server sends whole frames.
 
         Raises:
             ValueError: There is no such column.
@@ -111,20 +111,22 @@ class Subscriber(Closeable):
     def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
         """Return the next records, waiting up to ``timeout`` seconds for the first of them.
 
-        In a group, acquire the lease first; a member without it waits and returns an empty batch.
+        In a group, ``poll`` first acquires the lease. If another member holds it, ``poll`` waits
+        and returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 returns what is available now.
-            max_records: The most records to return.
+            timeout: Seconds to wait; 0 returns only records that are available now.
+            max_records: Maximum number of records to return.
 
         Returns:
-            A batch of consecutive offsets from ``position`` on; empty after the timeout.
+            A batch of consecutive records, the first at ``position``; empty after the timeout.
 
         Raises:
-            RecordsLost: The next record is gone. Raised by every poll until ``skip_gap()`` or
+            RecordsLost: The next record is gone. Every poll raises this until ``skip_gap()`` or
                 ``seek()``.
-            LogTruncated: The server lost records that were already read. Raised likewise.
-            LeaseLost, OutcomeUnknown: A confirm was refused, or may have been, and its Ack was
+            LogTruncated: The server lost records that were already read. Every poll raises this,
+                too, until ``skip_gap()`` or ``seek()``.
+            LeaseLost, OutcomeUnknown: A confirm was, or may have been, refused, and its Ack was
                 never checked. Raised once.
             CorruptFrame, UnsupportedFrame, CorruptStream: The next frame is unreadable.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
@@ -142,37 +144,38 @@ class Subscriber(Closeable):
         return batch
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield records one by one until the subscriber is closed; ``position`` follows each.
+        """Yield records one by one until the subscriber is closed.
 
-        If the server cannot be reached, retry for 30 seconds before ``ConnectionFailed``.
+        ``position`` is always the offset after the last yielded record. If the server is
+        unreachable, retry for 30 seconds before raising ``ConnectionFailed``.
         """
         if not self._closed:
             self._check_reader()
         return self._iterate()
 
     def _iterate(self) -> Iterator[Record]:
-        # A generator of this object, so that a loop keeps its subscriber alive.
+        # A generator of this object keeps the subscriber alive during a loop.
         yield from self._fetcher.iterate(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
 
     def confirm(self, record: Record | RecordBatch | int | None = None) -> Ack:
-        """Confirm a record and all before it: the group will not read them again.
+        """Confirm a record and all before it, so that the group will not read them again.
 
-        A background thread sends the confirm within 50 ms, merged with others, or as soon as the
-        caller waits for the Ack. ``close()`` and ``deactivate()`` wait for it.
+        A background thread merges confirms and sends them within 50 ms, or at once if a caller
+        waits for an Ack. ``close()`` and ``deactivate()`` wait for the last confirm.
 
         Args:
-            record: A record, a batch, or an offset. None confirms everything delivered so far: the
-                batch after ``poll()``, the current record in a loop or a receiver.
+            record: A record, a batch, or an offset. None confirms everything delivered so far: all
+                records returned by ``poll()``, or in a loop or a receiver, the current record.
 
         Returns:
             An Ack whose ``result()`` is the offset after the record. It raises ``LeaseLost`` if the
             confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
-            LeaseLost: This member has lost the lease. If the member does not know that yet, the Ack
-                raises this error instead, or the next ``poll()`` does if the Ack is never checked.
+            LeaseLost: This member has lost the lease. If it does not know that yet, the Ack raises
+                this error later. If no one checks the Ack, the next ``poll()`` raises it.
             ValueError: The record was not delivered by this subscriber.
             NotGrouped: The subscriber has no group.
         """
@@ -186,12 +189,12 @@ class Subscriber(Closeable):
         if offset > self.position:
             if offset > self._fetcher.handed_out:
                 raise ValueError(
-                    f"Record {record} was not returned yet: the position is {self.position}. "
-                    "Confirm only records that this subscriber has returned."
+                    f"Record {record} was not delivered yet: the position is {self.position}. "
+                    "Confirm only records that this subscriber has delivered."
                 )
             raise LeaseLost(
-                f"Record {record} was returned in an earlier term of {session.lease}, and the "
-                "lease was lost since. It will be delivered again.",
+                f"Record {record} was delivered in an earlier term of {session.lease}, and this "
+                "member has lost the lease since. The record will be delivered again.",
                 stream=self.stream.name,
                 group=session.lease.group,
             )
@@ -199,7 +202,7 @@ class Subscriber(Closeable):
 
     @property
     def confirmed(self) -> int:
-        """The group's next offset to process, as last seen; all records below are confirmed."""
+        """The group's next offset to process, according to the server's last reply."""
         return self._grouped("confirmed").confirmed
 
     @property
@@ -210,9 +213,9 @@ class Subscriber(Closeable):
 
     @property
     def term(self) -> int | None:
-        """The number of this member's term, which only increases; None once the term is over.
+        """The number of this member's term, or None if it has no term. Numbers only increase.
 
-        ``is_assigned`` tells whether the lease is held at this moment.
+        Use ``is_assigned`` to find out whether the member holds the lease now.
         """
         term = self._grouped("term").term
         return None if term is None else term.number
@@ -247,22 +250,23 @@ class Subscriber(Closeable):
     def checkpoint(self) -> Position:
         """The position with the stream's incarnation and epoch, for the application to store.
 
-        Pass it to ``seek()`` or return it from ``on_assigned``. If the server has lost records
-        before the checkpoint since then, that raises ``LogTruncated``; a bare offset might silently
-        name another record.
+        Later, pass it to ``seek()`` or return it from ``on_assigned``. If the server has since lost
+        records before the checkpoint, ``LogTruncated`` is raised. A bare offset might silently
+        refer to a different record.
         """
         return self._fetcher.buffer.checkpoint
 
     @property
     def skipped(self) -> int:
-        """How many lost records ``on_gap="skip"`` or ``skip_gap()`` has skipped."""
+        """Number of lost records that ``on_gap="skip"`` or ``skip_gap()`` has skipped."""
         return self._fetcher.buffer.skipped
 
     @property
     def lag(self) -> int:
-        """Records between the position and the end of the stream when it was last seen.
+        """Number of records from the position to the end of the stream.
 
-        In a group, the confirmed offset counts instead of the position.
+        In a group, the confirmed offset counts instead of the position. The end is as of the last
+        reply from the server.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed
@@ -278,13 +282,14 @@ class Subscriber(Closeable):
         Raises:
             LogTruncated: The server has lost records before that checkpoint.
             ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
-            GroupError: The subscriber is in a group, whose confirmed offset decides.
+            GroupError: The subscriber is in a group, which starts at its confirmed offset.
         """
         self._check_reader()
         if self._fetcher.session is not None:
             raise GroupError(
-                f"The subscriber continues where group {self.config.group!r} stands. Move the "
-                "group with stream.seek_group(), or start each term elsewhere with on_assigned=.",
+                f"A subscriber in group {self.config.group!r} starts at the group's confirmed "
+                "offset. Move the group with stream.seek_group(), or choose where each term "
+                "starts with on_assigned=.",
                 stream=self.stream.name,
                 group=self.config.group,
             )
@@ -297,8 +302,8 @@ class Subscriber(Closeable):
     def skip_gap(self) -> None:
         """Continue with the first record after the gap that the last poll reported.
 
-        After ``LogTruncated``, continue with the records that the server has now; in a group, from
-        the offset confirmed there. Does nothing if there is no gap.
+        After ``LogTruncated``, continue with the records that the server has now. In a group, start
+        at the confirmed offset that the server has now. Does nothing if there is no gap.
         """
         self._check_reader()
         self._fetcher.skip_gap()
@@ -325,15 +330,15 @@ class Subscriber(Closeable):
                 record.
             on_error: What to do with a record for which the handler raises: "stop" the receiver,
                 "skip" the record, "retry" it, or a stream that takes it as a dead letter.
-            tries: How often the handler gets a record before ``on_error`` applies. The default is
-                1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
-            acks: Replicas that must have a dead letter before its record is confirmed. Needed only
-                if the dead letters are on another server: on the same server, no failover can keep
-                the confirm and lose the letter.
+            tries: How often to call the handler with a record before ``on_error`` applies. The
+                default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
+            acks: Number of replicas that must have a dead letter before its record is confirmed.
+                Needed only if the dead letters are on another server. On the same server, no
+                failover can keep the confirm and lose the letter.
 
         Raises:
             MeteorError: The subscriber already has a receiver, or is closed.
-            TypeError, ValueError: An argument is not one of the above.
+            TypeError, ValueError: An argument has the wrong type or value.
         """
         self._check_open()
         if self._receiver is not None:
@@ -347,7 +352,7 @@ class Subscriber(Closeable):
         return self._receiver
 
     def close(self, timeout: float = _FLUSH_S) -> None:
-        """Stop the receiver, send the last confirm, release the lease. Closing twice is fine.
+        """Stop the receiver, send the last confirm, and release the lease. Idempotent.
 
         Args:
             timeout: Seconds to wait for the last confirm, and for the handler to return.
@@ -362,7 +367,7 @@ class Subscriber(Closeable):
             self._closed = True
             return
         if self._fetcher.session is not None:
-            forbid_waiting()  # before anything is changed
+            forbid_waiting()  # before changing anything
         try:
             if self._receiver is not None:
                 self._receiver.close(timeout)
@@ -393,8 +398,8 @@ class Subscriber(Closeable):
         session = self._fetcher.session
         if session is None:
             raise NotGrouped(
-                f"{what} needs a group, and this subscriber of stream {self.stream.name!r} has "
-                "none. Open it with stream.subscriber(group=...).",
+                f"{what} needs a group, but this subscriber of stream {self.stream.name!r} is not "
+                "in one. Open it with stream.subscriber(group=...).",
                 stream=self.stream.name,
                 group=None,
             )
@@ -441,11 +446,11 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     deadline = time.monotonic() + _EXIT_S
     for receiver in receivers:
         if not receiver.join(max(deadline - time.monotonic(), 0.0)):
-            _log.error("%r did not end before the interpreter did.", receiver)
+            _log.error("%r was still running at interpreter exit.", receiver)
     for subscriber in subscribers:
         subscriber._fetcher.stop()
-    # Subscribers that were just garbage-collected also have leases, and threads that the exit would
-    # kill.
+    # Subscribers that were just garbage-collected also have leases, and threads that interpreter
+    # exit would kill before they release them.
     join_named(SESSION_PREFIX, _EXIT_S)
 
 
@@ -453,8 +458,8 @@ def _close_together(subscribers: Sequence[Subscriber]) -> None:
     """Close the subscribers of a client under one deadline, then raise the first failure.
 
     All of them leave their groups at the same time, so that waits for hung servers and handlers do
-    not add up. Existing threads do the work. New threads would wait for locks of this thread, which
-    may be running a handler or a signal handler.
+    not add up. Their own threads do the work. New threads could deadlock: this thread may be in a
+    handler or a signal handler, and hold locks that they need.
     """
     deadline = time.monotonic() + _FLUSH_S
 
@@ -480,7 +485,7 @@ def _close_together(subscribers: Sequence[Subscriber]) -> None:
     def close(subscriber: Subscriber | None) -> None:
         if subscriber is None:
             start()
-        else:  # by then, a receiver may still be leaving its group
+        else:  # a receiver may still be leaving its group at this time
             subscriber.close(left_s(_FLUSH_S))
 
     # A handler may have raised any BaseException.
@@ -493,7 +498,7 @@ def _after_fork(subscribers: Sequence[Subscriber]) -> None:
             subscriber._fetcher.session.abandon()
 
 
-#: Subscribers that have a lease or a thread.
+#: Open subscribers, which may have a lease or a thread.
 _open_subscribers: Registry[Subscriber] = Registry(
     ClosingOrder.SUBSCRIBERS,
     owner=lambda subscriber: subscriber._handle.connector,

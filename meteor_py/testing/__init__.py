@@ -7,9 +7,9 @@
         server.kill()
         server.restart()        # same address, and the data that reached the disk
 
-The pytest fixtures are in ``meteor_py.testing.fixtures``; nothing else here needs pytest.
-``Server`` does not use the library to talk to its server, so the library's own tests use the kit
-too. See ``docs/testing.md`` for a guide.
+The pytest fixtures are in ``meteor_py.testing.fixtures``. No other module here needs pytest, except
+``store_contract``. ``Server`` does not depend on the client library, so the library's own tests use
+this kit too. See ``docs/testing.md`` for a guide.
 """
 
 from meteor_py.testing.server import Server, ServerFactory

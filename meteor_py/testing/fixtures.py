@@ -1,4 +1,4 @@
-"""Fixtures for pytest. Name this module in the ``conftest.py`` at the root of your tests:
+"""Fixtures for pytest. List this module in the ``conftest.py`` at the root of your tests:
 
     pytest_plugins = ["meteor_py.testing.fixtures"]
 
@@ -25,12 +25,13 @@ except ImportError as error:
     ) from error
 
 
-#: Test servers keep nothing on disk, on purpose, and users may turn warnings into errors.
+#: Test servers deliberately keep nothing on disk. Ignore the warning about it, because users may
+#: turn warnings into errors.
 IGNORED = r"ignore:The server at \S+ loses its last records:meteor_py.DataSafetyWarning"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # A mark outranks `-W error`; a setting does not. Mark only tests that use our servers.
+    # A mark overrides `-W error`, but a setting does not. Mark only tests that use our servers.
     used = set(getattr(item, "fixturenames", ()))
     if used & {"meteor_server", "meteor_private_server"}:
         item.add_marker(pytest.mark.filterwarnings(IGNORED))
@@ -45,13 +46,13 @@ def _meteor_session_server() -> Iterator[Server]:
 
 @pytest.fixture
 def meteor_server(_meteor_session_server: Server) -> Server:
-    """A real server, emptied before the test; pass its ``url`` to the program under test.
+    """A real server, emptied before the test. Pass its ``url`` to the program under test.
 
-    All tests share it, because emptying a server takes 1 ms and starting one takes 40. A test that
-    kills, pauses or configures its server should use ``meteor_private_server``.
+    All tests share one server, because emptying it takes 1 ms and starting another takes 40 ms. A
+    test that kills, pauses or configures its server should use ``meteor_private_server``.
     """
     server = _meteor_session_server
-    # A test that killed or paused it nevertheless must not fail all tests after it.
+    # If a test has killed or paused the server anyway, later tests must not fail because of it.
     if not server.running:
         server.restart()
     server.resume()
@@ -61,7 +62,7 @@ def meteor_server(_meteor_session_server: Server) -> Server:
 
 @pytest.fixture
 def meteor_client(meteor_server: Server) -> Iterator[meteor_py.Client]:
-    """A client of ``meteor_server``; it and its publishers are closed after the test."""
+    """A client of ``meteor_server``. It is closed after the test, with all its publishers."""
     with meteor_py.connect(meteor_server.url) as client:
         yield client
 
@@ -82,10 +83,10 @@ def meteor_private_server() -> Iterator[ServerFactory]:
 
 @pytest.fixture
 def meteor_fake() -> Iterator[meteor_py.Client]:
-    """A client of ``fake://``, which is in memory and lives for one test.
+    """A client of a ``fake://`` server, which is in memory and exists for one test.
 
     Raises:
-        ImportError: fakeredis is not installed; the message says how to install it.
+        ImportError: fakeredis is not installed. The message says how to install it.
     """
     with meteor_py.connect("fake://") as client:
         client._connector.resolve()  # raise here, not in the test, if fakeredis is missing

@@ -24,7 +24,7 @@ from meteor_py.testing.watchdog import Watchdog
 HOST = "127.0.0.1"
 SOCKET = "server.sock"
 
-#: Seconds within which a server must have loaded its data and reply.
+#: Seconds within which a server must load its data and reply.
 START_S = 20.0
 
 #: Seconds between two signals to stop, and how many are sent before SIGKILL.
@@ -38,8 +38,8 @@ ROOT_MAX_BYTES = 64
 class Server:
     """A server process whose address and directory survive restarts.
 
-    It writes nothing to disk unless its options say so, and dies with the test process, even if
-    that is killed. Only ``client()`` may be called by several threads at once.
+    It writes nothing to disk unless its options say so. It dies with the test process, even if that
+    process is killed. Only ``client()`` is thread-safe.
 
     >>> with Server("--appendonly", "yes") as server:
     ...     server.client().set("a", 1)
@@ -56,22 +56,22 @@ class Server:
 
         Args:
             args: Server options, as on the command line.
-            program: The server program; None = the one in ``$METEOR_SERVER``, or the bundled
-                Valkey (see ``meteor_py.server.find_server()``).
-            port: None = a unix socket; 0 = a free port of 127.0.0.1; otherwise that port.
+            program: The server program. None means ``$METEOR_SERVER`` or the bundled Valkey (see
+                ``meteor_py.server.find_server()``).
+            port: A TCP port of 127.0.0.1. 0 chooses a free port, and None uses a unix socket.
 
         Raises:
-            ServerNotFound: There is no server program.
+            ServerNotFound: No server program was found.
         """
         self.program = Path(program) if program is not None else find_server()
-        #: Read at each start: change them and restart to use other options.
+        #: The server options, which each start reads. To use others, change them and restart.
         self.args = args
-        # Not in pytest's tmp_path: the path of a socket has at most 103 bytes.
+        # Do not use pytest's tmp_path: the path of a socket may have at most 103 bytes.
         root = tempfile.gettempdir()
         root = root if len(os.fsencode(root)) <= ROOT_MAX_BYTES else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="meteor-test-", dir=root))
         self.log = self.directory / "server.log"
-        #: The TCP port; 0 = a unix socket only.
+        #: The TCP port; 0 if the server has only a unix socket.
         self.port = 0 if port is None else port or free_port()
         self.url = (
             f"redis://{HOST}:{self.port}/0"
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether the process exists; true for a paused one."""
+        """Whether the process exists, even if it is paused."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -115,10 +115,10 @@ class Server:
         return self._process.pid
 
     def client(self, **options: Any) -> redis.Redis:
-        """Return a redis-py client that sends each command once; ``close()`` closes it too.
+        """Return a redis-py client that never retries a command. ``close()`` also closes it.
 
         Args:
-            options: Options of ``redis.Redis`` that override ours: ``socket_timeout=0.2``
+            options: Options of ``redis.Redis`` that override ours, such as ``socket_timeout=0.2``
                 (seconds).
         """
         client = plain_client(self.url, **options)
@@ -149,12 +149,12 @@ class Server:
 
         Raises:
             RuntimeError: The server is already running, or was closed.
-            ServerStartFailed: The server did not start; the message ends with its log.
+            ServerStartFailed: The server did not start. The message ends with the server's log.
         """
         if self.running:
             raise RuntimeError(f"{self} is already running. Use restart() to stop it first.")
         if not self.directory.exists():
-            raise RuntimeError(f"{self} was closed, and its directory removed. Create a new one.")
+            raise RuntimeError(f"{self} was closed and its directory removed. Create another.")
         address = (
             ["--port", str(self.port), "--bind", HOST]
             if self.port
@@ -170,7 +170,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a Ctrl-C is for the tests, which stop the server
+                    start_new_session=True,  # Ctrl-C must reach only the tests, not the server
                 )
         except OSError as error:
             raise ServerStartFailed(f"{self} cannot be started: {error}.") from error
@@ -184,7 +184,7 @@ class Server:
         return self
 
     def kill(self) -> None:
-        """Send SIGKILL: writes that had not reached the kernel are lost.
+        """Send SIGKILL. Writes that have not reached the kernel are lost.
 
         Does nothing if the server is not running.
         """
@@ -198,13 +198,13 @@ class Server:
         """Stop the server if it is running, and start it with the same address and directory.
 
         Raises:
-            ServerStartFailed: The server did not start; the message ends with its log.
+            ServerStartFailed: The server did not start. The message ends with the server's log.
         """
         self.stop()
         return self.start()
 
     def pause(self) -> None:
-        """Send SIGSTOP and wait until it takes effect; connections stay open without replies.
+        """Send SIGSTOP and wait until it takes effect. Connections stay open but get no replies.
 
         A second call does nothing.
 
@@ -232,7 +232,7 @@ class Server:
         self._paused = False
 
     def close(self) -> None:
-        """Kill the server, close its clients, remove its directory. A second call does nothing."""
+        """Kill the server, close its clients, and remove its directory. Idempotent."""
         self.kill()
         for client in self._clients:
             client.close()
@@ -255,11 +255,11 @@ class Server:
             info: dict[str, Any] = probe.info()
         except redis.AuthenticationError:
             raise self._start_failed(
-                "asks for a password; start it without one, and set one through client()"
+                "requires a password; start it without one, and set one through client()"
             ) from None
         except (redis.ConnectionError, redis.TimeoutError):
             return False
-        # Another server may have taken the port.
+        # Check the process id: another server may have taken the port.
         return bool(info["process_id"] == pid and info["loading"] == 0)
 
     def _start_failed(self, what: str) -> ServerStartFailed:
@@ -269,9 +269,9 @@ class Server:
         if self._process is None:
             return
         for _ in range(STOP_TRIES):
-            # Repeated: Redis refuses a SIGTERM while it writes its first append-only file.
+            # Repeat the signal: Redis refuses SIGTERM while it writes its first append-only file.
             if self._process.poll() is None:
-                # The group: a child that rewrites the file must not keep writing after a kill.
+                # Kill the group: a child that rewrites the file must not keep writing.
                 send = os.killpg if how == signal.SIGKILL else os.kill
                 send(self._process.pid, how)
                 self._process.send_signal(signal.SIGCONT)  # a paused server ignores SIGTERM
@@ -296,7 +296,7 @@ class ServerFactory(Protocol):
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that sends each command once and nothing else."""
+    """Return a redis-py client that sends each command once, and no commands of its own."""
     settings: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": 10,

@@ -5,8 +5,8 @@
         def open_store(self, tmp_path: Path) -> OpenStore:
             return lambda: MyStore(tmp_path)
 
-A record's content follows from its offset and its branch, a number for each of several conflicting
-writes, so that tests can compare any record with the one that should be there.
+The content of a record depends only on its offset and its branch, so tests can compute the expected
+record for any offset. A branch is a number that tells conflicting writes apart.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from meteor_py.store.base import Bounds, RingbufferStore, StatefulStore, read_co
 
 OpenStore = Callable[[], RingbufferStore]
 
-#: A term that no append of the tests has reached.
+#: A term higher than that of any append in the tests.
 NEWEST = 2**62
 INCARNATION = "0a1b2c"
 OTHER = "f00d"
-#: Records per batch of the appended tables; an archiver's tables have many batches, too.
+#: Records per batch of the appended tables. Like an archiver's tables, they have many batches.
 BATCH = 7
 READERS = 3
 
 
 def appended_at(offset: int, branch: int = 0) -> int:
-    """Return the append time in ms: three records share each, and later branches are later."""
+    """Return the append time in ms. Three records share each time; later branches are later."""
     return 1_700_000_000_000 + branch * 1_000_000_000 + offset // 3 * 10
 
 
@@ -70,14 +70,14 @@ def read(store: RingbufferStore, start: int, stop: int, incarnation: str = INCAR
 def check(
     store: RingbufferStore, start: int, stop: int, branch: int = 0, incarnation: str = INCARNATION
 ) -> None:
-    """Check that the store returns the branch's records from ``start`` to before ``stop``."""
+    """Check that the store returns the branch's records from ``start`` to ``stop`` - 1."""
     found, expected = read(store, start, stop, incarnation), records(start, stop, branch)
     assert found.column("offset").to_pylist() == expected.column("offset").to_pylist()
     assert found.equals(expected), f"records {start} to {stop} are not from branch {branch}"
 
 
 def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: int) -> None:
-    """Check that reading returns the records before the gap and then reports exactly the gap."""
+    """Check that reading yields the records before the gap, then reports exactly the gap."""
     found: list[int] = []
     with pytest.raises(RecordsLost) as caught:
         found.extend(
@@ -92,12 +92,12 @@ class StoreContract:
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        """Opens the store of a stream: an empty one first, and the same one each time after."""
+        """Return a function that opens the stream's store: empty at first, then always the same."""
         raise NotImplementedError
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RingbufferStore:
-        """A store that was claimed, as after the creation of a stream."""
+        """A claimed store, as after the creation of a stream."""
         store = open_store()
         store.claim("its id")
         return store
@@ -188,12 +188,12 @@ class StoreContract:
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         if not isinstance(store, StatefulStore):
-            pytest.skip("The store keeps no states, which is optional.")
+            pytest.skip("Keeping states is optional, and this store does not.")
         assert store.load_states(INCARNATION) == {}
         store.save_state(INCARNATION, 1, b"one")
         store.append(INCARNATION, 1, records(0, 10))
         store.save_state(INCARNATION, 1, b"two")
-        store.save_state(INCARNATION, 2, b"three")  # and its archiver died before the append
+        store.save_state(INCARNATION, 2, b"three")  # its archiver dies before the append
         store.save_state(OTHER, 7, b"other")
         again = open_store()
         assert isinstance(again, StatefulStore)
@@ -244,7 +244,7 @@ class StoreContract:
     ) -> None:
         store.append(INCARNATION, 3, records(0, 20))
         store.append(INCARNATION, 5, records(20, 30))
-        # By an archiver that was paused before its commit.
+        # An archiver that was paused before its commit continues.
         store.append(INCARNATION, 3, records(*late, branch=1))
         check(store, 0, 30)
         assert store.bounds(INCARNATION).term == 5

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.01
 
-#: The next pause as a share of the time waited so far.
+#: The next pause, as a fraction of the time waited so far.
 POLL_SHARE = 1 / 20
 
 
@@ -26,14 +26,14 @@ def eventually(
 
     Args:
         condition: Called at least once. An exception that it raises ends the wait.
-        timeout_s: The longest wait in seconds. Be generous: only a failing test waits so long.
+        timeout_s: Maximum wait in seconds. Be generous: only a failing test waits that long.
         message: The text of the error, to which the last result is added.
 
     Raises:
         AssertionError: The timeout expired.
 
     >>> values = iter([None, "ready"])
-    >>> eventually(lambda: next(values), 5, "it did not get ready")
+    >>> eventually(lambda: next(values), 5, "the server did not become ready")
     'ready'
     """
     __tracebackhide__ = True  # pytest then shows the line that called this

@@ -1,13 +1,13 @@
-"""A small process that outlives the test process and kills servers that it left running."""
+"""A small process that outlives the test process and kills the server that it left running."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-# Its standard input is a pipe from the test process and ends when that process dies, even by
-# SIGKILL. Each line is the process id to kill then; an empty line means none. It kills the whole
-# process group, because a server forks when it rewrites its append-only file.
+# Standard input is a pipe from the test process. It ends when that process dies, even by SIGKILL.
+# The last line is the id of the process to kill then; an empty line means none. The program kills
+# the whole process group, because a server forks when it rewrites its append-only file.
 _PROGRAM = """
 pid=
 while read -r line; do pid=$line; done
@@ -17,9 +17,9 @@ rm -rf "$1"
 
 
 class Watchdog:
-    """Guards a server and its directory, so that an aborted test run leaves neither behind.
+    """Cleans up a server and its directory if the test run is aborted.
 
-    A forked child of the test process also holds the pipe: the watchdog waits for both.
+    A forked child of the test process also holds the pipe, so the watchdog waits until both end.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,13 +27,13 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # readers of the tests' output must not wait for this
+            stdout=subprocess.DEVNULL,  # programs that read the tests' output must not wait for us
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the tests only
+            start_new_session=True,  # Ctrl-C must reach only the tests
         )
 
     def guard(self, pid: int | None) -> None:
-        """Set the process to kill, which leads its process group; None = none."""
+        """Set the process to kill, which must lead its process group; None kills nothing."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(b"%d\n" % pid if pid else b"\n")

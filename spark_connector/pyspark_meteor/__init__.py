@@ -1,8 +1,8 @@
 """meteor_py streams in Spark: ``spark.readStream.format("meteor")``, without registration.
 
-To find a data source, Spark imports every module named ``pyspark_*`` and looks for a
-``DefaultSource``. If one import fails, Spark abandons the search, and no data source is found. This
-module therefore imports little, needs no server, and checks the version of PySpark only on use.
+To find data sources, Spark imports every module named ``pyspark_*`` and looks for a
+``DefaultSource``. If one import fails, Spark gives up and finds no data source at all. So this
+module imports little, needs no server, and checks the version of PySpark only when it is used.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def source_schema(options: ColumnOptions) -> StructType:
 
 
 def check_schema(requested: StructType, options: ColumnOptions) -> None:
-    """Check a schema that the user gave. It selects columns but cannot change their types.
+    """Check a schema that the user passed. It may select columns but not change their types.
 
     Raises:
         ValueError: A column is unknown or has another type.
@@ -61,7 +61,7 @@ class Columns:
         self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
     def of_records(self) -> list[str]:
-        """Returns the columns that records have: all but the name of the stream."""
+        """Returns the columns that come from records: all but the name of the stream."""
         return [name for name in self._schema.names if name != "stream"]
 
     def batches(self, stream: str, batch: RecordBatch) -> list[pa.RecordBatch]:
@@ -87,7 +87,7 @@ class Columns:
         if column.type == field.type:
             return column
         if pa.types.is_string(field.type):
-            # Bytes that are not UTF-8 pass unchanged: Spark's own strings may have such bytes too.
+            # Pass bytes that are not UTF-8 unchanged: Spark's own strings may contain such bytes.
             from pyarrow import compute
 
             return compute.cast(

@@ -1,4 +1,4 @@
-"""A listener that reports how far the streaming queries of a session are behind.
+"""A listener that reports the lag of a session's streaming queries.
 
 >>> from pyspark_meteor.listener import LagListener
 >>> spark.streams.addListener(LagListener())  # doctest: +SKIP
@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lag:
-    """How far a query was behind the ends of its streams after a batch."""
+    """The lag of a query after a batch."""
 
-    #: Id of the query, which survives restarts, and its name if it has one.
+    #: Id of the query, which stays the same after a restart, and its name, if any.
     query: str
     name: str | None
     batch: int
-    #: For each stream, the records between the end of the batch and the end of the stream.
+    #: For each stream, the number of records from the end of the batch to the end of the stream.
     streams: dict[str, int]
 
     @property
     def records(self) -> int:
-        """All records that the query has not read."""
+        """The total number of records that the query has not read."""
         return sum(self.streams.values())
 
 
 def log_lag(lag: Lag) -> None:
-    """Log a lag."""
+    """Log the lag of a query."""
     _log.info(
         "Query %s is %d records behind after batch %d: %s",
         *(lag.name or lag.query, lag.records, lag.batch, lag.streams),
@@ -51,11 +51,11 @@ def log_lag(lag: Lag) -> None:
 class LagListener(StreamingQueryListener):
     """Reports the lag of each query that reads meteor streams, after each of its batches.
 
-    ``lags`` has the last one of each active query, for a metrics exporter. A stream that a query
-    reads with several ``load()`` counts with the largest lag.
+    ``lags`` has the last lag of each active query, for a metrics exporter. If a query reads a
+    stream with several ``load()`` calls, the largest lag counts.
 
     Args:
-        report: Called with each ``Lag``, in a thread of Spark; the default logs it.
+        report: Called with each ``Lag`` in one of Spark's threads. The default logs it.
     """
 
     def __init__(self, report: Callable[[Lag], None] = log_lag) -> None:
@@ -64,7 +64,7 @@ class LagListener(StreamingQueryListener):
         self.lags: dict[str, Lag] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
-        """Does nothing: the first batch has the first lag."""
+        """Does nothing: there is no lag to report before the first batch."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Report the lag of a query after a batch."""
@@ -79,7 +79,7 @@ class LagListener(StreamingQueryListener):
             self._report(lag)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:
-        """Does nothing: an idle query has read everything, and its last lag says so."""
+        """Does nothing: an idle query has read all records, and its last lag is already 0."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
         """Forget the lag of a query that has ended."""
@@ -87,7 +87,7 @@ class LagListener(StreamingQueryListener):
 
 
 def _lag_of(end: Any, latest: Any) -> dict[str, int]:
-    """Returns the lag of each stream of a source; nothing if it is another kind of source."""
+    """Returns the lag of each stream of a source; empty if it is not a meteor source."""
     known, ends = _positions(end), _positions(latest)
     return {
         name: max(stop["offset"] - known[name]["offset"], 0)

@@ -1,8 +1,8 @@
-"""Reading for a group: the driver of a query holds the group's lease and confirms for it.
+"""Reading for a group: the driver of a query holds the group's lease and confirms records.
 
-The checkpoint of the query decides where it continues. The group shows the query's progress to
-others, keeps the archiver from expiring records that the query has not read, and gives a new query
-its start.
+The checkpoint decides where the query continues. The group shows the query's progress to other
+programs, keeps the archiver from expiring records that the query has not read, and determines where
+a new query starts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LEASE_S = 10.0
-#: Seconds that a batch may take. The driver is alive as long as its process is.
+#: Maximum seconds for a batch. The driver counts as alive for as long as its process runs.
 _BUSY_S = 7 * 86_400.0
 #: Seconds to wait for the last confirm when a query ends.
 _CLOSE_S = 2.0
 
 
 def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
-    """Returns the group's position. A missing group is created at the offset of ``resolve()``.
+    """Returns the group's position. Creates a missing group at the offset of ``resolve()``.
 
-    A query therefore keeps its start even if it crashes before its first batch.
+    So a query keeps its start even if it crashes before its first batch.
     """
     try:
         return stream.group(group).confirmed
@@ -38,7 +38,7 @@ def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
 
 
 class Membership:
-    """The driver's membership in the group of one stream, with the lease. For one thread.
+    """The driver's membership in the group of one stream. Holds the lease. Not thread-safe.
 
     Args:
         start: The offset at which to create the group if it does not exist.
@@ -70,8 +70,8 @@ class Membership:
             raise GroupActive(
                 f"The query cannot read for group {group!r} of stream {stream.name!r}, because "
                 f"{owner} holds the lease. Stop that member, or read for another group. Each "
-                "load() is a member, even in one query: load a stream once and use the frame "
-                "twice, or give each load() another group.",
+                "load() is a member, even within one query. Load a stream once and use the frame "
+                "twice, or give each load() its own group.",
                 stream=stream.name,
                 group=group,
                 owner=owner,
@@ -85,7 +85,7 @@ class Membership:
             LeaseLost: Another member has taken over.
         """
         session = self._session
-        session.alive_at = now()  # or the lease would lapse after a week
+        session.alive_at = now()  # without this, the lease would lapse after a week
         session.raise_refusal()
         if position.offset > session.confirmed:
             if session.term is not self._term:

@@ -1,18 +1,18 @@
-"""Offsets as Spark stores them: the position at which each stream is read next.
+"""Offsets as Spark stores them: the next position to read in each stream.
 
     {"streams": {"orders": {"epoch": 1794836508123, "incarnation": "5f1d...", "offset": 17,
                             "path": "1:0,+1794836508123:10"}},
      "version": 1}
 
 A query without a checkpoint starts from an offset without streams, whose ``phase`` is "new". Its
-first batch reads nothing: it only puts the positions at which the query starts into the checkpoint,
-with the phase "start". Otherwise a failed first batch would be repeated from a start that is looked
-up again, and that may have moved. A first batch without this phase was planned by a release before
-0.2, which read records in it.
+first batch reads no records. It only writes the positions at which the query starts to the
+checkpoint, with the phase "start". Otherwise Spark would repeat a failed first batch from positions
+that are determined again and may have moved. If a first batch lacks this phase, a release before
+0.2 planned it, and it reads records.
 
-Spark compares offsets as text, so names are sorted. The incarnation tells a recreated stream from
-the original. The epoch, and the path to it, tell a server that lost records from one that only has
-more. Offsets written before version 0.2 have no path.
+Spark compares offsets as text, so names are sorted. The incarnation distinguishes a recreated
+stream from the original. The epoch and its path distinguish a server that has lost records from one
+that only has more. Offsets written before version 0.2 have no path.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def from_spark(stored: dict[str, Any]) -> Offsets:
     """
     if stored.get("version") != _VERSION:
         raise ValueError(
-            f"The checkpoint has offsets of version {stored.get('version')!r}, and this package "
+            f"The checkpoint has offsets of version {stored.get('version')!r}, but this package "
             f"reads version {_VERSION}. Use the release that wrote it, or a new checkpoint."
         )
     return {

@@ -1,4 +1,4 @@
-"""The options of the source, all checked before anything is read.
+"""The options of the source. All are checked before any record is read.
 
 Spark passes options as strings, with names in any case. Unknown options are refused, because a
 misspelled name would silently change which records are read.
@@ -25,7 +25,7 @@ _KAFKA_OFFSETS = {-2: "earliest", -1: "latest"}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, None: 0.001}
 
-#: Explains the missing options of a source that was created as a table.
+#: Explains why options are missing if a source was created as a table.
 NO_TABLES = (
     "Spark does not pass the options of a table to a data source in Python. Use CREATE TEMPORARY "
     "VIEW name USING meteor OPTIONS (stream 'orders')."
@@ -54,7 +54,7 @@ class OffsetSpec:
 
 @dataclass(frozen=True)
 class OffsetSpecs:
-    """The specs of all streams: a default, and those of particular streams."""
+    """The specs of all streams: a default, and exceptions for particular streams."""
 
     default: OffsetSpec
     by_stream: dict[str, OffsetSpec] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class SourceOptions(ColumnOptions):
     fail_on_data_loss: bool
     limits: Limits
     min_partitions: int
-    #: None: a default applies, and frames may stay whole.
+    #: None means a default, with which frames are not split.
     max_records_per_partition: int | None
 
 
@@ -106,7 +106,7 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     """Parse the options of a source.
 
     Raises:
-        ValueError: One is unknown, wrong, or contradicts another.
+        ValueError: An option is unknown, invalid, or contradicts another.
     """
     known, other = (_STREAMING, _ENDING) if streaming else (_ENDING, _STREAMING)
     options = RawOptions(given, (*_COMMON, *known), other)
@@ -115,8 +115,8 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     starting = _parse_specs(options, *_STARTING, "latest" if streaming else "earliest")
     kinds = {starting.default.kind, *(spec.kind for spec in starting.by_stream.values())}
     if not group and "group" in kinds:
-        hint = "name it with group" if streaming else "only readStream has groups"
-        raise ValueError(f"startingOffsets=group starts at the position of a group; {hint}.")
+        hint = "Pass the option group." if streaming else "Only readStream has groups."
+        raise ValueError(f"startingOffsets=group starts at the position of a group. {hint}")
     ending = _parse_specs(options, *_ENDING, "latest")
     for option, specs in (("startingOffsets", starting), ("endingOffsets", ending)):
         _check_names(option, specs, streams, pattern)
@@ -139,10 +139,10 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
 
 
 def parse_columns(given: Mapping[str, str]) -> ColumnOptions:
-    """Parse the options of a schema. Whether the query is a streaming one is not known yet.
+    """Parse the options of a schema. At this point, the type of query is unknown.
 
     Raises:
-        ValueError: An option is unknown, or one of these is wrong.
+        ValueError: An option is unknown, or an option of the schema is invalid.
     """
     options = RawOptions(given, (*_COMMON, *_STREAMING, *_ENDING))
     return ColumnOptions(
@@ -155,11 +155,11 @@ class RawOptions:
     """Options as Spark passes them: strings, with names in any case.
 
     Args:
-        known: Options that have a meaning here.
-        other: Options that have one elsewhere, for a better error message.
+        known: Options that are valid here.
+        other: Options that are valid elsewhere, for a better error message.
 
     Raises:
-        ValueError: An option is not among the known ones, or is empty.
+        ValueError: An option is unknown or empty.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class RawOptions:
             option = names.get(name.lower())
             if option is None:
                 raise ValueError(
-                    f"The data source meteor has no option {name!r}; it has {', '.join(known)}."
+                    f"The data source meteor has no option {name!r}. Use {', '.join(known)}."
                 )
             if option not in known:
-                raise ValueError(f"The option {option} has no meaning here; leave it out.")
+                raise ValueError(f"The option {option} does not apply here. Leave it out.")
             if not str(value).strip():
-                raise ValueError(f"The option {option} is empty; leave it out.")
+                raise ValueError(f"The option {option} is empty. Leave it out.")
             self._values[option] = str(value)
 
     def text(self, name: str) -> str | None:
@@ -187,7 +187,7 @@ class RawOptions:
         if text is None:
             return default
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise ValueError(f"The option {name} is a number from {least} to {most}, not {text!r}.")
+            raise ValueError(f"The option {name} must be from {least} to {most}, not {text!r}.")
         return int(text)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -195,7 +195,7 @@ class RawOptions:
         if text is None:
             return default
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"The option {name} is true or false, not {text!r}.")
+            raise ValueError(f"The option {name} must be true or false, not {text!r}.")
         return text.lower() == "true"
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
@@ -204,19 +204,21 @@ class RawOptions:
         for choice in choices:
             if choice.lower() == text.lower():
                 return choice
-        raise ValueError(f"The option {name} is one of {', '.join(choices)}, not {text!r}.")
+        raise ValueError(f"The option {name} must be one of {', '.join(choices)}, not {text!r}.")
 
     def seconds(self, name: str, default: float, most: float = math.inf) -> float:
-        """Returns a duration that is written as in Spark: 500ms, 30s, 15m, or a number of ms."""
+        """Parses a duration in Spark's format: 500ms, 30s, 15m, or a number of ms."""
         text = self.text(name)
         if text is None:
             return default
         found = _DURATION.fullmatch(text.strip().lower())
         if not found:
-            raise ValueError(f"The option {name} is a duration such as 30s or 15m, not {text!r}.")
+            raise ValueError(
+                f"The option {name} must be a duration such as 30s or 15m, not {text!r}."
+            )
         seconds = float(found[1]) * _UNITS[found[2]]
         if seconds > most:
-            raise ValueError(f"The option {name} is at most {most:g} seconds, not {text!r}.")
+            raise ValueError(f"The option {name} must be at most {most:g} seconds, not {text!r}.")
         return seconds
 
 
@@ -229,10 +231,10 @@ def _parse_limits(options: RawOptions) -> Limits:
     )
     if options.text("maxTriggerDelay") and not limits.min_records:
         raise ValueError(
-            "maxTriggerDelay limits the wait for minOffsetsPerTrigger. Give both, or neither."
+            "maxTriggerDelay limits the wait for minOffsetsPerTrigger. Pass both, or neither."
         )
     if limits.max_records and limits.min_records > limits.max_records:
-        raise ValueError("minOffsetsPerTrigger is above maxOffsetsPerTrigger.")
+        raise ValueError("minOffsetsPerTrigger is greater than maxOffsetsPerTrigger.")
     return limits
 
 
@@ -255,7 +257,7 @@ def _parse_streams(options: RawOptions) -> tuple[tuple[str, ...], str | None]:
     names = [text] if selector == "stream" else [name.strip() for name in text.split(",")]
     streams = sorted(set(filter(None, names)))
     if not streams:
-        raise ValueError(f"The option {selector} has no name in it: {text!r}.")
+        raise ValueError(f"The option {selector} contains no name: {text!r}.")
     for name in streams:
         keys.check_name(name)
     return tuple(streams), None
@@ -264,7 +266,7 @@ def _parse_streams(options: RawOptions) -> tuple[tuple[str, ...], str | None]:
 def _parse_specs(options: RawOptions, by_offset: str, by_time: str, default: str) -> OffsetSpecs:
     offsets, time = options.text(by_offset), options.text(by_time)
     if offsets and time:
-        raise ValueError(f"{by_offset} and {by_time} contradict each other; leave one out.")
+        raise ValueError(f"{by_offset} and {by_time} contradict each other. Leave one out.")
     if time:
         return OffsetSpecs(OffsetSpec("time", _parse_time(by_time, time)))
     text = offsets or default
@@ -294,7 +296,7 @@ def _parse_spec(option: str, value: str | int) -> OffsetSpec:
         if re.fullmatch(r"-\d{1,15}", value):
             return OffsetSpec("before", int(value[1:]))
     raise ValueError(
-        f"{option} is earliest, latest, -N (N records before the end), or JSON such as "
+        f"{option} must be earliest, latest, -N (N records before the end), or JSON such as "
         f'{{"orders": 17}}, not {value!r}.'
     )
 
@@ -304,18 +306,18 @@ def _parse_time(option: str, text: str) -> int:
         return to_ms(int(text) if text.isdecimal() else datetime.fromisoformat(text))
     except ValueError:
         raise ValueError(
-            f"{option} is ms since 1970, or a time with its zone such as 2026-11-16T14:30:00Z, not "
-            f"{text!r}."
+            f"{option} must be ms since 1970, or a time with a zone such as 2026-11-16T14:30:00Z, "
+            f"not {text!r}."
         ) from None
 
 
 def _check_names(
     option: str, specs: OffsetSpecs, streams: tuple[str, ...], pattern: str | None
 ) -> None:
-    """Refuse the name of a stream that is not read: it is probably misspelled."""
+    """Refuse the name of a stream that the query does not read: it is probably misspelled."""
     for name in specs.by_stream:
         if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
-            raise ValueError(f"{option} names stream {name!r}, which is not read.")
+            raise ValueError(f"{option} names stream {name!r}, which the query does not read.")
 
 
 def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:
@@ -329,7 +331,7 @@ def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:
 
 
 def _rank(spec: OffsetSpec) -> tuple[str, float]:
-    """Returns a scale and a rank on it. Specs of different scales cannot be compared yet.
+    """Returns a scale, and a rank on that scale. Specs on different scales are not comparable.
 
     >>> _rank(OffsetSpec("before", 10)) < _rank(OffsetSpec("before", 5))
     True

@@ -1,8 +1,8 @@
-"""Waiting for a server that is away for a while: it restarts, fails over, or is unreachable.
+"""Waiting for a server that restarts, fails over, or is unreachable for a while.
 
-Without this, each restart of the server would end every query: Spark repeats no call to the driver
-of a source or sink, and in local mode no task either. Every call that ``outlast`` makes is safe to
-repeat: it only reads, or the server recognises the repetition.
+Without this, each restart of the server would end every query: Spark does not retry calls to the
+driver of a source or sink, and in local mode it does not retry tasks either. Every call that
+``outlast`` makes is safe to repeat: it only reads, or the server recognizes the repetition.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two attempts, doubled each time up to the second figure.
+#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.05, 2.0)
 
 
 def outlast(server: ServerOptions, work: Callable[[], _T]) -> _T:
-    """Call ``work``, repeatedly while the server is away, and return its result.
+    """Call ``work`` and return its result. While the server is unavailable, retry.
 
     Args:
-        work: A call that may be repeated, even if the server had executed it.
+        work: A call that may be repeated, even if the server has executed it.
 
     Raises:
-        ConnectionFailed: The server was away for ``serverTimeout``, counted from the first failure.
+        ConnectionFailed: ``serverTimeout`` has passed since the first failure.
     """
     failures = 0
     deadline = 0.0

@@ -21,11 +21,11 @@ from pyspark_meteor.ranges import Range, cut
 if TYPE_CHECKING:
     from pyspark_meteor.options import OffsetSpec, SourceOptions
 
-#: Default size of a partition in records, roughly: about a second of work.
+#: Approximate default size of a partition in records: about a second of work.
 RECORDS_PER_PARTITION = 500_000
-#: Seconds between two searches for new streams. The engine asks for the ends every few ms.
+#: Minimum seconds between two searches for new streams. The engine may ask every few ms.
 LIST_S = 1.0
-#: Streams whose ends are requested in one pipeline.
+#: Maximum number of streams whose ends one pipeline requests.
 _STREAMS_PER_REQUEST = 1000
 
 
@@ -41,7 +41,7 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Returns the streams to read: those named, or all that matched at the last listing."""
+        """Returns the names of the streams to read: as given, or as matched at the last listing."""
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -55,7 +55,7 @@ class Planner:
         """Returns a stream.
 
         Raises:
-            StreamNotFound: It does not exist.
+            StreamNotFound: The stream does not exist.
         """
         if name not in self._streams:
             self._streams[name] = self._client.stream(name, create=False)
@@ -86,10 +86,10 @@ class Planner:
             return 0
 
     def resolve(self, name: str, spec: OffsetSpec) -> Position:
-        """Returns the position that a spec means now.
+        """Resolves a spec to its current position in the stream.
 
         Raises:
-            ValueError: It is an offset beyond the end.
+            ValueError: The offset is beyond the end.
         """
         stream = self.open(name)
         end = stream.end()
@@ -115,7 +115,7 @@ class Planner:
         """Check that the server still has all records before a position.
 
         Raises:
-            LogTruncated: It has lost some, or the stream was recreated.
+            LogTruncated: The server has lost some of them, or the stream was recreated.
         """
         same = (known.incarnation, known.epoch) == (end.incarnation, end.epoch)
         if same and known.offset <= end.offset:
@@ -124,12 +124,12 @@ class Planner:
         if self._checked.get(name) != checked or known.offset > end.offset:
             with self.open(name).subscriber() as sub:
                 sub.seek(known)
-            self._checked[name] = checked  # this is called every few ms until the next batch
+            self._checked[name] = checked  # the engine asks every few ms until the next batch
 
     def divide(self, ranges: list[Range]) -> list[Range]:
         """Cut ranges into parts for tasks, at boundaries of frames or row groups if possible.
 
-        If frames are too large for the number or size of the parts, the cuts are inside frames.
+        If frames are too large for the number or size of the parts, the cuts may be inside frames.
         """
         options = self._options
         max_records = options.max_records_per_partition
@@ -145,7 +145,7 @@ class Planner:
             handle = self.open(whole.stream)._handle
             found = split_points(handle, [part.first for part in own[1:]])
         except (StreamNotFound, LogTruncated):
-            return own  # the task that reads it raises, or skips it
+            return own  # the task that reads the stream raises the error, or skips the stream
         inner = sorted({end for end in found if whole.first < end < whole.end.offset})
         return [
             replace(whole, first=first, end=whole.end._replace(offset=stop))

@@ -12,10 +12,10 @@ from pyspark_meteor.offsets import Offsets
 
 @dataclass(frozen=True)
 class Range(InputPartition):
-    """Consecutive records of one stream, read by one task. Holds no secrets.
+    """Consecutive records of one stream, which one task reads. Holds no secrets.
 
-    ``end`` has the incarnation and epoch in which the range was planned. If the server has lost
-    records of the range since, the task notices.
+    ``end`` has the incarnation and epoch in which the range was planned, so that the task detects
+    whether the server has lost records of the range since then.
     """
 
     stream: str
@@ -32,8 +32,8 @@ class Range(InputPartition):
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
     """Returns the records between two offsets of a query.
 
-    A stream that is new, or was recreated, has none. The first offset that a query stores for it
-    is its beginning; its records belong to the next batch.
+    A new or recreated stream has no records in this batch. The query first stores the stream's
+    beginning as its offset. The records belong to the next batch.
     """
     return [
         Range(name, known.offset, stop)
@@ -47,7 +47,7 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
 def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
     """Cut ranges into at least ``min_parts`` parts of at most ``max_records`` records.
 
-    Larger ranges get more of the parts; small ones stay whole.
+    Larger ranges are cut into more parts. Small ranges stay whole.
 
     >>> from meteor_py import Position
     >>> [len(part) for part in cut([Range("s", 0, Position("i", 1, 10))], 3, 100)]
@@ -68,11 +68,11 @@ def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
 
 
 def bounded(ranges: list[Range], end: Offsets, max_records: int) -> Offsets:
-    """Returns ``end``, or the offsets that ``max_records`` records reach.
+    """Returns ``end``, or lower offsets so that the batch has at most ``max_records`` records.
 
     Each stream gets one record and its share of the rest. If there are more streams than records,
-    they take turns. The turn depends only on where the ranges begin, so the same batch is planned
-    again after a crash.
+    they take turns. Whose turn it is depends only on where the ranges begin, so the same batch is
+    planned again after a crash.
     """
     total, count = sum(map(len, ranges)), len(ranges)
     if total <= max_records:

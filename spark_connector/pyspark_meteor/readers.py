@@ -2,10 +2,9 @@
 
 For each run of a streaming query, the engine keeps one reader alive in a process on the driver.
 Tasks get a copy that was pickled before the run, so they know only the options and their partition.
-The engine calls ``initialOffset`` again after a crash before the first commit, so it must not
-depend on the server (see ``offsets``).
-It calls ``commit`` one batch late, and never for the last batch. The reader therefore confirms the
-``start`` that ``latestOffset`` receives.
+After a crash before the first commit, the engine calls ``initialOffset`` again, so the result must
+not depend on the server (see ``offsets``). The engine calls ``commit`` one batch late, and never
+for the last batch. So the reader confirms the ``start`` that the engine passes to ``latestOffset``.
 """
 
 from __future__ import annotations
@@ -54,15 +53,16 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: A limit that limits nothing. The engine passes it to ``latestOffset``, which applies our limits.
+#: A limit without any effect. The engine passes it to ``latestOffset``, which applies our limits.
 _UNLIMITED = 2**53
 
 
 class BatchReader(DataSourceReader):
     """The reader of one batch query.
 
-    It has no ``pushFilters``, on purpose. Spark 4.3 keeps the plan that results from pushed filters
-    for all uses of a frame: after ``frame.where("offset = 7")``, ``frame.count()`` would be 1.
+    It deliberately has no ``pushFilters``. Spark 4.3 keeps the plan that results from pushed
+    filters for all uses of a frame: after ``frame.where("offset = 7")``, ``frame.count()`` would
+    be 1.
     """
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -95,18 +95,18 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yields the records of a partition as Arrow batches."""
-        if isinstance(partition, Range):  # if there are no ranges, Spark makes up a partition
+        if isinstance(partition, Range):  # if there are no ranges, Spark passes another partition
             yield from read_range(self._options, self._schema, partition)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of one streaming query. The constructor contacts no server and never raises."""
+    """The reader of one streaming query. The constructor never raises or contacts the server."""
 
     def __init__(self, given: dict[str, str], schema: StructType) -> None:
         self._given = given
         self._schema = schema
-        # Parse here, on the driver: a task might find another default server. The engine would
-        # obscure an error raised here, so a later call raises it.
+        # Parse the options here, on the driver, because a task might find another default server.
+        # The engine would hide an error raised here, so a later call raises it.
         with suppress(Exception):
             _ = self._options
         #: The ends of the streams when the engine last asked.
@@ -124,12 +124,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- called by the engine on the driver ----------------------------------------------------
 
     def initialOffset(self) -> dict[str, Any]:
-        """Returns a fixed placeholder: the first batch determines where the query begins."""
+        """Returns a fixed placeholder. The first batch determines where the query begins."""
         _ = self._options  # raises if the options are wrong
         return INITIAL
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Returns the end of the next batch, or ``start`` if there is not enough for one."""
+        """Returns the end of the next batch, or ``start`` if there are too few records."""
         return self._outlast(lambda: self._find_latest(start, limit))
 
     def _find_latest(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return start_to_spark(self._find_start())
         back = self._check_losses(known)
         self._confirm({name: known[name] for name in known if name not in back})
-        # Deleted streams are dropped from the offsets, since they may be recreated. For a
-        # new stream, return its beginning first: the checkpoint must hold it before any read.
+        # Drop deleted streams from the offsets, since they may be recreated. For a new stream,
+        # first return its beginning, which must be in the checkpoint before any read.
         new = self._find_new(known)
         end = self._ends | new
         if self._target is not None:
@@ -152,16 +152,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return start if found == known else to_spark(found)
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Returns the record limit to report to the engine. ``latestOffset`` applies all limits."""
+        """Returns the record limit for Spark to report. ``latestOffset`` applies all limits."""
         limits = self._options.limits
         return ReadMaxRows(limits.max_records or _UNLIMITED) if limits else ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Returns the ends of the streams as last seen, from which the engine computes the lag."""
+        """Returns the last known ends of the streams, from which the engine computes the lag."""
         return to_spark(self._ends) if self._ends else None
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Record the ends of the streams: this run reads nothing beyond them."""
+        """Record the ends of the streams, at which this run will stop."""
         self._target = self._outlast(self._find_ends)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
@@ -217,15 +217,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Release the leases, then exit.
 
         The engine ends a query with SIGTERM, which would end Python without cleaning up. It also
-        closes its connection, which makes Python call ``stop``. Whichever comes first cleans up,
-        and the signal must not interrupt ``stop``.
+        closes its connection, which makes Python call ``stop``. Whichever happens first cleans up.
+        The signal must not interrupt ``stop``.
         """
         if not self._stopping:
             self.stop()
             sys.exit(0)
 
     def _find_ends(self) -> Offsets:
-        """Returns the ends of the streams. Warns once if one is missing: it may be misspelled."""
+        """Returns the ends of the streams. Warns once if one is missing, perhaps misspelled."""
         ends = self._planner.ends()
         if not self._missing_logged:
             for name in self._options.streams:
@@ -275,10 +275,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return group_start(self._planner.open(name), self._options.group, lambda: first)
 
     def _check_losses(self, known: Offsets) -> Offsets:
-        """Detect records that the server has lost, before the next batch builds on them.
+        """Check whether the server has lost records that the query has read.
 
         Returns:
-            If failOnDataLoss is false: the positions to step back to, where other records have
+            If failOnDataLoss is false: the positions to go back to, where other records have
             replaced the lost ones.
         """
         back: Offsets = {}
@@ -304,7 +304,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if end is not None and end.incarnation == position.incarnation:
                     back[name] = end._replace(offset=min(loss.first, end.offset))
                     self._lost[name] = position
-                    self._leave(name)  # the session has confirmed records that are lost
+                    self._leave(name)  # the session has confirmed records that are now lost
         return back
 
     def _confirm(self, done: Offsets) -> None:
@@ -314,13 +314,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for name, position in done.items():
             end = self._ends.get(name)
             if end is None or end.incarnation != position.incarnation:
-                self._leave(name)  # deleted or recreated, and its group with it
+                self._leave(name)  # the stream was deleted or recreated, and its group as well
                 continue
             try:
                 self._member(name, group, position).confirm(position)
             except LeaseLost as error:
                 # A failover may have lost the term. If another member has taken over, this raises.
-                _log.warning("%s The query joins the group again.", error)
+                _log.warning("%s The query rejoins the group.", error)
                 self._leave(name)
                 self._member(name, group, position).confirm(position)
 
@@ -339,7 +339,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 _log.warning("The query could not leave its group of stream %r: %s", name, error)
 
     def _apply_limits(self, start: Offsets, end: Offsets) -> Offsets:
-        """Returns ``end`` within the limits of a batch, or ``start`` while there is too little."""
+        """Returns ``end`` within the batch limits, or ``start`` if there are too few records."""
         limits = self._options.limits
         ranges = ranges_between(start, end)
         available = sum(map(len, ranges))
@@ -358,7 +358,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Returns ``end``, but ``start`` where only the epoch differs: an epoch makes no batch."""
+    """Returns ``end``, but ``start`` for streams of which only the epoch has changed.
+
+    A new epoch alone must not cause a batch.
+    """
     same = {
         name: known
         for name, known in start.items()
@@ -369,7 +372,7 @@ def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
 
 
 def _cap(end: Offsets, target: Offsets, start: Offsets) -> Offsets:
-    """Returns ``end``, but not beyond the target of the run, nor before ``start``."""
+    """Returns ``end``, limited to the target of the run, but never before ``start``."""
     capped: Offsets = {}
     for name, position in end.items():
         known, goal = start.get(name), target.get(name)

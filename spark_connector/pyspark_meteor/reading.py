@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records per batch. The first is small, so that ``show()`` and ``limit()`` end early.
+#: Records in the first batch and in later batches. The first is small, so that ``show()`` and
+#: ``limit()`` finish early.
 _FIRST_RECORDS, _RECORDS = 1_000, 65_536
 #: Minimum seconds to wait for records that existed when the range was planned.
 _POLL_S = 1.0
@@ -35,7 +36,7 @@ _POLL_S = 1.0
 def read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the records of a range, from the store if the ring has dropped them since.
+    """Yields the records of a range, from the ring or, if the ring has dropped them, the store.
 
     Raises:
         RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and
@@ -66,15 +67,15 @@ def read_range(
                     size = _RECORDS
                 elif sub.position < stop:
                     raise TimeoutError(
-                        f"Records from {sub.position} on of stream {wanted.stream!r} did not "
-                        f"arrive within {timeout_s:g} seconds, though they existed before."
+                        f"Record {sub.position} of stream {wanted.stream!r} did not arrive within "
+                        f"{timeout_s:g} seconds, although it existed when the batch was planned."
                     )
-            # A failover during the read may have replaced records: check the history again.
+            # A failover during the read may have replaced records, so check the history again.
             outlast(server, lambda: _find_end(sub, options, wanted))
     except (StreamNotFound, LogTruncated) as loss:
         if options.fail_on_data_loss:
             raise
-        _log.warning("%s The rest of %r is skipped: failOnDataLoss is false.", loss, wanted)
+        _log.warning("%s Skipping the rest of %r, because failOnDataLoss is false.", loss, wanted)
 
 
 def _subscribe(options: SourceOptions, columns: Columns, wanted: Range) -> Subscriber:
@@ -85,17 +86,17 @@ def _subscribe(options: SourceOptions, columns: Columns, wanted: Range) -> Subsc
 
 
 def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
-    """Returns the offset up to which the history of the plan still exists.
+    """Returns the offset up to which the planned records still exist.
 
-    Without failOnDataLoss this never raises ``LogTruncated``: a batch that Spark repeats must end
-    even if its records are gone for good.
+    If failOnDataLoss is false, this never raises ``LogTruncated``: a batch that Spark repeats must
+    succeed even if its records no longer exist.
     """
     try:
         sub.seek(wanted.end)
     except LogTruncated as loss:
         if options.fail_on_data_loss:
             raise
-        _log.warning("%s They are skipped: failOnDataLoss is false.", loss)
+        _log.warning("%s Skipping these records, because failOnDataLoss is false.", loss)
         return min(loss.first, wanted.end.offset)
     return wanted.end.offset
 
@@ -111,10 +112,10 @@ def _skip_gap(
         raise loss
     first, last = max(loss.first, wanted.first), min(loss.last, wanted.end.offset - 1)
     _log.warning(
-        "%d records are lost, %d to %d of stream %r, and skipped: failOnDataLoss is false.",
+        "Skipping %d lost records, %d to %d of stream %r, because failOnDataLoss is false.",
         *(last - first + 1, first, last, wanted.stream),
     )
-    if isinstance(loss, CorruptFrame):  # to a subscriber this is no gap: the bytes exist
+    if isinstance(loss, CorruptFrame):  # a subscriber does not treat existing bytes as a gap
         outlast(options.server, lambda: sub.seek(loss.last + 1))
     else:
         sub.skip_gap()

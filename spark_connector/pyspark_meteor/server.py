@@ -1,8 +1,9 @@
 """The server of a source or sink, and one connection to it per process.
 
-Options travel to other machines and appear in logs and plans, so they hold no password. Each
-process looks the password up where it runs, in its environment or in a file. The driver determines
-the address of the server: executors have another environment and might find another server.
+Spark sends options to other machines and shows them in logs and plans, so they must not contain a
+password. Each process reads the password from its own environment or from a file. The driver
+determines the address of the server, because executors have a different environment and might find
+another server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meteor_py.redis.server_warnings import eviction_policy, find_dangers
 if TYPE_CHECKING:
     from pyspark_meteor.options import RawOptions
 
-#: The options that ``ServerOptions`` is parsed from.
+#: The options that ``ServerOptions`` parses.
 SERVER_OPTIONS = ("url", "passwordEnv", "passwordFile", "serverTimeout")
 
 _log = logging.getLogger(__name__)
@@ -32,11 +33,11 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 #: Default and largest value of serverTimeout, in seconds.
 _AWAY_S, _AWAY_MAX_S = 60.0, 3600.0
-#: Names of settings whose values Spark hides (its default spark.redaction.regex).
+#: Matches names of settings whose values Spark hides (the default of spark.redaction.regex).
 _REDACTED = re.compile(r"secret|password|token|access[.]?key|credential", re.IGNORECASE)
 _lock = threading.Lock()
 _clients: dict[tuple[int, ServerOptions], meteor_py.Client] = {}
-#: Dangers that this process has logged: at most a few for each server.
+#: Warnings that this process has logged: at most a few for each server.
 _logged: set[str] = set()
 
 
@@ -44,11 +45,12 @@ _logged: set[str] = set()
 class ServerOptions:
     """The address of the server, and where to find its password."""
 
-    #: Without a password. None: each process uses its own ``$METEOR_URL``, which has a password.
+    #: The URL without a password. None means that each process uses its own ``$METEOR_URL``, which
+    #: contains a password.
     url: str | None = None
     password_env: str | None = None
     password_file: str | None = None
-    #: Seconds that each call to the server waits for it while it restarts or fails over.
+    #: Maximum seconds that each call waits while the server restarts or fails over.
     timeout_s: float = _AWAY_S
 
     @classmethod
@@ -56,12 +58,12 @@ class ServerOptions:
         """Parse the options of a source or sink, on the driver.
 
         Raises:
-            ValueError: The URL has a password, or passwordEnv and passwordFile do not fit.
+            ValueError: The URL contains a password, or passwordEnv or passwordFile is misused.
         """
         url = options.text("url")
         env, file = options.text("passwordEnv"), options.text("passwordFile")
         if env and file:
-            raise ValueError("Give either passwordEnv or passwordFile, not both.")
+            raise ValueError("Pass either passwordEnv or passwordFile, not both.")
         if (env or file) and not url:
             raise ValueError("passwordEnv and passwordFile need a url.")
         if env and not _REDACTED.search(env):
@@ -79,7 +81,7 @@ class ServerOptions:
         """Returns the client of this process, which stays open for the next task.
 
         Raises:
-            ValueError: There is no password where the options say.
+            ValueError: The password is not where the options say.
         """
         key = (os.getpid(), self)
         with _lock:
@@ -89,24 +91,24 @@ class ServerOptions:
             return _clients[key]
 
     def log_dangers(self) -> None:
-        """Log the settings of the server that endanger data, once per process, on the driver."""
+        """On the driver, log once per process which server settings endanger data."""
         for text in self.connect()._connector.use(find_dangers):
             if text not in _logged:
                 _logged.add(text)
                 _log.warning("%s", text)
 
     def require_no_eviction(self) -> None:
-        """Check that the server deletes no keys, before a batch is written exactly once.
+        """Check that the server never evicts keys, which exactly-once writing requires.
 
         Raises:
-            ServerRefused: It may delete keys. It would delete staged rows first, and a commit
-                that has begun could then be neither finished nor undone.
+            ServerRefused: The server may evict keys, among them staged rows. A commit that has
+                begun could then neither be finished nor undone.
         """
         policy = self.connect()._connector.use(eviction_policy)
         if policy is not None:
             raise meteor_py.ServerRefused(
-                f"The server at {self.connect().address} deletes keys when it is full "
-                f"(maxmemory-policy {policy}), so rows could be lost or written twice in a commit. "
+                f"The server at {self.connect().address} evicts keys when it is full "
+                f"(maxmemory-policy {policy}), so a commit could lose rows or write them twice. "
                 "Set maxmemory-policy noeviction. A streaming query may use delivery=atLeastOnce "
                 "instead."
             )
@@ -114,15 +116,15 @@ class ServerOptions:
     def _connect(self) -> meteor_py.Client:
         if self.url is None and not os.environ.get(address.URL_VARIABLE):
             raise ValueError(
-                f"${address.URL_VARIABLE} of the driver has a password, so the driver did not send "
-                "it, and this process has no such variable. Set the option url without the "
-                "password, and passwordFile or passwordEnv; spark.executorEnv."
-                f"{address.URL_VARIABLE} would show the password in Spark's UI."
+                f"The driver's ${address.URL_VARIABLE} contains a password, so the driver did not "
+                "send it, and this process has no such variable. Set the option url without the "
+                "password, and passwordFile or passwordEnv. Do not use spark.executorEnv."
+                f"{address.URL_VARIABLE}, which would show the password in Spark's UI."
             )
         password = self._password()
         if password is None:
             return meteor_py.connect(self.url, timeout=_TIMEOUT_S)
-        # Not as a part of the URL, which errors and logs may show.
+        # Do not make the password a part of the URL, which errors and logs may show.
         found = address.parse(self.url)
         found = replace(found, options=found.options | {"password": password})
         return meteor_py.Client(found, _TIMEOUT_S)
@@ -147,7 +149,7 @@ class ServerOptions:
 
 
 def _default_url() -> str | None:
-    """Returns the address that ``connect()`` would use; None if it has a password."""
+    """Returns the address that ``connect()`` would use; None if it contains a password."""
     named = os.environ.get(address.URL_VARIABLE)
     if named and _has_password(named):
         return None
@@ -155,14 +157,14 @@ def _default_url() -> str | None:
 
 
 def _has_password(url: str) -> bool:
-    """Returns whether a URL has a password, or something that may be one."""
+    """Returns whether a URL contains a password, or something that may be one."""
     try:
         parts = urlsplit(url)
         if parts.password is not None:
             return True
     except ValueError:
         return True
-    # Behind an unescaped special character, the rest of a password looks like a path or query.
+    # If a password has an unescaped special character, the rest of it looks like a path or query.
     path = "" if parts.scheme in ("unix", "embedded") else parts.path
     return "password=" in url.lower() or "@" in path + parts.query + parts.fragment
 
@@ -171,24 +173,24 @@ def _check(url: str, *, with_password: bool) -> None:
     """Raise unless the URL may be shown and all processes can use it."""
     try:
         urlsplit(url)
-    except ValueError:  # whose text may contain the password
+    except ValueError:  # do not quote it: its text may contain the password
         raise ValueError(
-            "The url cannot be read; write redis://host:port/database or unix:///path/to/socket, "
+            "The url is malformed. Write redis://host:port/database or unix:///path/to/socket, "
             "with an IPv6 address in square brackets."
         ) from None
     if _has_password(url):
         raise ValueError(
-            "The url has a password, or a misplaced @, and options are visible to others. Name the "
-            "password's environment variable with passwordEnv, or its file with passwordFile."
+            "The url contains a password or a misplaced @, and options are visible to others. Pass "
+            "the name of an environment variable as passwordEnv, or of a file as passwordFile."
         )
     found = address.parse(url)
     if found.scheme in ("fake", "embedded"):
         if found.scheme == "fake" or not found.place:
             raise ValueError(
-                f"{url} is known to one process only, but Spark has several. Use redis:// or "
+                f"Only one process can use {url}, but Spark has several. Use redis:// or "
                 "embedded:///directory."
             )
         if with_password:
             raise ValueError(
-                "An embedded server has no password; leave out passwordEnv and passwordFile."
+                "An embedded server has no password. Leave out passwordEnv and passwordFile."
             )

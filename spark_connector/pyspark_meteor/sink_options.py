@@ -1,4 +1,4 @@
-"""The options of the sink, all checked before anything is written."""
+"""The options of the sink. All are checked before any row is written."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class SinkOptions:
     """All options of a sink."""
 
     server: ServerOptions
-    #: None: the column ``stream`` names the target of each row.
+    #: The stream to write to. None means that each row has a column ``stream`` with its stream.
     stream: str | None
     exactly_once: bool
-    #: Identifies a batch write that is submitted again; None: each write is a new one.
+    #: Identifies a batch write, so that it can be repeated. None makes each write a new one.
     txn_id: str | None
     txn_version: int
-    #: Replicas that must have a batch before it counts as written.
+    #: Number of replicas that must have a batch before it counts as written.
     replicas: int
-    #: Whether a batch fails if the stream has a batch with the same number but other rows.
+    #: Whether a batch fails if the stream has a batch with the same number but different rows.
     fail_on_data_loss: bool
-    #: Ring capacity of streams that the sink creates; None: the library's default.
+    #: Ring capacity of streams that the sink creates. None means the library's default.
     capacity: int | None
 
 
@@ -55,22 +55,22 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     """Parse the options of a sink, and check the columns of the rows.
 
     Raises:
-        ValueError: One is unknown, wrong, or contradicts another.
+        ValueError: An option is unknown, invalid, or contradicts another.
     """
     known, other = ((*_STREAMING, *_SPARK), _BATCH) if streaming else (_BATCH, _STREAMING)
     options = RawOptions(given, (*_COMMON, *known), other)
     if options.flag(_ASYNC, False):
         raise ValueError(
-            f"With {_ASYNC}, batch numbers are not reliable, and exactly-once writing needs them. "
+            f"With {_ASYNC}, batch numbers are not reliable, but exactly-once writing needs them. "
             "Leave the option out, or use another sink."
         )
     stream, path = options.text("stream"), options.text("path")
     if stream and path:
-        raise ValueError("Both the option stream and save() name the stream. Name it once.")
+        raise ValueError("Both the option stream and save() set the stream. Set it once.")
     check_columns(schema, named=bool(stream or path))
     delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
     if options.text("txnVersion") and not options.text("txnId"):
-        raise ValueError("txnVersion needs a txnId, whose writes it counts.")
+        raise ValueError("txnVersion numbers the writes of a txnId. Pass a txnId as well.")
     return SinkOptions(
         server=ServerOptions.parse(options),
         stream=stream or path,
@@ -102,9 +102,9 @@ def check_columns(schema: StructType, *, named: bool) -> None:
             )
     names = schema.fieldNames()
     if "value" not in names:
-        raise ValueError("A record needs a value. Select or cast something as the column value.")
+        raise ValueError("A record needs a value. Select or cast a column as value.")
     if not named and "stream" not in names:
-        raise ValueError("Name the stream to write to with the option stream or a column stream.")
+        raise ValueError("Set the stream to write to with the option stream or a column stream.")
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:

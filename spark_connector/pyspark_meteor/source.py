@@ -14,8 +14,8 @@ def check_version() -> None:
     if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _REQUIRED:
         raise ImportError(
             f"The data source meteor needs PySpark {_REQUIRED[0]}.{_REQUIRED[1]} or newer, for "
-            f"rate limits and Trigger.AvailableNow, and this is {pyspark.__version__}; pip install "
-            "'meteor-py[spark]'."
+            f"rate limits and Trigger.AvailableNow, but this is {pyspark.__version__}. Install it "
+            "with: pip install 'meteor-py[spark]'"
         )
 
 
@@ -27,7 +27,7 @@ try:
         DataSourceStreamWriter,
         DataSourceWriter,
     )
-except ModuleNotFoundError:  # PySpark before 4.0, which does not search for data sources either
+except ModuleNotFoundError:  # PySpark before 4.0, which cannot load data sources in Python
     check_version()
     raise
 
@@ -41,16 +41,16 @@ class MeteorDataSource(DataSource):
 
     >>> spark.readStream.format("meteor").option("stream", "orders").load()  # doctest: +SKIP
 
-    Spark creates instances in several processes, so an instance holds nothing but its options.
+    Spark creates instances in several processes, so an instance holds only its options.
     """
 
     @classmethod
     def name(cls) -> str:
-        """The name in ``format("meteor")``."""
+        """Returns the name for ``format("meteor")``."""
         return "meteor"
 
     def schema(self) -> StructType:
-        """Returns the columns; some depend on options."""
+        """Returns the columns, some of which depend on options."""
         check_version()
         from pyspark_meteor.columns import source_schema
         from pyspark_meteor.options import NO_TABLES, parse_columns

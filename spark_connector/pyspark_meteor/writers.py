@@ -1,16 +1,16 @@
 """The sinks: tasks stage rows, and the driver commits them.
 
-Spark may run a task twice, even at the same time, and does not inform the attempt that lost. Tasks
-therefore only stage their rows, each attempt under a unique name, and the driver commits the stages
-of the attempts that the engine counts.
+Spark may run a task twice, even at the same time, and does not tell an attempt that it has lost. So
+tasks only stage their rows, each attempt under a unique name. The driver commits the stages of the
+attempts that Spark reports as successful.
 
-If the driver died after a commit, the engine repeats the batch. The stream has it, so the tasks
-stage nothing and only count their rows: a different number means a different batch, from a
-checkpoint that was restored. The commit checks the number, and that the stream still has the batch,
-since a failover may have lost it.
+If the driver dies after a commit, Spark repeats the batch. The stream already has it, so the tasks
+stage nothing and only count their rows. A different number of rows means that the checkpoint was
+restored and this is a different batch. The commit checks the number. It also checks that the stream
+still has the batch, since a failover may have lost it.
 
-The object that commits a batch is not the one that wrote it, and lives in another process. It
-knows only what the messages say.
+The object that commits a batch runs in another process than the objects that wrote it. It knows
+only the content of their messages.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: Spark runs the jobs of a streaming query in a group that is named after the run of the query.
+#: The local property with the id of the query's run: Spark runs its jobs in a group of that name.
 _RUN = "spark.jobGroup.id"
-#: Seconds for which a txnId is remembered after it was last written or submitted again.
+#: Seconds for which the stream remembers a txnId after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
 
 
 @dataclass
 class Written(WriterCommitMessage):
-    """The result of a task: nothing but names and numbers."""
+    """The result of a task. Contains only names and numbers."""
 
     writer: str
     partition: int
     stages: dict[str, Staged] = field(default_factory=dict)
-    #: Rows that the task only counted, because the stream had the batch; None: it staged them.
+    #: Rows that the task only counted, because the stream had the batch. None if it staged them.
     counted: int | None = None
 
 
@@ -79,7 +79,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._options = options
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage the rows of a task, or with ``delivery=atLeastOnce`` publish them."""
+        """Stage the rows of a task. With ``delivery=atLeastOnce``, publish them instead."""
         context = TaskContext.get()
         assert context is not None, "in a task"
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
@@ -99,7 +99,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return _write(self._options, iterator, owner, context.partitionId(), done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Move the staged rows of a batch into the streams, unless they are there. Driver only."""
+        """On the driver, move a batch's staged rows into streams that do not have them yet."""
         if self._options.exactly_once:
             try:
                 outlast(self._options.server, lambda: commit_all(self._options, messages, batchId))
@@ -109,12 +109,12 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 raise _differs(error) from None
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Discard staged rows, on the driver. Stages of tasks that sent no message expire."""
+        """On the driver, discard staged rows. Stages of tasks that sent no message expire."""
         discard_all(self._options, messages)
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """The writer for ``df.write``. Copies of one object, by pickle, write and commit."""
+    """The writer for ``df.write``. Pickled copies of one object write and commit."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
@@ -134,7 +134,7 @@ class BatchWriter(DataSourceArrowWriter):
         return _write(options, iterator, self._owner, partition, done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Move staged rows into the streams, unless they are there. Driver only."""
+        """On the driver, move staged rows into streams that do not have them yet."""
         options = self._options
 
         def commit_again() -> list[StreamHandle]:
@@ -149,10 +149,10 @@ class BatchWriter(DataSourceArrowWriter):
                 outlast(options.server, partial(forget, stream, self._writer))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Discard staged rows, on the driver.
+        """On the driver, discard staged rows.
 
-        With a ``txnId``, a commit that failed half-way is kept: submitting the write again
-        finishes it. Without one, nothing could finish it.
+        With a ``txnId``, keep a commit that failed halfway: if the write is submitted again, it
+        finishes the commit. Without a ``txnId``, nothing could finish the commit.
         """
         discard_all(self._options, messages, discard if self._options.txn_id else abandon)
 
@@ -160,7 +160,7 @@ class BatchWriter(DataSourceArrowWriter):
 def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
     """Returns whether the stream has a version, so that a task need not stage its rows.
 
-    Returns False if a column names the streams, because only the rows tell which they are.
+    Returns False if a column names the streams, because they are not known before the rows.
     """
     if options.stream is None:
         return False
@@ -202,20 +202,20 @@ def commit_all(
 ) -> list[StreamHandle]:
     """Commit the stages of all tasks, for each stream in the order of the partitions.
 
-    Each stream is written exactly once; one may show a batch before another does.
+    Each stream is written exactly once. A batch may become visible in one stream before another.
 
     Args:
-        again: The version may have been written before, even with other rows, and is then not
-            written again. Nor is it written to a stream that has a later version.
-        lifetime_s: Seconds for which the streams remember the writer; None: for good.
+        again: Whether the version may have been written before. If a stream already has this
+            version, even with different rows, or a later one, nothing is written to it.
+        lifetime_s: Seconds for which the streams remember the writer. None means forever.
 
     Returns:
-        The streams.
+        The streams of the batch.
 
     Raises:
         VersionPassed: A stream has a later version.
-        VersionDiffers: A stream has this version with another number of rows.
-        ServerRefused: The server may delete keys.
+        VersionDiffers: A stream has this version with a different number of rows.
+        ServerRefused: The server may evict keys.
     """
     options.server.require_no_eviction()
     written = sorted(
@@ -227,7 +227,7 @@ def commit_all(
     shares = _divide(options, written, some_done)
     is_strict = options.fail_on_data_loss and not again
     if len(shares) > 1 and not again:
-        for stream, _, records in shares:  # raises before any of them is written
+        for stream, _, records in shares:  # raises before anything is written
             is_done(stream, writer, version, records if is_strict else None)
     for stream, stages, records in shares:
         if lifetime_s is not None:
@@ -245,7 +245,7 @@ def commit_all(
         except VersionDiffers as error:
             if is_strict:
                 raise
-            hint = "Other rows need another txnVersion." if again else "failOnDataLoss is false."
+            hint = "Use a new txnVersion for new rows." if again else "failOnDataLoss is false."
             _log.warning("%s %s", error, hint)
     return [stream for stream, _, _ in shares]
 
@@ -253,8 +253,8 @@ def commit_all(
 def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
     try:
         let_expire(stream, writer, lifetime_s)
-    except AccessDenied as error:  # the user's rights were granted for an older release
-        _log.warning("The txnId will be remembered for good: %s", error)
+    except AccessDenied as error:  # the user's ACL is from an older release
+        _log.warning("The stream will remember the txnId forever: %s", error)
 
 
 def _divide(
@@ -286,8 +286,8 @@ def discard_all(
     """Delete the stages of tasks.
 
     Args:
-        drop: ``discard`` keeps a commit that has begun, for a repetition to finish. ``abandon``
-            deletes it too.
+        drop: ``discard`` keeps a commit that has begun, so that a repeated batch can finish it.
+            ``abandon`` deletes it too.
     """
     written = [message for message in messages if isinstance(message, Written)]
     m = options.server.connect()
@@ -296,19 +296,19 @@ def discard_all(
             stream = m.stream(name, create=False)._handle
             drop(stream, written[0].writer, [stage.name for stage in stages])
         except StreamNotFound:
-            pass  # its stages were deleted with it
+            pass  # the stages were deleted with the stream
 
 
 _NEW_CHECKPOINT = (
-    "give the query a new checkpointLocation, with which it is a new query and writes what it "
-    "reads from startingOffsets on"
+    "give the query a new checkpointLocation. It is then a new query, which starts at "
+    "startingOffsets"
 )
 
 
 def _passed(error: VersionPassed) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"has its batch {error.known} already, and Spark repeats only the last batch. Either the "
+        f"already has its batch {error.known}, and Spark repeats only the last batch. Either the "
         "checkpoint was restored or copied, or an older driver of the query is still running. Stop "
         f"that driver, or {_NEW_CHECKPOINT}.",
         stream=error.stream,
@@ -318,9 +318,9 @@ def _passed(error: VersionPassed) -> PublishError:
 def _differs(error: VersionDiffers) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"has a batch {error.version} of it already, with {error.known} rows, but this one has "
-        f"{error.records}, so it is a different batch. If the query produces other rows each time, "
-        "or rows that it reads are gone, set failOnDataLoss=false, with which the batch counts as "
+        f"already has a batch {error.version} of this query, with {error.known} rows instead of "
+        f"{error.records}, so it is a different batch. If the query produces different rows each "
+        "time, or rows that it reads are gone, set failOnDataLoss=false to treat the batch as "
         f"written. If the checkpoint was restored or copied, {_NEW_CHECKPOINT}.",
         stream=error.stream,
     )

@@ -1,4 +1,4 @@
-"""The work of a sink task: turn Arrow batches into frames, and stage or publish them."""
+"""The work of a sink task: convert Arrow batches to frames, and stage or publish them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum size of a record in bytes; there is no option for it.
+#: Maximum size of a record in bytes. There is no option for it.
 _MAX_RECORD_BYTES = 32 * 1024 * 1024
 #: Minimum seconds that a publisher waits for the server.
 _DELIVERY_S = 1.0
-#: Bytes of a key or value that an error message shows.
+#: Maximum bytes of a key or value in an error message.
 _EXCERPT_BYTES = 40
 
 
 def open_stream(options: SinkOptions, name: str) -> Stream:
     """Open a stream, or create it if it does not exist.
 
-    Opening comes first: it needs no permission to create streams.
+    Tries to open the stream first, because that needs no permission to create streams.
     """
     m = options.server.connect()
     try:
@@ -41,11 +41,11 @@ def open_stream(options: SinkOptions, name: str) -> Stream:
         pass
     try:
         stream = m.stream(name, capacity=options.capacity, create=True)
-    except StreamConfigMismatch:  # another client has just created it, with another capacity
+    except StreamConfigMismatch:  # another client has just created it with another capacity
         return m.stream(name, create=False)
     if options.capacity is None:
         _log.warning(
-            "Created stream %r, which did not exist, with a ring of %d records. Set its size with "
+            "Created stream %r, which did not exist, with a ring of %d records. Set the size with "
             "the option capacity.",
             *(name, stream.config.capacity),
         )
@@ -59,7 +59,7 @@ def _open(options: SinkOptions, name: str) -> Stream:
 def stage_all(
     options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str, owner: StageOwner
 ) -> dict[str, Staged]:
-    """Stage the rows of a task. The stage of each stream has this name."""
+    """Stage the rows of a task. The stages in all streams have this name."""
     retry = partial(outlast, options.server)
     retry(options.server.require_no_eviction)
     stages: dict[str, tuple[Stage, RecordValidator]] = {}
@@ -67,7 +67,7 @@ def stage_all(
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
                 stream = _open(options, stream_name)
-                if owner.run:  # free memory that a dead driver has left in use
+                if owner.run:  # free memory that a dead driver left in use
                     retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
                 validator = RecordValidator(
@@ -79,14 +79,14 @@ def stage_all(
                 stage.write(columns)
         return {stream_name: stage.finish() for stream_name, (stage, _) in stages.items()}
     except BaseException:
-        # No commit will name them, and until they expire they use memory of the server.
+        # No commit will include these stages, and until they expire, they use server memory.
         for stage, _ in stages.values():
             stage.abandon()
         raise
 
 
 def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None:
-    """Publish the rows of a task as they arrive; a retry of the task publishes them again."""
+    """Publish the rows of a task as they arrive. A retry of the task publishes them again."""
     publishers: dict[str, Publisher] = {}
     timeout_s = max(options.server.timeout_s, _DELIVERY_S)
     try:
@@ -112,7 +112,7 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None
 def _by_stream(
     options: SinkOptions, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yields rows of one stream at a time, in the order of their arrival."""
+    """Yields rows of one stream at a time, in the order in which they arrive."""
     from pyarrow import compute
 
     for batch in batches:
@@ -133,7 +133,9 @@ def _arguments(rows: pa.Table) -> dict[str, Any]:
     """Returns the columns as arguments of ``publish_many``."""
     values = rows.column("value")
     if values.null_count:
-        raise ValueError("A value is null, but a record needs one. Filter such rows, or coalesce.")
+        raise ValueError(
+            "A value is null, but a record needs a value. Filter such rows, or use coalesce."
+        )
     names = rows.column_names
     return {
         "values": values,
@@ -153,13 +155,13 @@ def _headers(rows: pa.Table) -> list[dict[str, bytes] | None]:
                     raise ValueError(
                         f"In the column headers, {name!r} is null in the row with the "
                         f"{_describe(rows, row)}, but a header needs a value. Remove it with "
-                        "map_filter, or coalesce."
+                        "map_filter, or replace it."
                     )
     return headers
 
 
 def _describe(rows: pa.Table, row: int) -> str:
-    """Identify a row for the user by its key, or else by its value."""
+    """Identify a row for the user by its key or, without a key, by its value."""
     key = rows["key"][row].as_py() if "key" in rows.column_names else None
     name, found = ("value", rows["value"][row].as_py()) if key is None else ("key", key)
     return f"{name} {found[:_EXCERPT_BYTES]!r}" + ("..." if len(found) > _EXCERPT_BYTES else "")

@@ -19,23 +19,32 @@ from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.threads import JoinableThread
 from tests.conftest import ServerFactory
-from tests.support.archivers import LONG_S, SHORT_S, Depot, archiver_threads, harm_of, offsets_of
+from tests.support.archivers import (
+    LONG_S,
+    SHORT_S,
+    StoredStream,
+    archiver_threads,
+    harm_of,
+    offsets_of,
+)
 from tests.support.group_members import STREAM
-from tests.support.proxied_stream import Bench, failure
+from tests.support.proxied_stream import ProxiedStream, failure
 from tests.support.readers import background, entries, fill, replace_frame, value
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
-    with Depot(url, tmp_path / "store") as depot:
-        yield depot
+def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
+    with StoredStream(url, tmp_path / "store") as stored:
+        yield stored
 
 
 # Automatic archivers
 
 
-def test_client_archives_a_stream_with_a_store_until_it_is_closed(url: str, tmp_path: Path) -> None:
+def test_client_archives_streams_with_a_store_until_the_client_is_closed(
+    url: str, tmp_path: Path
+) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", capacity=10, store=tmp_path)
         (thread,) = archiver_threads()
@@ -49,8 +58,8 @@ def test_client_archives_a_stream_with_a_store_until_it_is_closed(url: str, tmp_
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_ctrl_c_while_an_archiver_starts_leaves_nothing_to_wait_for(
-    depot: Depot, monkeypatch: pytest.MonkeyPatch, starts: bool
+def test_archiver_interrupted_while_it_starts_can_be_closed(
+    stored: StoredStream, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     start = JoinableThread.start
 
@@ -61,7 +70,7 @@ def test_ctrl_c_while_an_archiver_starts_leaves_nothing_to_wait_for(
         if is_archiver:
             raise KeyboardInterrupt
 
-    archiver = depot.stream.archiver()
+    archiver = stored.stream.archiver()
     with monkeypatch.context() as patch:
         patch.setattr(JoinableThread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -72,69 +81,69 @@ def test_ctrl_c_while_an_archiver_starts_leaves_nothing_to_wait_for(
     eventually(lambda: archiver_threads() == [])
 
 
-def test_client_without_archive_or_store_does_not_archive(depot: Depot) -> None:
-    with depot.another_client() as client:
-        client.stream(STREAM, store=depot.root, archive=False)
+def test_client_without_archive_or_store_does_not_archive(stored: StoredStream) -> None:
+    with stored.another_client() as client:
+        client.stream(STREAM, store=stored.root, archive=False)
         client.stream(STREAM, create=True)
         stream = client.stream(STREAM, create=False)
         assert archiver_threads() == []
-        depot.fill(50)
+        stored.fill(50)
         with pytest.raises(meteor.StoreUnavailable, match="Is an archiver running"):
             stream.store.flush(timeout=0)
-    assert depot.events() == []
+    assert stored.events() == []
 
 
-def test_explicit_archiver_replaces_the_automatic_one(
-    depot: Depot,
+def test_explicit_archiver_replaces_the_automatic_archiver(
+    stored: StoredStream,
 ) -> None:
-    client = depot.another_client()
-    stream = client.stream(STREAM, store=depot.root)
+    client = stored.another_client()
+    stream = client.stream(STREAM, store=stored.root)
     (thread,) = archiver_threads()
-    eventually(lambda: depot.owner)
-    before = depot.owner
+    eventually(lambda: stored.owner)
+    before = stored.owner
     with stream.archiver(segment_records=25, segment_age=0, lease_ttl=LONG_S).start() as archiver:
         assert not thread.is_alive()
         assert len(archiver_threads()) == 1
-        depot.fill(*[25] * 8)
-        depot.wait_archived(200)
-        assert depot.owner not in (None, before)
-        assert depot.stream.describe().archiver == depot.owner
-    assert depot.stream.describe().archiver is None
+        stored.fill(*[25] * 8)
+        stored.wait_archived(200)
+        assert stored.owner not in (None, before)
+        assert stored.stream.describe().archiver == stored.owner
+    assert stored.stream.describe().archiver is None
     assert not archiver.alive
     assert archiver_threads() == []
-    assert depot.lease_left_ms == -2  # released
-    depot.archiver()
-    depot.check(200)
+    assert stored.lease_left_ms == -2  # released
+    stored.archiver()
+    stored.check(200)
 
 
-def test_archiver_may_run_in_the_callers_thread(depot: Depot) -> None:
-    archiver = depot.stream.archiver(segment_age=0)
+def test_archiver_may_run_in_the_callers_thread(stored: StoredStream) -> None:
+    archiver = stored.stream.archiver(segment_age=0)
     with background(lambda _: archiver.run()):
-        end = depot.fill(500)
-        depot.wait_archived(end)
+        end = stored.fill(500)
+        stored.wait_archived(end)
         assert not archiver.alive
         archiver.close()
 
 
-def test_archiver_ends_with_its_client(depot: Depot) -> None:
-    client = meteor.connect(depot.url)
+def test_archiver_stops_when_its_client_closes(stored: StoredStream) -> None:
+    client = meteor.connect(stored.url)
     stream = client.stream(STREAM, create=False)
     archiver = stream.archiver(segment_age=0, lease_ttl=LONG_S).start()
-    eventually(lambda: depot.owner)
+    eventually(lambda: stored.owner)
     client.close()
     eventually(lambda: not archiver.alive)
-    assert depot.owner is None
+    assert stored.owner is None
 
 
-def test_forked_child_does_not_archive_and_its_parent_continues(depot: Depot) -> None:
-    parent = depot.process(background=True)
+def test_forked_child_does_not_archive_and_its_parent_continues(stored: StoredStream) -> None:
+    parent = stored.process(background=True)
     parent.ready()
-    eventually(lambda: depot.owner)
-    owner, term = depot.owner, depot.field("term")
+    eventually(lambda: stored.owner)
+    owner, term = stored.owner, stored.field("term")
     assert parent.ask("fork") == ["", "0"]
-    assert (depot.owner, depot.field("term")) == (owner, term)
-    depot.check(depot.fill(500))
-    assert depot.field("term") == term
+    assert (stored.owner, stored.field("term")) == (owner, term)
+    stored.check(stored.fill(500))
+    assert stored.field("term") == term
 
 
 #: Publishes more than max_unarchived, and closes nothing. The second stream adds an archiver.
@@ -148,10 +157,10 @@ publisher.publish_many([b"x"] * 5000)
 
 
 def test_program_that_closes_nothing_archives_until_exit_and_releases_its_leases(
-    depot: Depot, tmp_path: Path
+    stored: StoredStream, tmp_path: Path
 ) -> None:
     url = f"embedded://{tmp_path}/kept"
-    program = depot.program(PROGRAM.replace("sys.argv[1]", repr(url)), str(tmp_path))
+    program = stored.program(PROGRAM.replace("sys.argv[1]", repr(url)), str(tmp_path))
     assert program.wait() == 0
     with meteor.connect(url) as client:
         stream = client.stream("s", create=False)
@@ -165,43 +174,45 @@ def test_program_that_closes_nothing_archives_until_exit_and_releases_its_leases
 
 
 def test_second_archiver_takes_over_at_once_when_the_first_closes(
-    depot: Depot,
+    stored: StoredStream,
 ) -> None:
-    first = depot.process(lease_ttl=LONG_S)
+    first = stored.process(lease_ttl=LONG_S)
     first.ready()
-    eventually(lambda: depot.owner)
-    second = depot.archiver()
-    end = depot.fill(500)
-    depot.wait_archived(end)
+    eventually(lambda: stored.owner)
+    second = stored.archiver()
+    end = stored.fill(500)
+    stored.wait_archived(end)
     first.ask("close")
-    end = depot.fill(500)
-    depot.wait_archived(end)
-    assert [event.what for event in depot.events()] == ["assigned", "released", "assigned"]
+    end = stored.fill(500)
+    stored.wait_archived(end)
+    assert [event.what for event in stored.events()] == ["assigned", "released", "assigned"]
     assert second.error is None
-    depot.check(end)
+    stored.check(end)
 
 
-def test_second_archiver_takes_over_when_the_lease_of_a_killed_one_expires(depot: Depot) -> None:
-    first = depot.process(lease_ttl=SHORT_S)
-    depot.fill(500)
-    depot.wait_archived(500)
-    depot.archiver()
+def test_second_archiver_takes_over_when_the_lease_of_a_killed_archiver_expires(
+    stored: StoredStream,
+) -> None:
+    first = stored.process(lease_ttl=SHORT_S)
+    stored.fill(500)
+    stored.wait_archived(500)
+    stored.archiver()
     first.kill()
-    depot.check(depot.fill(500))
-    assert [event.what for event in depot.events()] == ["assigned", "assigned"]
+    stored.check(stored.fill(500))
+    assert [event.what for event in stored.events()] == ["assigned", "assigned"]
 
 
-def test_waiting_archiver_does_not_count_as_hung(depot: Depot) -> None:
-    first = depot.archiver()
+def test_waiting_archiver_does_not_count_as_hung(stored: StoredStream) -> None:
+    first = stored.archiver()
     eventually(lambda: first._archive_term)
-    second = depot.archiver()
+    second = stored.archiver()
     session = eventually(lambda: second._session)
     assert session is not None
     session.alive_at = now() - 10_000  # as if it had waited for hours
     eventually(lambda: session.alive_at > now() - 100)
     first.close()
-    depot.check(depot.fill(500))
-    assert [event.what for event in depot.events()] == ["assigned", "released", "assigned"]
+    stored.check(stored.fill(500))
+    assert [event.what for event in stored.events()] == ["assigned", "released", "assigned"]
 
 
 # When a segment is written
@@ -218,31 +229,31 @@ def test_waiting_archiver_does_not_count_as_hung(depot: Depot) -> None:
     ids=str,
 )
 def test_segment_is_written_when_one_of_its_limits_is_reached(
-    depot: Depot, settings: dict[str, Any]
+    stored: StoredStream, settings: dict[str, Any]
 ) -> None:
     limits = {"segment_age": LONG_S} | settings
-    depot.archiver(**limits)
-    depot.fill(100, 100)
-    depot.wait_archived(200)
+    stored.archiver(**limits)
+    stored.fill(100, 100)
+    stored.wait_archived(200)
 
 
-def test_flush_archives_all_existing_records(depot: Depot) -> None:
-    depot.archiver(segment_age=LONG_S)
+def test_flush_archives_all_existing_records(stored: StoredStream) -> None:
+    stored.archiver(segment_age=LONG_S)
     for size in (1, 99, 7):
-        end = depot.fill(size)
-        assert depot.stream.store.flush() == depot.archived == end
-    assert len(depot.segments()) == 3
-    assert depot.stream.store.flush() == end  # nothing to archive
+        end = stored.fill(size)
+        assert stored.stream.store.flush() == stored.archived == end
+    assert len(stored.segments()) == 3
+    assert stored.stream.store.flush() == end  # nothing to archive
 
 
 @pytest.mark.parametrize(
     "setting", ["segment_records", "segment_bytes", "segment_age", "lease_ttl"]
 )
-def test_invalid_settings_are_refused_and_the_automatic_archiver_stays(
-    depot: Depot, setting: str
+def test_invalid_settings_are_refused_and_the_automatic_archiver_keeps_running(
+    stored: StoredStream, setting: str
 ) -> None:
-    client = depot.another_client()
-    stream = client.stream(STREAM, store=depot.root)
+    client = stored.another_client()
+    stream = client.stream(STREAM, store=stored.root)
     for wrong, error in ((-1, ValueError), ("1", TypeError)):
         settings: dict[str, Any] = {setting: wrong}
         with pytest.raises(error, match=setting):
@@ -261,20 +272,20 @@ def test_stream_without_a_store_has_no_archiver(url: str) -> None:
 # max_unarchived
 
 
-def test_max_unarchived_is_ten_times_the_capacity_by_default(depot: Depot) -> None:
-    assert depot.stream.config.max_unarchived == 1000
-    depot.fill(*[100] * 10)
-    with depot.stream.publisher(delivery_timeout=0.2) as pub:
+def test_max_unarchived_is_ten_times_the_capacity_by_default(stored: StoredStream) -> None:
+    assert stored.stream.config.max_unarchived == 1000
+    stored.fill(*[100] * 10)
+    with stored.stream.publisher(delivery_timeout=0.2) as pub:
         error = failure(pub.publish(b"one too many"))
     assert isinstance(error, meteor.StreamFull)
-    assert depot.ring()[0] == 0
+    assert stored.ring()[0] == 0
 
 
 def test_max_unarchived_is_at_least_the_capacity(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as client:
         with pytest.raises(ValueError, match="at least the capacity"):
             client.stream("s", store=tmp_path, capacity=100, max_unarchived=99)
-        with pytest.raises(ValueError, match="for a stream with a store"):
+        with pytest.raises(ValueError, match="needs a stream with a store"):
             client.stream("s", max_unarchived=10_000)
         assert client.streams() == []
         stream = client.stream("s", store=tmp_path, capacity=100, max_unarchived=100, archive=False)
@@ -287,45 +298,45 @@ def test_max_unarchived_is_at_least_the_capacity(url: str, tmp_path: Path) -> No
         with pytest.raises(meteor.StreamConfigMismatch, match="max_unarchived=100"):
             client.stream("s", max_unarchived=200)
         assert client.stream("s", max_unarchived=100).config == stream.config
-        with stream.archiver(segment_age=LONG_S).start():  # the lowest limit works, too
+        with stream.archiver(segment_age=LONG_S).start():  # the lowest limit works too
             fill(stream, *[100] * 5)
 
 
-def test_raising_max_unarchived_unblocks_a_publisher(depot: Depot) -> None:
-    depot.fill(*[100] * 10)
-    with depot.stream.publisher() as pub:
+def test_raising_max_unarchived_unblocks_a_publisher(stored: StoredStream) -> None:
+    stored.fill(*[100] * 10)
+    with stored.stream.publisher() as pub:
         ack = pub.publish(value(1000))
         with pytest.raises(TimeoutError):
             ack.result(0.1)
-        depot.stream.configure(max_unarchived=1001)
+        stored.stream.configure(max_unarchived=1001)
         assert ack.result(10) == 1000
 
 
 def test_lowering_max_unarchived_makes_the_archiver_write(url: str, tmp_path: Path) -> None:
-    with Depot(url, tmp_path, max_unarchived=1_000_000) as depot:
-        archiver = depot.archiver(segment_age=LONG_S)
-        depot.fill(2000)
+    with StoredStream(url, tmp_path, max_unarchived=1_000_000) as stored:
+        archiver = stored.archiver(segment_age=LONG_S)
+        stored.fill(2000)
         eventually(
             lambda: archiver._archive_term is not None and archiver._archive_term.records == 2000
         )
-        assert depot.archived == 0
-        depot.stream.configure(max_unarchived=1000)
-        depot.wait_archived(2000)
-        depot.check(depot.fill(1000))
+        assert stored.archived == 0
+        stored.stream.configure(max_unarchived=1000)
+        stored.wait_archived(2000)
+        stored.check(stored.fill(1000))
 
 
 def test_ring_never_drops_unarchived_records(url: str, tmp_path: Path) -> None:
-    with Depot(url, tmp_path, capacity=50, max_unarchived=400) as depot:
+    with StoredStream(url, tmp_path, capacity=50, max_unarchived=400) as stored:
         samples = ends = 0
 
         def publish(_: threading.Event) -> None:
-            depot.fill(*[1, 50, 7, 33] * 50)
+            stored.fill(*[1, 50, 7, 33] * 50)
 
-        depot.archiver()
+        stored.archiver()
         with background(publish) as thread:
             while thread.is_alive():
                 samples += 1
-                pipe = depot.redis.pipeline(transaction=True)
+                pipe = stored.redis.pipeline(transaction=True)
                 pipe.xrange(keys.log(STREAM), count=1)
                 pipe.hmget(keys.meta(STREAM), "archived", "next", "expired")
                 oldest, (archived, end, expired) = pipe.execute()
@@ -338,43 +349,43 @@ def test_ring_never_drops_unarchived_records(url: str, tmp_path: Path) -> None:
                 ends = int(end)
         assert samples > 20
         assert ends > 0
-        depot.check(4550)
+        stored.check(4550)
 
 
 # Deleted and recreated streams
 
 
-def test_archiver_of_a_deleted_stream_ends_and_leaves_nothing_behind(depot: Depot) -> None:
-    end = depot.fill(300)
-    archiver = depot.archiver(segment_age=LONG_S)
+def test_archiver_of_a_deleted_stream_ends_and_leaves_nothing_behind(stored: StoredStream) -> None:
+    end = stored.fill(300)
+    archiver = stored.archiver(segment_age=LONG_S)
     eventually(lambda: archiver._archive_term is not None and archiver._archive_term.records == end)
-    depot.another_client().stream(STREAM, create=True).delete()
+    stored.another_client().stream(STREAM, create=True).delete()
     eventually(lambda: not archiver.alive)
     assert isinstance(archiver.error, meteor.StreamNotFound)
-    assert depot.redis.keys("*") == []
-    assert depot.segments() == []
+    assert stored.redis.keys("*") == []
+    assert stored.segments() == []
 
 
 @pytest.mark.parametrize("step", ["before append", "before advance"])
-def test_archiver_writes_nothing_into_the_next_incarnation(depot: Depot, step: str) -> None:
-    depot.fill(500)
-    old_life = depot.stream.incarnation
-    old = depot.process(f"stop {step}", segment_records=500)
+def test_archiver_writes_nothing_into_the_next_incarnation(stored: StoredStream, step: str) -> None:
+    stored.fill(500)
+    old_life = stored.stream.incarnation
+    old = stored.process(f"stop {step}", segment_records=500)
     old.wait_stopped()
-    depot.stream.delete()
-    depot.open()
-    end = depot.fill(300)
-    depot.archiver()
-    depot.wait_archived(end)
-    before = [name for name in depot.files() if old_life not in name]
+    stored.stream.delete()
+    stored.open()
+    end = stored.fill(300)
+    stored.archiver()
+    stored.wait_archived(end)
+    before = [name for name in stored.files() if old_life not in name]
     old.resume()
     eventually(lambda: not old.ask("alive"))
     assert old.ask("error") in ("LogTruncated", "StreamNotFound")
-    assert [name for name in depot.files() if old_life not in name] == before
-    depot.check(depot.fill(200))
+    assert [name for name in stored.files() if old_life not in name] == before
+    stored.check(stored.fill(200))
 
 
-def test_stream_reopened_while_its_archiver_ends_gets_another(
+def test_stream_reopened_while_its_archiver_ends_gets_a_new_archiver(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave, leaving = meteor.Archiver._leave, threading.Event()
@@ -389,7 +400,7 @@ def test_stream_reopened_while_its_archiver_ends_gets_another(
     with meteor.connect(url) as client:
         stream = client.stream("s", store=tmp_path)
         assert fill(stream, 10) == stream.store.flush()
-        fill(stream, 10)  # an archiver that holds records checks the stream often
+        fill(stream, 10)  # an archiver with unwritten records checks the stream often
         client.redis.flushall()
         assert leaving.wait(10)
         stream = client.stream("s", store=tmp_path, resume=True)
@@ -400,24 +411,24 @@ def test_stream_reopened_while_its_archiver_ends_gets_another(
 
 
 def test_damaged_frame_is_reported_after_everything_before_it_is_archived(
-    depot: Depot,
+    stored: StoredStream,
 ) -> None:
-    depot.fill(*[10] * 5)
-    entry_id, fields = entries(depot.redis, STREAM)[2]
+    stored.fill(*[10] * 5)
+    entry_id, fields = entries(stored.redis, STREAM)[2]
     whole = next(payload for name, payload in fields.items() if name != b"t")
-    replace_frame(depot.redis, STREAM, entry_id, b"damaged")
-    archiver = depot.archiver(segment_age=LONG_S)
+    replace_frame(stored.redis, STREAM, entry_id, b"damaged")
+    archiver = stored.archiver(segment_age=LONG_S)
     eventually(lambda: isinstance(archiver.error, meteor.CorruptFrame))
     error = archiver.error
     assert isinstance(error, meteor.CorruptFrame)
     assert (error.first, error.last) == (20, 29)
-    depot.wait_archived(20)
-    assert depot.stored() == list(range(20))
-    end = depot.fill(100, 100)
-    assert depot.ring()[0] == 20
-    assert depot.archived == 20
-    replace_frame(depot.redis, STREAM, entry_id, whole)
-    depot.check(end)
+    stored.wait_archived(20)
+    assert stored.stored() == list(range(20))
+    end = stored.fill(100, 100)
+    assert stored.ring()[0] == 20
+    assert stored.archived == 20
+    replace_frame(stored.redis, STREAM, entry_id, whole)
+    stored.check(end)
     assert archiver.error is None
 
 
@@ -428,42 +439,42 @@ def test_damaged_frame_is_reported_after_everything_before_it_is_archived(
 def test_commit_over_a_cut_connection_is_applied_once(
     private_server: ServerFactory, tmp_path: Path, answer: str
 ) -> None:
-    with Bench(private_server(), store=tmp_path, archive=False, capacity=100) as bench:
-        archiver = bench.through.stream("orders", create=False).archiver(segment_age=LONG_S)
+    with ProxiedStream(private_server(), store=tmp_path, archive=False, capacity=100) as proxied:
+        archiver = proxied.through.stream("orders", create=False).archiver(segment_age=LONG_S)
         with archiver.start():
             end = 0
             for _ in range(2):
-                end = fill(bench.stream, 300)
-                cut = bench.proxy.cut_after_request
+                end = fill(proxied.stream, 300)
+                cut = proxied.proxy.cut_after_request
                 if answer == "unanswered":
-                    cut = bench.proxy.cut_before_request
+                    cut = proxied.proxy.cut_before_request
                 cut(match=ADVANCE_ARCHIVED.sha.encode())
-                assert bench.stream.store.flush() == end
-            assert offsets_of(bench.stream) == [*range(end)]
-            assert harm_of(bench.stream) == []
-            bench.stream.store.files()
+                assert proxied.stream.store.flush() == end
+            assert offsets_of(proxied.stream) == [*range(end)]
+            assert harm_of(proxied.stream) == []
+            proxied.stream.store.files()
 
 
 def test_archiver_retries_when_it_cannot_check_its_stream(
     private_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Bench(private_server(), store=tmp_path, archive=False) as bench:
+    with ProxiedStream(private_server(), store=tmp_path, archive=False) as proxied:
         cut = threading.Event()
 
         def cut_off(_: ArchiveTerm) -> None:
             monkeypatch.undo()
-            bench.proxy.refuse()
-            bench.proxy.cut()
+            proxied.proxy.refuse()
+            proxied.proxy.cut()
             cut.set()
             raise reply_errors.log_truncated("orders", 0, 0)
 
         monkeypatch.setattr(ArchiveTerm, "step", cut_off)
-        archiver = bench.through.stream("orders", create=False).archiver(lease_ttl=SHORT_S)
+        archiver = proxied.through.stream("orders", create=False).archiver(lease_ttl=SHORT_S)
         with archiver.start():
             assert cut.wait(10)
             eventually(lambda: isinstance(archiver.error, meteor.LogTruncated))
-            bench.proxy.accept()
-            assert fill(bench.stream, 10) == bench.stream.store.flush()
+            proxied.proxy.accept()
+            assert fill(proxied.stream, 10) == proxied.stream.store.flush()
 
 
 def test_automatic_archiver_survives_cuts_and_server_restarts(
@@ -472,20 +483,20 @@ def test_automatic_archiver_survives_cuts_and_server_restarts(
     quick = ArchiverConfig(lease_ttl=SHORT_S)
     monkeypatch.setattr("meteor_py.archive.archiver.ArchiverConfig", lambda: quick)
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
-    with Bench(server, store=tmp_path, archive=False, capacity=100) as bench:
-        bench.through.stream("orders", store=tmp_path)
+    with ProxiedStream(server, store=tmp_path, archive=False, capacity=100) as proxied:
+        proxied.through.stream("orders", store=tmp_path)
         end = 0
         for fault in ("cut", "restart"):
-            end = fill(bench.stream, 300)
-            assert bench.stream.store.flush() == end
-            end = fill(bench.stream, 300)
+            end = fill(proxied.stream, 300)
+            assert proxied.stream.store.flush() == end
+            end = fill(proxied.stream, 300)
             if fault == "cut":
-                bench.proxy.cut()
+                proxied.proxy.cut()
             else:
                 server.kill()
                 server.restart()
-            assert bench.stream.store.flush() == end
-        assert offsets_of(bench.stream) == [*range(end)]
+            assert proxied.stream.store.flush() == end
+        assert offsets_of(proxied.stream) == [*range(end)]
         assert len(archiver_threads()) == 1
     assert archiver_threads() == []
 
@@ -499,4 +510,4 @@ def test_closing_a_private_server_does_not_wait_for_a_store_that_is_gone(
         m.stream("trades", store=str(tmp_path / "store")).publisher().close()
         shutil.rmtree(tmp_path / "store")
     assert flushed == []
-    assert "are lost with its private server" in caplog.text
+    assert "will be lost with its private server" in caplog.text

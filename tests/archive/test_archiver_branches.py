@@ -1,4 +1,4 @@
-"""An old primary that stays up after a failover, with its own archiver."""
+"""After a failover, an old primary that is still running cannot corrupt the archive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.waiting import eventually
 
 
@@ -19,15 +19,15 @@ class Split:
 
     def __init__(self, stack: ExitStack, primary: ServerFactory, store: Path) -> None:
         settings = {"capacity": 100, "store": store, "archive": False, "max_unarchived": 10_000}
-        self.pair = Pair(stack, primary(), **settings)
-        self.old = self.pair.bench.stream
+        self.replicated = ReplicatedStream(stack, primary(), **settings)
+        self.old = self.replicated.proxied.stream
         self.publish(self.old, b"common", 300)
         self.archive(self.old)
-        self.pair.lag()
+        self.replicated.lag()
         self.publish(self.old, b"old", 300)  # 300 to 599, which the replica never gets
         self.archive(self.old)
-        self.pair.replica.promote()
-        self.client = stack.enter_context(meteor.connect(self.pair.replica.url))
+        self.replicated.replica.promote()
+        self.client = stack.enter_context(meteor.connect(self.replicated.replica.url))
         self.new = self.client.stream(NAME, store=store, archive=False)
 
     def publish(self, stream: meteor.Stream, value: bytes, count: int) -> None:
@@ -65,11 +65,11 @@ def test_late_segments_of_an_old_primary_do_not_count(split: Split) -> None:
     assert [flaw for flaw in split.new.store.verify() if not flaw.harmless] == []
 
 
-def test_archiver_of_an_old_primary_stops_when_the_new_one_has_archived(
+def test_archiver_of_an_old_primary_stops_when_the_new_primary_has_archived(
     split: Split,
 ) -> None:
     with split.old.archiver(lease_ttl=5, segment_records=100).start() as archiver:
-        split.publish(split.old, b"late", 100)  # 600 to 699: before the new one archives
+        split.publish(split.old, b"late", 100)  # 600 to 699: before the new primary archives
         split.old.store.flush(20)
         split.publish(split.new, b"new", 500)  # 300 to 799
         split.archive(split.new)

@@ -19,22 +19,22 @@ from tests.conftest import ServerFactory
 from tests.support.archivers import (
     LONG_S,
     SHORT_S,
-    Depot,
+    StoredStream,
     files_in,
     harm_of,
     needs_mounts,
     offsets_of,
 )
 from tests.support.group_members import STREAM, Refused
-from tests.support.proxied_stream import Pair, poll_until
+from tests.support.proxied_stream import ReplicatedStream, poll_until
 from tests.support.readers import check_values, drain, everything, fill, value
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
-    with Depot(url, tmp_path / "store", max_unarchived=100_000) as depot:
-        yield depot
+def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
+    with StoredStream(url, tmp_path / "store", max_unarchived=100_000) as stored:
+        yield stored
 
 
 # Killed
@@ -56,31 +56,31 @@ KILLS = {
 
 @pytest.mark.parametrize("step", KILLS)
 def test_archiver_killed_at_any_step_neither_loses_nor_duplicates_records(
-    depot: Depot, step: str
+    stored: StoredStream, step: str
 ) -> None:
-    depot.fill(*[2500] * 10)
-    victim = depot.process(f"kill {step}", segment_records=25_000, segment_age=LONG_S)
+    stored.fill(*[2500] * 10)
+    victim = stored.process(f"kill {step}", segment_records=25_000, segment_age=LONG_S)
     victim.wait_killed()
-    assert (len(depot.segments()), depot.archived) == KILLS[step]
-    assert depot.read() == list(range(25_000))
-    assert depot.harm() == []
-    end = depot.fill(100, 100)
-    depot.archiver(lease_ttl=SHORT_S)
-    depot.check(end)
+    assert (len(stored.segments()), stored.archived) == KILLS[step]
+    assert stored.read() == list(range(25_000))
+    assert stored.harm() == []
+    end = stored.fill(100, 100)
+    stored.archiver(lease_ttl=SHORT_S)
+    stored.check(end)
 
 
 def test_archivers_killed_one_after_another_still_make_progress(
-    depot: Depot, rng: random.Random
+    stored: StoredStream, rng: random.Random
 ) -> None:
     steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
-    for number, step in enumerate(steps, start=1):  # at the second segment of each
-        end = depot.fill(rng.randrange(2000, 3000))
-        depot.process(f"kill {step}", segment_records=700).wait_killed()
-        assert depot.read() == list(range(end))
-        assert len(depot.events("assigned")) == number
-    depot.archiver()
-    depot.check(end)
+    for number, step in enumerate(steps, start=1):  # each is killed at its second segment
+        end = stored.fill(rng.randrange(2000, 3000))
+        stored.process(f"kill {step}", segment_records=700).wait_killed()
+        assert stored.read() == list(range(end))
+        assert len(stored.events("assigned")) == number
+    stored.archiver()
+    stored.check(end)
 
 
 # Stopped
@@ -89,99 +89,103 @@ def test_archivers_killed_one_after_another_still_make_progress(
 @pytest.mark.parametrize(
     "step", ["before state", "before append", "before rename 2", "before advance"]
 )
-def test_segments_written_after_losing_the_lease_do_not_count(depot: Depot, step: str) -> None:
-    depot.fill(1000)
-    first = depot.process(f"stop {step}", segment_records=1000, segment_age=LONG_S)
+def test_segments_written_after_losing_the_lease_do_not_count(
+    stored: StoredStream, step: str
+) -> None:
+    stored.fill(1000)
+    first = stored.process(f"stop {step}", segment_records=1000, segment_age=LONG_S)
     first.wait_stopped()
-    depot.archiver(segment_records=300)
-    depot.wait_archived(1000)
-    end = depot.fill(500)
-    depot.wait_archived(end)
-    seen = depot.fields("archived", "next", "flush"), depot.field("term")
+    stored.archiver(segment_records=300)
+    stored.wait_archived(1000)
+    end = stored.fill(500)
+    stored.wait_archived(end)
+    seen = stored.fields("archived", "next", "flush"), stored.field("term")
     first.resume()
     assert eventually(lambda: first.ask("refused")) == ["LeaseLost"]
-    assert (depot.fields("archived", "next", "flush"), depot.field("term")) == seen
+    assert (stored.fields("archived", "next", "flush"), stored.field("term")) == seen
     # The first archiver has written its segment.
-    assert any(name.split("-")[1].endswith("999") for name in depot.segments())
-    depot.check(end)
+    assert any(name.split("-")[1].endswith("999") for name in stored.segments())
+    stored.check(end)
     assert first.ask("alive")  # the first archiver waits for the lease
 
 
-def test_stopped_archiver_continues_if_no_other_took_over(depot: Depot) -> None:
-    depot.fill(1000)
-    only = depot.process("stop before advance", segment_records=1000)
+def test_stopped_archiver_continues_if_no_other_archiver_took_over(stored: StoredStream) -> None:
+    stored.fill(1000)
+    only = stored.process("stop before advance", segment_records=1000)
     only.wait_stopped()
-    eventually(lambda: depot.owner is None)
+    eventually(lambda: stored.owner is None)
     only.resume()
-    depot.wait_archived(1000)
+    stored.wait_archived(1000)
     assert only.ask("refused") == []
-    depot.check(1000)
+    stored.check(1000)
 
 
 def test_replaced_archiver_waits_for_its_next_turn(
-    depot: Depot,
+    stored: StoredStream,
 ) -> None:
-    first = depot.process()
-    depot.fill(500)
-    depot.wait_archived(500)
+    first = stored.process()
+    stored.fill(500)
+    stored.wait_archived(500)
     first.pause()
-    with depot.archiver():
-        depot.wait_archived(depot.fill(500))
+    with stored.archiver():
+        stored.wait_archived(stored.fill(500))
         first.resume()
-        depot.wait_archived(depot.fill(500))
+        stored.wait_archived(stored.fill(500))
         assert first.ask("alive")
-    depot.check(depot.fill(500))  # archived by the first
-    assert [event.what for event in depot.events()] == ["assigned"] * 2 + ["released", "assigned"]
+    stored.check(stored.fill(500))  # archived by the first
+    assert [event.what for event in stored.events()] == ["assigned"] * 2 + ["released", "assigned"]
 
 
 # Another store at the same address
 
 
 @needs_mounts
-def test_host_with_another_disk_neither_reads_nor_archives(depot: Depot, tmp_path: Path) -> None:
-    depot.fill(1000)
-    depot.archive()
+def test_host_with_another_disk_neither_reads_nor_archives(
+    stored: StoredStream, tmp_path: Path
+) -> None:
+    stored.fill(1000)
+    stored.archive()
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(Refused, match=r"StoreMismatch.*nothing is there"):
-        depot.process(bind={str(depot.root): str(other)}).ready()
-    with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed it
+    with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
+        stored.process(bind={str(stored.root): str(other)}).ready()
+    with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
     with pytest.raises(Refused, match=r"StoreMismatch.*history of another"):
-        depot.process(bind={str(depot.root): str(other)}, background=True).ready()
+        stored.process(bind={str(stored.root): str(other)}, background=True).ready()
     assert files_in(other) == claimed
-    depot.archiver()
-    depot.check(1000)
+    stored.archiver()
+    stored.check(1000)
 
 
 @needs_mounts
-def test_disk_mounted_over_the_store_gets_nothing_and_nothing_is_trimmed(
-    depot: Depot, tmp_path: Path
+def test_nothing_is_written_or_trimmed_if_another_disk_is_mounted_over_the_store(
+    stored: StoredStream, tmp_path: Path
 ) -> None:
-    depot.fill(1000)
-    host = depot.process(bind={}, lease_ttl=LONG_S)
-    depot.wait_archived(1000)
+    stored.fill(1000)
+    host = stored.process(bind={}, lease_ttl=LONG_S)
+    stored.wait_archived(1000)
     other = tmp_path / "other"
     other.mkdir()
-    host.ask("mount", str(other), str(depot.root))
-    end = depot.fill(1000)
+    host.ask("mount", str(other), str(stored.root))
+    end = stored.fill(1000)
     eventually(lambda: host.ask("error") == "StoreMismatch")
-    assert (depot.archived, depot.ring()[0]) == (1000, 1000)
+    assert (stored.archived, stored.ring()[0]) == (1000, 1000)
     assert files_in(other) == []
-    depot.archiver()  # on a host with the right disk: the other host has released the lease
-    depot.check(end)
+    stored.archiver()  # on a host with the right disk; the other host has released the lease
+    stored.check(end)
     assert files_in(other) == []
 
 
 @pytest.mark.parametrize("what", ["gone", "empty", "of another incarnation"])
-def test_missing_store_gets_nothing_and_nothing_is_trimmed_until_it_is_back(
-    depot: Depot, tmp_path: Path, what: str
+def test_nothing_is_written_or_trimmed_while_the_store_is_missing(
+    stored: StoredStream, tmp_path: Path, what: str
 ) -> None:
-    depot.fill(1000)
-    archiver = depot.archiver()
-    depot.wait_archived(1000)
-    away, place = tmp_path / "away", depot.root
+    stored.fill(1000)
+    archiver = stored.archiver()
+    stored.wait_archived(1000)
+    away, place = tmp_path / "away", stored.root
     place.rename(away)
     if what != "gone":
         place.mkdir()
@@ -189,16 +193,16 @@ def test_missing_store_gets_nothing_and_nothing_is_trimmed_until_it_is_back(
         with meteor.connect("fake://") as elsewhere:
             elsewhere.stream(STREAM, store=place, archive=False)
     claimed = files_in(place)
-    end = depot.fill(1000)
+    end = stored.fill(1000)
     eventually(lambda: isinstance(archiver.error, meteor.StoreMismatch))
-    assert (depot.archived, depot.ring()[0]) == (1000, 1000)
+    assert (stored.archived, stored.ring()[0]) == (1000, 1000)
     assert files_in(place) == claimed
     with pytest.raises(meteor.StoreUnavailable):
-        depot.read()
+        stored.read()
     if place.exists():
         place.rename(tmp_path / "wrong")
     away.rename(place)
-    depot.check(end)
+    stored.check(end)
     assert archiver.error is None
 
 
@@ -208,13 +212,13 @@ def test_missing_store_gets_nothing_and_nothing_is_trimmed_until_it_is_back(
 def test_publisher_waits_for_an_unreachable_store_and_continues(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Depot(url, tmp_path / "store", max_unarchived=200) as depot:
-        archiver = depot.archiver()
-        depot.fill(100)
-        depot.wait_archived(100)
-        depot.root.rename(tmp_path / "away")
-        depot.root.write_bytes(b"not a directory")
-        with depot.stream.publisher() as pub:
+    with StoredStream(url, tmp_path / "store", max_unarchived=200) as stored:
+        archiver = stored.archiver()
+        stored.fill(100)
+        stored.wait_archived(100)
+        stored.root.rename(tmp_path / "away")
+        stored.root.write_bytes(b"not a directory")
+        with stored.stream.publisher() as pub:
             acks = [pub.publish_many([value(i) for i in range(at, at + 100)]) for at in (100, 200)]
             late = pub.publish_many([value(i) for i in range(300, 400)])
             assert [ack.result(20) for ack in acks] == [100, 200]
@@ -222,28 +226,28 @@ def test_publisher_waits_for_an_unreachable_store_and_continues(
             assert "Not a directory" in str(archiver.error)
             with pytest.raises(TimeoutError):
                 late.result(0.1)
-            assert depot.archived == 100
-            depot.root.unlink()
-            (tmp_path / "away").rename(depot.root)
+            assert stored.archived == 100
+            stored.root.unlink()
+            (tmp_path / "away").rename(stored.root)
             assert late.result(20) == 300
-        depot.check(400)
+        stored.check(400)
         assert archiver.error is None
     logged = [record for record in caplog.records if "Cannot archive stream" in record.message]
     assert len(logged) == 1  # not once per attempt
 
 
 def test_store_outage_is_logged_once(
-    depot: Depot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stored: StoredStream, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archiver = depot.archiver()
+    archiver = stored.archiver()
     for outage in (1, 2):
-        depot.root.rename(tmp_path / "away")
-        depot.root.write_bytes(b"not a directory")
-        end = depot.fill(100)
+        stored.root.rename(tmp_path / "away")
+        stored.root.write_bytes(b"not a directory")
+        end = stored.fill(100)
         eventually(lambda: isinstance(archiver.error, meteor.StoreUnavailable))
-        depot.root.unlink()
-        (tmp_path / "away").rename(depot.root)
-        depot.wait_archived(end)
+        stored.root.unlink()
+        (tmp_path / "away").rename(stored.root)
+        stored.wait_archived(end)
         eventually(lambda: archiver.error is None)
         logged = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(logged) == outage
@@ -264,10 +268,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_stops_publishers_until_there_is_space(
     url: str, small_disk: Path, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Depot(url, small_disk, max_unarchived=1000) as depot:
-        archiver = depot.archiver()
+    with StoredStream(url, small_disk, max_unarchived=1000) as stored:
+        archiver = stored.archiver()
         sent: list[bytes] = []
-        with depot.stream.publisher(delivery_timeout=1) as pub:
+        with stored.stream.publisher(delivery_timeout=1) as pub:
             error: Exception | None = None
             while error is None:
                 values = [rng.randbytes(1000) for _ in range(100)]  # incompressible
@@ -276,90 +280,92 @@ def test_full_disk_stops_publishers_until_there_is_space(
                 sent += values if error is None else []
                 assert len(sent) < 5000, "5,000 records do not fit on a disk of 2 MB"
         assert isinstance(error, meteor.StreamFull)
-        assert f"below {depot.archived} are in the store" in str(error)
+        assert f"below {stored.archived} are in the store" in str(error)
         assert isinstance(archiver.error, meteor.StoreUnavailable)
         assert "No space left" in str(archiver.error)
         assert "No space left" in caplog.text
-        assert [x for batch in depot.stream.read() for x in batch.values()] == sent
-        with depot.stream.publisher() as pub:
+        assert [x for batch in stored.stream.read() for x in batch.values()] == sent
+        with stored.stream.publisher() as pub:
             waiting = pub.publish(b"more")
             subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
             assert waiting.result(20) == len(sent)
-        assert depot.stream.store.flush() == len(sent) + 1
-        assert [x for batch in depot.stream.read() for x in batch.values()] == [*sent, b"more"]
-        assert depot.harm() == []
-        assert not [name for name in depot.files() if name.endswith(".tmp")]
+        assert stored.stream.store.flush() == len(sent) + 1
+        assert [x for batch in stored.stream.read() for x in batch.values()] == [*sent, b"more"]
+        assert stored.harm() == []
+        assert not [name for name in stored.files() if name.endswith(".tmp")]
 
 
 # Resuming after the server lost everything
 
 
-def test_stream_is_resumed_from_its_store_after_the_server_lost_it(depot: Depot) -> None:
-    depot.fill(1000)
-    depot.archive()
-    with depot.stream.subscriber(initial_offset="earliest") as sub:
+def test_stream_is_resumed_from_its_store_after_the_server_has_lost_it(
+    stored: StoredStream,
+) -> None:
+    stored.fill(1000)
+    stored.archive()
+    with stored.stream.subscriber(initial_offset="earliest") as sub:
         assert drain(sub) == list(range(1000))
         kept = sub.checkpoint
-    incarnation = depot.stream.incarnation
-    depot.redis.flushall()
-    depot.open(resume=True)
-    assert depot.stream.incarnation == incarnation
-    assert depot.stream.bounds() == (0, 1000)
-    assert depot.read() == list(range(1000))
-    depot.archiver()
-    depot.check(depot.fill(500))
+    incarnation = stored.stream.incarnation
+    stored.redis.flushall()
+    stored.open(resume=True)
+    assert stored.stream.incarnation == incarnation
+    assert stored.stream.bounds() == (0, 1000)
+    assert stored.read() == list(range(1000))
+    stored.archiver()
+    stored.check(stored.fill(500))
     # Every record before the checkpoint is still readable.
-    with depot.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
+    with stored.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
         assert check_values(sub.poll(max_records=50)) == list(range(1000, 1050))
 
 
-def test_reader_ahead_of_the_store_gets_log_truncated_after_a_resume(depot: Depot) -> None:
-    depot.fill(1000)
-    depot.archive()
-    end = depot.fill(50)
-    with depot.stream.subscriber(initial_offset="latest") as reader:
+def test_reader_ahead_of_the_store_gets_log_truncated_after_a_resume(stored: StoredStream) -> None:
+    stored.fill(1000)
+    stored.archive()
+    end = stored.fill(50)
+    with stored.stream.subscriber(initial_offset="latest") as reader:
         kept = reader.checkpoint
         assert kept.offset == end
-        depot.redis.flushall()
-        depot.open(resume=True)
-        depot.fill(100)  # other records at the same offsets
+        stored.redis.flushall()
+        stored.open(resume=True)
+        stored.fill(100)  # other records at the same offsets
         with pytest.raises(meteor.LogTruncated) as told:
             reader.poll()
         assert (told.value.first, told.value.last) == (1000, 1049)
-    with depot.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
+    with stored.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
         with pytest.raises(meteor.LogTruncated) as told:
             sub.poll()
         assert (told.value.first, told.value.last) == (1000, 1049)
-    depot.archiver()
-    depot.check(1100)
+    stored.archiver()
+    stored.check(1100)
 
 
-def test_resume_of_an_existing_stream_changes_nothing(depot: Depot) -> None:
-    end = depot.fill(500)
-    depot.archive()
-    before = everything(depot.redis), depot.files()
-    depot.open(resume=True)
-    assert (everything(depot.redis), depot.files()) == before
-    assert depot.read() == list(range(end))
+def test_resume_of_an_existing_stream_changes_nothing(stored: StoredStream) -> None:
+    end = stored.fill(500)
+    stored.archive()
+    before = everything(stored.redis), stored.files()
+    stored.open(resume=True)
+    assert (everything(stored.redis), stored.files()) == before
+    assert stored.read() == list(range(end))
 
 
-def test_new_incarnation_begins_without_resume_and_old_files_stay(
-    depot: Depot, caplog: pytest.LogCaptureFixture
+def test_without_resume_a_new_incarnation_starts_and_old_files_stay(
+    stored: StoredStream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    depot.fill(1000)
-    depot.archive()
-    incarnation, old = depot.stream.incarnation, depot.files()
-    depot.redis.flushall()
-    depot.open()
-    assert depot.stream.incarnation != incarnation
+    stored.fill(1000)
+    stored.archive()
+    incarnation, old = stored.stream.incarnation, stored.files()
+    stored.redis.flushall()
+    stored.open()
+    assert stored.stream.incarnation != incarnation
     assert "holds 1000 records of an earlier stream" in caplog.text
-    assert depot.stream.bounds() == (0, 0)
-    depot.archiver()
-    depot.check(depot.fill(200))
-    assert set(old) < set(depot.files())
-    depot.redis.flushall()
-    depot.open(resume=True)  # resumes the last incarnation
-    assert depot.read() == list(range(200))
+    assert stored.stream.bounds() == (0, 0)
+    stored.archiver()
+    stored.check(stored.fill(200))
+    assert set(old) < set(stored.files())
+    stored.redis.flushall()
+    stored.open(resume=True)  # resumes the last incarnation
+    assert stored.read() == list(range(200))
 
 
 def test_resumed_stream_is_archived_by_the_same_client(url: str, tmp_path: Path) -> None:
@@ -382,18 +388,18 @@ def test_publisher_waits_for_a_full_server_until_the_archiver_makes_room(
     private_server: ServerFactory, tmp_path: Path, kind: Literal["valkey", "redis"]
 ) -> None:
     server = private_server("--maxmemory", "8mb", kind=kind)
-    with Depot(server.url, tmp_path, max_unarchived=1_000_000) as depot:
+    with StoredStream(server.url, tmp_path, max_unarchived=1_000_000) as stored:
         values = [b"%d " % number * 1000 for number in range(3000)]
-        with depot.stream.publisher() as pub:
+        with stored.stream.publisher() as pub:
             acks = [pub.publish_many(values[at : at + 100]) for at in range(0, 3000, 100)]
             eventually(lambda: "errorstat_OOM" in server.info("errorstats"))
             assert not acks[-1].done()
-            assert depot.archived == 0
-            depot.archiver(segment_age=LONG_S)
+            assert stored.archived == 0
+            stored.archiver(segment_age=LONG_S)
             assert [ack.result(30) for ack in acks] == list(range(0, 3000, 100))
-        assert depot.stream.store.flush() == 3000
-        assert [x for batch in depot.stream.read() for x in batch.values()] == values
-        assert depot.harm() == []
+        assert stored.stream.store.flush() == 3000
+        assert [x for batch in stored.stream.read() for x in batch.values()] == values
+        assert stored.harm() == []
 
 
 # Failover
@@ -408,40 +414,40 @@ def test_lost_records_are_not_read_from_the_store_after_a_failover(
 ) -> None:
     with ExitStack() as stack:
         settings = {"store": tmp_path, "archive": False, "capacity": 100}
-        pair = Pair(stack, private_server(), max_unarchived=100_000, **settings)
-        bench = pair.bench
-        through = bench.through.stream("orders", create=False)
+        replicated = ReplicatedStream(stack, private_server(), max_unarchived=100_000, **settings)
+        proxied = replicated.proxied
+        through = proxied.through.stream("orders", create=False)
         archiver = through.archiver(segment_age=0, lease_ttl=SHORT_S)
         stack.enter_context(archiver.start())
-        fill(bench.stream, 1000)
-        assert bench.stream.store.flush() == 1000
-        pair.lag()
-        fill(bench.stream, 700)  # 1000 to 1699: archived, and lost with the primary
-        assert bench.stream.store.flush() == 1700
-        ahead, behind = bench.subscriber(), bench.subscriber(initial_offset="earliest")
+        fill(proxied.stream, 1000)
+        assert proxied.stream.store.flush() == 1000
+        replicated.lag()
+        fill(proxied.stream, 700)  # 1000 to 1699: archived, and lost with the primary
+        assert proxied.stream.store.flush() == 1700
+        ahead, behind = proxied.subscriber(), proxied.subscriber(initial_offset="earliest")
         assert ahead.position == 1700
         assert check_values(behind.poll(max_records=100)) == list(range(100))
-        pair.fail_over()
+        replicated.fail_over()
         wanted = [value(i) for i in range(1000)]
-        # No client has written to the new server yet, so the epoch is still the old one.
+        # No client has written to the new server yet, so the epoch has not changed.
         assert poll_until(behind, lambda got: len(got) >= 900) == wanted[100:]
-        with bench.stream.publisher() as pub:
+        with proxied.stream.publisher() as pub:
             pub.publish_many([other_value(i) for i in range(1000, 1300)]).result(10)
         with pytest.raises(meteor.LogTruncated) as told:
             eventually(lambda: ahead.poll())
         assert (told.value.first, told.value.last) == (1000, 1699)
         wanted += [other_value(i) for i in range(1000, 1300)]
         assert poll_until(behind, lambda got: len(got) >= 300) == wanted[1000:]
-        assert bench.values() == wanted
-        eventually(lambda: bench.meta("archived") == "1300", 20)
-        with bench.stream.publisher() as pub:  # beyond the lost records
+        assert proxied.values() == wanted
+        eventually(lambda: proxied.meta("archived") == "1300", 20)
+        with proxied.stream.publisher() as pub:  # beyond the lost records
             pub.publish_many([other_value(i) for i in range(1300, 2000)]).result(10)
         wanted += [other_value(i) for i in range(1300, 2000)]
-        assert bench.stream.store.flush() == 2000
-        assert bench.values() == wanted
-        files = [pq.ParquetFile(path).read() for path in bench.stream.store.files()]
+        assert proxied.stream.store.flush() == 2000
+        assert proxied.values() == wanted
+        files = [pq.ParquetFile(path).read() for path in proxied.stream.store.files()]
         table = pa.concat_tables(files)
         assert table.column("offset").to_pylist() == list(range(2000))
         assert table.column("value").to_pylist() == wanted
-        assert harm_of(bench.stream) == []
+        assert harm_of(proxied.stream) == []
         eventually(lambda: archiver.error is None)

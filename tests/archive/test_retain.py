@@ -82,7 +82,7 @@ def test_retain_is_a_setting_of_the_stream(m: meteor.Client, tmp_path: Path) -> 
         with pytest.raises(ValueError, match="store"):
             m.stream("plain", **given)
     plain = m.stream("plain", create=True)
-    with pytest.raises(ValueError, match="retain is for a stream with a store"):
+    with pytest.raises(ValueError, match="retain needs a stream with a store"):
         plain.configure(retain=5)
 
 
@@ -102,7 +102,7 @@ def test_failure_to_expire_does_not_stop_archiving_and_is_logged_once(
     monkeypatch.setattr(expiry, "first_kept", fail)
     stream = kept(m, tmp_path, retain=0.001)
     with archiving(stream):
-        eventually(lambda: fill(stream, 10) and tries >= 3, 10, "it was not tried again")
+        eventually(lambda: fill(stream, 10) and tries >= 3, 10, "the expiry was not retried")
         assert stream.store.flush() == stream.end().offset
     assert [r.getMessage() for r in caplog.records].count(
         f"Cannot expire records of stream {NAME!r}: the disk is gone"
@@ -129,7 +129,7 @@ def test_archiver_whose_history_was_continued_elsewhere_deletes_nothing(
         eventually(lambda: len(segments(tmp_path)) == 1, 10, "files")
         enforced.clear()
         fill(stream, 1)
-        eventually(lambda: term.records >= 2, 10, "not gathered")
+        eventually(lambda: term.records >= 2, 10, "the archiver did not gather the records")
         assert enforced == []
         monkeypatch.setattr(term, "_store_term", term._store_term + 1)
     assert m.redis.hget(keys.meta(NAME), "expired") == b"0"

@@ -63,7 +63,7 @@ def test_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
         assert ParquetStore(uri, "orders").incarnations() == []
 
 
-def test_cut_upload_shows_nothing_and_the_next_archiver_continues(url: str, s3: S3) -> None:
+def test_interrupted_upload_is_invisible_and_the_next_archiver_continues(url: str, s3: S3) -> None:
     with s3.proxy() as proxy, meteor.connect(url) as m:
         folder = f"{BUCKET}/cut"
         direct = ParquetStore(folder, "orders", filesystem=s3.filesystem())
@@ -75,7 +75,7 @@ def test_cut_upload_shows_nothing_and_the_next_archiver_continues(url: str, s3: 
             proxy.chunk(4_096, 0.002)
             before = proxy.counters.request_bytes
             with slow.archiver().start() as archiver:
-                # In the middle of the file: the requests before it are small.
+                # Cut in the middle of the file: earlier requests are small.
                 eventually(lambda: proxy.counters.request_bytes > before + 100_000)
                 proxy.cut()
                 proxy.refuse()

@@ -1,6 +1,7 @@
 """The archiver program: archives, sometimes merges files, and dies or stops between two steps.
 
-The library maintains a store every ten minutes, but every second here, so that short runs cover it.
+The library maintains a store every ten minutes. Here it does so every second, so that short runs
+cover maintenance.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import meteor_py as meteor
 from meteor_py.archive import archive_term
 from meteor_py.store import maintenance
 from tests.chaos.history import Writer, now
-from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
+from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Limits of a segment: some fill up soon, others are written because of their age.
+#: Limits of a segment: some segments fill up soon, others are written because of their age.
 RECORDS = (5, 50, 400)
 AGES_S = (0.05, 0.2)
 #: Limits of a merged segment.
@@ -41,17 +42,19 @@ def hasten() -> None:
 class Store(meteor.ParquetStore):
     """Records appends, and lets its archiver die or stop at the worst moments."""
 
-    def __init__(self, orders: Orders, writer: Writer, signs: Signs, rng: random.Random) -> None:
-        super().__init__(orders.store, STREAM)
-        self._orders = orders
+    def __init__(
+        self, config: WorkerConfig, writer: Writer, signals: RunSignals, rng: random.Random
+    ) -> None:
+        super().__init__(config.store, STREAM)
+        self._config = config
         self._writer = writer
-        self._signs = signs
+        self._signals = signals
         self._rng = rng
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
         first, last = (records.column("offset")[index].as_py() for index in (0, -1))
         fields: dict[str, Any] = {
-            "who": self._orders.name,
+            "who": self._config.name,
             "term": term,
             "first": first,
             "last": last,
@@ -61,29 +64,31 @@ class Store(meteor.ParquetStore):
         super().append(incarnation, term, records)
         self._writer.add("appended", **fields)
         self._perhaps_die()
-        if self._signs.stop(self._orders.name.partition(".")[0]):
+        if self._signals.stop(self._config.name.partition(".")[0]):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _perhaps_die(self) -> None:
-        if not self._signs.calm() and self._rng.random() < self._orders.die:
+        if not self._signals.calm() and self._rng.random() < self._config.die:
             os._exit(DIED)
 
 
 class Archiving:
     """One archiver, from its first term to its last."""
 
-    def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+    def __init__(
+        self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
+    ) -> None:
         hasten()
-        self._orders = orders
-        self._rng = random.Random(orders.seed)
+        self._config = config
+        self._rng = random.Random(config.seed)
         self._writer = writer
-        self._signs = signs
-        store = Store(orders, writer, signs, random.Random(self._rng.random()))
+        self._signals = signals
+        store = Store(config, writer, signals, random.Random(self._rng.random()))
         self._stream = client.stream(STREAM, store=store, archive=False, create=False)
         self._archiver = self._stream.archiver(
             segment_records=self._rng.choice(RECORDS),
             segment_age=self._rng.choice(AGES_S),
-            lease_ttl=orders.lease_ttl_s,
+            lease_ttl=config.lease_ttl_s,
         )
         self._ended = threading.Event()
 
@@ -98,18 +103,18 @@ class Archiving:
 
     def _supervise(self) -> None:
         """Merge files until the run is calm; close the archiver at the end of the run."""
-        pause_s = self._orders.compact_pause_s
-        while not self._signs.calm() and not self._ended.is_set():
+        pause_s = self._config.compact_pause_s
+        while not self._signals.calm() and not self._ended.is_set():
             if pause_s and not self._ended.wait(self._rng.uniform(0, 2 * pause_s)):
                 self._compact()
             else:
                 self._ended.wait(CHECK_S)
-        while not self._signs.end() and not self._ended.is_set():
+        while not self._signals.end() and not self._ended.is_set():
             self._ended.wait(CHECK_S)
         self._archiver.close()
 
     def _compact(self) -> None:
-        who, began = self._orders.name, now()
+        who, began = self._config.name, now()
         try:
             saved = self._stream.store.compact(max_records=self._rng.choice(MERGED_RECORDS))
         except meteor.ConnectionFailed:

@@ -1,10 +1,10 @@
-"""The checker: finds violations in the events of all processes. Pure, O(n log n).
+"""The checker: finds violations in the events of all processes, without side effects.
 
-Log: each acknowledged record is in the log once, at the offset of its ack. No record is there that
-was not published, or was reported as failed. The records of each publisher are in its order, and
-records published after an acknowledgement follow the acknowledged one. Groups: see terms.py.
-Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end of the
-log never decrease, and the ring keeps its capacity.
+Log: each acknowledged record is in the log once, at the offset of its ack. The log contains no
+record that was never published or was reported as failed. The records of each publisher are in its
+order, and records published after an acknowledgement follow the acknowledged one. Groups: see
+terms.py. Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end
+of the log never decrease, and the ring keeps its capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from tests.chaos.history import Event, author, by_time
 from tests.chaos.stored import check_readers, check_store, check_unavailable
 from tests.chaos.terms import BEGINS, check_terms
-from tests.chaos.violation import Findings, Violation, Wrong
+from tests.chaos.violation import Findings, Violation, ViolationKind
 
 
 def check(
@@ -38,7 +38,7 @@ def check(
     findings = Findings(history)
     log = read_log(history, findings)
     droppable = capacity if max_unarchived is None else None
-    # The recorder has seen every record, unless a small ring overtook it.
+    # The recorder has seen every record, unless a small ring has overtaken the recorder.
     whole = droppable is None or not any(e.kind == "gap" and not e.group for e in history)
     check_errors(history, findings)
     check_unavailable(history, findings)
@@ -74,30 +74,30 @@ def read_log(history: Sequence[Event], findings: Findings) -> dict[int, str]:
             for offset, value in enumerate(event.values, event.first):
                 if log.setdefault(offset, value) != value:
                     text = f"offset {offset} is {log[offset]} and {value}"
-                    findings.add(Wrong.TWO_PAYLOADS, text, event)
+                    findings.add(ViolationKind.TWO_PAYLOADS, text, event)
     return dict(sorted(log.items()))
 
 
 def check_errors(history: Sequence[Event], findings: Findings) -> None:
     for event in history:
         if event.kind == "error":
-            findings.add(Wrong.UNEXPECTED, f"{event.who}: {event.text}", event)
+            findings.add(ViolationKind.UNEXPECTED, f"{event.who}: {event.text}", event)
         elif event.kind == "truncated":
             text = f"{event.who} got an error: {event.first} to {event.last} were lost"
-            findings.add(Wrong.LOST, text, event)
+            findings.add(ViolationKind.LOST, text, event)
 
 
 def check_records(
     history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Check that each record is at its offset once, and in a `whole` log that none is missing."""
+    """Check that each record is in the log once, at its offset, and none is missing if `whole`."""
     published = {v for event in history if event.kind == "publish" for v in event.values}
     places: dict[str, int] = {}
     for offset, value in log.items():
         if value not in published:
-            findings.add(Wrong.PHANTOM, f"{value} at {offset} was never published")
+            findings.add(ViolationKind.PHANTOM, f"{value} at {offset} was never published")
         if value in places:
-            findings.add(Wrong.DUPLICATED, f"{value} is at {places[value]} and at {offset}")
+            findings.add(ViolationKind.DUPLICATED, f"{value} is at {places[value]} and at {offset}")
         places.setdefault(value, offset)
     kept_from = min((e.first for e in history if e.kind == "log" and e.values), default=0)
     for event in history:
@@ -105,19 +105,21 @@ def check_records(
             for value in event.values:
                 if value in places:
                     text = f"{value} failed, but is at {places[value]}"
-                    findings.add(Wrong.PHANTOM, text, event)
+                    findings.add(ViolationKind.PHANTOM, text, event)
         elif event.kind == "acked":
             for value, offset in zip(event.values, event.offsets, strict=True):
                 if log.get(offset, value) != value:
                     text = f"{value} was acknowledged at {offset}, but {log[offset]} is there"
-                    findings.add(Wrong.TWO_PAYLOADS, text, event)
+                    findings.add(ViolationKind.TWO_PAYLOADS, text, event)
                 elif offset not in log and (whole or offset >= kept_from):
                     text = f"{value}, acknowledged at {offset}, is not in the log"
-                    findings.add(Wrong.LOST, text, event)
+                    findings.add(ViolationKind.LOST, text, event)
     offsets = list(log)
     if whole and offsets != list(range(len(offsets))):
         hole = next(n for n, offset in enumerate(offsets) if n != offset)
-        findings.add(Wrong.SKIPPED, f"the log has no offset {hole}, but has {offsets[hole]}")
+        findings.add(
+            ViolationKind.SKIPPED, f"the log has no offset {hole}, but has {offsets[hole]}"
+        )
 
 
 def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
@@ -128,7 +130,7 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
         # A repeated counter is a duplicate, which check_records finds.
         if counter < newest.get(publisher, -1):
             text = f"{value} at {offset} is after {publisher}-{newest[publisher]}"
-            findings.add(Wrong.REORDERED, text)
+            findings.add(ViolationKind.REORDERED, text)
         newest[publisher] = max(counter, newest.get(publisher, -1))
     begun: dict[str, Event] = {}
     floor, last = -1, ""  # the highest offset acknowledged so far
@@ -146,7 +148,7 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
         before, earlier = floors.get(value, (-1, ""))
         if offset <= before:
             text = f"{value}, published after {earlier} was at {before}, is at {offset}"
-            findings.add(Wrong.REORDERED, text, begun[value])
+            findings.add(ViolationKind.REORDERED, text, begun[value])
 
 
 # The samples
@@ -170,13 +172,15 @@ def check_confirmed(
             asked_next += 1
         at = Event(sample.t, "sample", group=group)
         if confirmed < before:
-            findings.add(Wrong.WENT_BACK, f"confirmed fell from {before} to {confirmed}", at)
+            findings.add(
+                ViolationKind.WENT_BACK, f"confirmed fell from {before} to {confirmed}", at
+            )
         elif confirmed < done_to:
             text = f"confirmed is {confirmed}, after a confirm of {done_to} was acknowledged"
-            findings.add(Wrong.WENT_BACK, text, at)
+            findings.add(ViolationKind.WENT_BACK, text, at)
         if confirmed > asked_to:
             text = f"confirmed is {confirmed}, though no member requested more than {asked_to}"
-            findings.add(Wrong.SKIPPED, text, at)
+            findings.add(ViolationKind.SKIPPED, text, at)
         before = confirmed
         done_to = min(done_to, confirmed)  # report each decrease once
 
@@ -200,7 +204,7 @@ def check_moved(
         confirmed = sample.confirmed.get(group, 0)
         if 0 <= begun < sample.began and confirmed > limit:
             text = f"confirmed is {confirmed}, though term {newest} requested no more than {limit}"
-            findings.add(Wrong.STALE_CONFIRM, text, Event(sample.t, "sample", group=group))
+            findings.add(ViolationKind.STALE_CONFIRM, text, Event(sample.t, "sample", group=group))
             limit = confirmed  # report it once
 
 
@@ -208,12 +212,14 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
     end = 0
     for sample in samples:
         if sample.last < end:
-            findings.add(Wrong.WENT_BACK, f"the log ended at {end}, then at {sample.last}", sample)
+            findings.add(
+                ViolationKind.WENT_BACK, f"the log ended at {end}, then at {sample.last}", sample
+            )
         end = sample.last
         must_hold = end if capacity is None else min(capacity, end)
         if end - sample.first < must_hold:
             text = f"the ring holds {sample.first} to {end}, but must hold {must_hold} records"
-            findings.add(Wrong.OVERTRIMMED, text, sample)
+            findings.add(ViolationKind.OVERTRIMMED, text, sample)
 
 
 def check_gaps(
@@ -226,13 +232,13 @@ def check_gaps(
         later = bisect_left(samples, event.t, key=lambda sample: sample.began)
         if capacity is None:
             text = f"{event.who} got a gap of {event.first} to {event.last}"
-            findings.add(Wrong.WRONG_GAP, text, event)
+            findings.add(ViolationKind.WRONG_GAP, text, event)
         elif later < len(samples) and event.last >= samples[later].last - capacity:
             text = (
                 f"{event.who} got a gap of {event.first} to {event.last} from a ring of "
                 f"{capacity} that ended at {samples[later].last} or before"
             )
-            findings.add(Wrong.WRONG_GAP, text, event)
+            findings.add(ViolationKind.WRONG_GAP, text, event)
 
 
 def check_drained(
@@ -248,4 +254,6 @@ def check_drained(
         end = samples[-1].last if samples else 0
         if confirmed < end:
             at = Event(samples[-1].t, "sample", group=group)
-            findings.add(Wrong.NOT_DRAINED, f"the group has confirmed {confirmed} of {end}", at)
+            findings.add(
+                ViolationKind.NOT_DRAINED, f"the group has confirmed {confirmed} of {end}", at
+            )

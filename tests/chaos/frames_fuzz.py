@@ -10,7 +10,7 @@ import pytest
 from tests.records.test_frames import BASES, decode_mutants
 
 CASES = 1_000_000
-#: MiB by which the decoder may grow the process, however the frames are broken.
+#: MiB by which the process may grow while it decodes broken frames.
 GROWTH_MAX_MB = 256
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal[
-    # Publishers, about `values`: requested; in the log at `offsets`; not in the log; unknown.
+    # Publishers: `values` were requested; are in the log at `offsets`; are not in the log; unknown.
     "publish",
     "acked",
     "failed",

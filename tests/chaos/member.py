@@ -1,4 +1,4 @@
-"""A group member: reads, confirms, and sometimes leaves, hangs or dies by itself.
+"""A group member that reads, confirms, and sometimes leaves, hangs or dies on its own.
 
 Some members poll and confirm batches; others iterate and confirm every few records. All of them
 record a delivery before they confirm it, so an unrecorded delivery is always repeated.
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import meteor_py as meteor
 from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Kind, Writer, now, value_of
-from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
+from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
 #: Seconds after which a confirm must have an outcome.
 OUTCOME_S = 40.0
@@ -46,24 +46,24 @@ class PendingConfirm(NamedTuple):
 
 
 class Member(threading.Thread):
-    """A thread that acts as one member after another, each with a unique name."""
+    """A thread that runs one member after another, each with a unique name."""
 
     def __init__(
         self,
-        orders: Orders,
+        config: WorkerConfig,
         group: str,
         client: meteor.Client,
         writer: Writer,
-        signs: Signs,
+        signals: RunSignals,
         rng: random.Random,
     ) -> None:
         super().__init__(name=f"member-{group}", daemon=True)
         self.group = group
         self.who = ""
-        self._orders = orders
+        self._config = config
         self._client = client
         self._writer = writer
-        self._signs = signs
+        self._signals = signals
         self._rng = rng
         self._incarnation = 0
         self._lock = threading.RLock()  # guards the fields below, which the main thread uses too
@@ -75,14 +75,14 @@ class Member(threading.Thread):
         self._number = 0
 
     def run(self) -> None:
-        while not self._signs.end():
+        while not self._signals.end():
             try:
                 self._live()
             except EXPECTED:
                 time.sleep(0.05)
             except Exception as error:
                 # At the end, interrupt() closes the subscriber during a call.
-                if not (self._signs.end() and isinstance(error, meteor.MeteorError)):
+                if not (self._signals.end() and isinstance(error, meteor.MeteorError)):
                     self._note("error", text=traceback.format_exc(limit=-4))
                 time.sleep(0.5)
 
@@ -108,13 +108,13 @@ class Member(threading.Thread):
 
     def _live(self) -> None:
         self._incarnation += 1
-        self.who = f"{self._orders.name}.{self.group}.{self._incarnation}"
+        self.who = f"{self._config.name}.{self.group}.{self._incarnation}"
         stream = self._client.stream(STREAM, create=False)
         silence_s = self._rng.choice((0.5, 1.0, 2.0, 60.0))
         subscriber = stream.subscriber(
             group=self.group,
             initial_offset="earliest",
-            lease_ttl=self._orders.lease_ttl_s,
+            lease_ttl=self._config.lease_ttl_s,
             max_poll_interval=silence_s,
             on_assigned=self._on_assigned if self._rng.random() < 0.7 else None,
             on_gap_skipped=self._on_gap,
@@ -142,7 +142,7 @@ class Member(threading.Thread):
             self._note("released")
 
     def _poll(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
-        while not self._signs.end():
+        while not self._signals.end():
             began = now()
             try:
                 batch = subscriber.poll(self._rng.choice((0.02, 0.3)), self._rng.choice(RECORDS))
@@ -160,7 +160,7 @@ class Member(threading.Thread):
                     self._take(subscriber, batch.first_offset, batch.values(), began)
                 self._handle(silence_s)
             with self._lock:
-                if batch and (self._signs.calm() or self._rng.random() < 0.9):
+                if batch and (self._signals.calm() or self._rng.random() < 0.9):
                     self._confirm_some(subscriber, batch)
                 self._collect()
             if batch and self._had_enough(subscriber):
@@ -169,7 +169,7 @@ class Member(threading.Thread):
     def _confirm_some(self, subscriber: meteor.Subscriber, batch: meteor.RecordBatch) -> None:
         """Confirm a whole batch, in one of two ways, or a part of it."""
         way = self._rng.random()
-        if way < 0.6 or self._signs.calm():
+        if way < 0.6 or self._signals.calm():
             self._confirm(subscriber, None)
         elif way < 0.8:
             self._confirm(subscriber, batch[len(batch) - 1])
@@ -180,7 +180,7 @@ class Member(threading.Thread):
 
     def _iterate(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
         every = self._rng.choice((1, 10, 100))
-        while not self._signs.end():
+        while not self._signals.end():
             began = now()
             try:
                 if self._iterate_on(subscriber, silence_s, every):
@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error; return whether to close."""
+        """Take records one by one until an error. Returns whether to close the subscriber."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -224,17 +224,17 @@ class Member(threading.Thread):
     def _handle(self, silence_s: float) -> None:
         """Simulate handling: take some time, sometimes too much, and rarely die."""
         time.sleep(self._rng.uniform(0, HANDLE_S))
-        if self._signs.calm():
+        if self._signals.calm():
             return
         chance = self._rng.random()
-        if chance < DIE / len(self._orders.groups):
+        if chance < DIE / len(self._config.groups):
             os._exit(DIED)
-        if chance > 1 - self._orders.hang:
+        if chance > 1 - self._config.hang:
             time.sleep(min(silence_s, 2.0) * 1.2)
 
     def _had_enough(self, subscriber: meteor.Subscriber) -> bool:
-        """Sometimes leave the group for a while; return whether to close."""
-        chance = 1.0 if self._signs.calm() else self._rng.random()
+        """Sometimes leave the group for a while. Returns whether to close the subscriber."""
+        chance = 1.0 if self._signals.calm() else self._rng.random()
         if chance < LEAVE:
             subscriber.deactivate()
             self._note("released")
@@ -305,7 +305,7 @@ class Member(threading.Thread):
     def _on_assigned(self, subscriber: meteor.Subscriber) -> None:
         term = subscriber.term
         self._assigned = -1 if term is None else term
-        if term is not None:  # else the term is over, and another follows
+        if term is not None:  # otherwise the term is over, and another one follows
             self._note("assigned", term=term, first=subscriber.position)
 
     def _on_gap(self, first: int, last: int) -> None:

@@ -17,24 +17,24 @@ from types import FunctionType
 from typing import Any, Protocol
 
 from meteor_py.redis import scripts
-from tests.chaos.violation import Wrong
+from tests.chaos.violation import ViolationKind
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: the change to a text, and the violations that it causes."""
+    """One planted bug: the change to the source text, and the violations that it causes."""
 
     what: str
     #: The name of a script, or of a function as "module:Class.method", inside meteor_py.
     where: str
     changes: tuple[tuple[str, str], ...]
     #: The checker must find at least one of these.
-    shows_as: frozenset[Wrong]
+    shows_as: frozenset[ViolationKind]
     #: A run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-#: A store that is always available and without merges, and few other workers.
+#: A store that is always available and never merged, and few other workers.
 QUIET_STORE: dict[str, Any] = {
     "store": True,
     "compact_pause_s": 0.0,
@@ -64,7 +64,7 @@ MUTANTS = {
         "confirms are not compared with term and nonce",
         "CONFIRM_OFFSET",
         (("if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then", "if false then"),),
-        frozenset({Wrong.STALE_CONFIRM, Wrong.WENT_BACK}),
+        frozenset({ViolationKind.STALE_CONFIRM, ViolationKind.WENT_BACK}),
         {
             # A session renews before it confirms, so after a pause it soon learns that it lost the
             # lease. If its application hangs, it has released the lease and no longer renews.
@@ -77,7 +77,7 @@ MUTANTS = {
         "trimming removes one record too many from the ring",
         "PUBLISH",
         (("math.max(floor, 0)", "math.max(floor + 1, 0)"),),
-        frozenset({Wrong.OVERTRIMMED}),
+        frozenset({ViolationKind.OVERTRIMMED}),
         {"small_ring": True, "kinds": ("cut",), "batch_pause_s": 0.02, "groups": 2, "seconds": 3.0},
     ),
     "ignored-lease": Mutant(
@@ -87,14 +87,14 @@ MUTANTS = {
             ("elseif left ~= -2 then", "elseif false then"),
             ("elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then", "elseif false then"),
         ),
-        frozenset({Wrong.STALE_DELIVERY}),
+        frozenset({ViolationKind.STALE_DELIVERY}),
         {"kinds": ("cut",), "groups": 4, "seconds": 3.0},
     ),
     "unchecked-sequence": Mutant(
         "a batch that is resent is written again",
         "PUBLISH",
         (("elseif seq ~= tonumber(p[2]) + 1 then", "elseif false then"),),
-        frozenset({Wrong.DUPLICATED}),
+        frozenset({ViolationKind.DUPLICATED}),
         {
             "kinds": ("lose_reply", "cut", "stall"),
             "every_s": (0.1, 0.3),
@@ -111,49 +111,49 @@ MUTANTS = {
                 "local position = math.min(tonumber(g[5] or g[6]) + 1, next_offset)",
             ),
         ),
-        frozenset({Wrong.SKIPPED}),
+        frozenset({ViolationKind.SKIPPED}),
         {"kinds": ("kill_member", "pause_owner"), "groups": 4, "seconds": 6.0},
     ),
     "false-refusal": Mutant(
         "a confirm without a reply is reported as having had no effect",
         "subscribe.offset_confirms:OffsetConfirms.doubt_sent",
         (("confirmation.in_doubt |= confirmation.sent", "pass"),),
-        frozenset({Wrong.FALSE_REFUSAL}),
+        frozenset({ViolationKind.FALSE_REFUSAL}),
         {"kinds": ("lose_reply_and_lease",), "every_s": (0.05, 0.15), "seconds": 5.0},
     ),
     "unfenced-archiver": Mutant(
         "commits of archivers are not compared with term and nonce",
         "ADVANCE_ARCHIVED",
         (("if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then", "if false then"),),
-        frozenset({Wrong.STALE_COMMIT, Wrong.LOST, Wrong.DAMAGED}),
+        frozenset({ViolationKind.STALE_COMMIT, ViolationKind.LOST, ViolationKind.DAMAGED}),
         STOPPING_ARCHIVERS | {"seconds": 3.0},
     ),
     "careless-publish": Mutant(
         "the ring is trimmed to its capacity, archived or not",
         "PUBLISH",
         (("floor = math.min(floor, archived)", "floor = floor"),),
-        frozenset({Wrong.UNARCHIVED}),
+        frozenset({ViolationKind.UNARCHIVED}),
         LATE_ARCHIVERS,
     ),
     "careless-archiver": Mutant(
         "every commit of an archiver trims the ring to its capacity",
         "ADVANCE_ARCHIVED",
         (("math.min(tonumber(m[4]) - tonumber(m[5]), to)", "tonumber(m[4]) - tonumber(m[5])"),),
-        frozenset({Wrong.UNARCHIVED}),
+        frozenset({ViolationKind.UNARCHIVED}),
         LATE_ARCHIVERS,
     ),
     "early-commit": Mutant(
         "archivers commit before they append",
         "archive.archive_term:ArchiveTerm._commit",
         (("    self._store.append(", "    self._advance(end) or self._store.append("),),
-        frozenset({Wrong.LOST, Wrong.STALE_COMMIT}),
+        frozenset({ViolationKind.LOST, ViolationKind.STALE_COMMIT}),
         QUIET_STORE | {"kinds": ("cut",), "die": 0.1, "seconds": 3.0},
     ),
     "termless-layout": Mutant(
         "all segments in a store count, whatever their term",
         "store.segment:SegmentTable.__init__",
         (("limit, term = floor, segment.term", "term = segment.term"),),
-        frozenset({Wrong.UNEXPECTED, Wrong.WRONG_GAP}),
+        frozenset({ViolationKind.UNEXPECTED, ViolationKind.WRONG_GAP}),
         STOPPING_ARCHIVERS,
     ),
 }

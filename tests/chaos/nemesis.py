@@ -20,16 +20,17 @@ import redis
 
 from meteor_py.redis import keys
 from tests.chaos.history import Writer
-from tests.chaos.orders import STREAM, Signs
 from tests.chaos.slot import Slot
+from tests.chaos.worker_config import STREAM, RunSignals
 from tests.support.proxy import Direction
 from tests.support.servers import Server, plain_client
 
 REPLY_S = 2.0
-#: How long an archiver stops at a commit, in lease TTLs: until another has begun.
+#: How long an archiver stops at a commit, in lease TTLs: long enough for another to take over.
 STOPS = (0.8, 2.5)
-#: How long an owner is paused after a lost reply, in lease TTLs; and seconds until it is paused.
+#: How long an owner is paused after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
+#: Seconds from the lost reply to that pause.
 LOSE_S = (0.02, 0.2)
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
@@ -57,7 +58,7 @@ class Nemesis:
         every_s: tuple[float, float],
         archivers: Sequence[Slot] = (),
         store: Path | None = None,
-        signs: Signs | None = None,
+        signals: RunSignals | None = None,
     ) -> None:
         self.happened: Counter[str] = Counter()
         self._rng = rng
@@ -67,7 +68,7 @@ class Nemesis:
         self._archivers = archivers
         self._everybody = [*members, *publishers, *archivers]
         self._store = store
-        self._signs = signs
+        self._signals = signals
         self._writer = writer
         self._groups = groups
         self._lease_ttl_s = lease_ttl_s
@@ -179,16 +180,16 @@ class Nemesis:
     def stop_at_commit(self) -> bool:
         """Stop the archiver that holds the lease after its next append, before it commits."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
-        if slot is None or self._signs is None:
+        if slot is None or self._signals is None:
             return False
         seconds = self._rng.uniform(*STOPS) * self._lease_ttl_s
         self._begin("stop_at_commit", slot.name, seconds, lambda: self._resume_archiver(slot))
-        self._signs.make_stop(slot.name)
+        self._signals.make_stop(slot.name)
         return True
 
     def _resume_archiver(self, slot: Slot) -> None:
-        assert self._signs is not None, "stop_at_commit needs signs"
-        self._signs.stop(slot.name)  # the archiver may not have reached a commit
+        assert self._signals is not None, "stop_at_commit needs signals"
+        self._signals.stop(slot.name)  # the archiver may not have reached a commit
         slot.resume()
 
     def hide_store(self) -> bool:
@@ -224,7 +225,7 @@ class Nemesis:
     def lose_reply_and_lease(self) -> bool:
         """Lose the reply to an owner's next script, then pause the owner until its lease is over.
 
-        The owner must find out whether a confirm took effect when another member has the lease.
+        The owner must then find out whether its confirm took effect, although another member reads.
         """
         slot = self._idle_slot(
             [

@@ -1,4 +1,4 @@
-"""A worker process that ends with the run that started it."""
+"""A worker process that is killed when the run that started it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Exit code of a worker that decided to die during its work.
 DIED = 77
 
-# Kills the worker when standard input ends, which the death of the run causes too:
-# a paused worker would not notice.
+# Kills the worker when its standard input closes, which also happens if the run dies. The worker
+# cannot do this itself: it may be paused.
 _WATCHDOG = 'read -r _; kill -s KILL "$1"'
 
 
@@ -74,9 +74,9 @@ class Process:
         self._process.wait()
 
     def _dismiss(self) -> None:
-        # First the watchdog: once the worker is gone, its pid may belong to another process.
+        # End the watchdog first: once the worker is gone, its pid may belong to another process.
         self._watchdog.kill()
         self._watchdog.communicate()
 
-    def last_words(self, lines: int = 12) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -8,9 +8,9 @@ from collections import deque
 
 import meteor_py as meteor
 from tests.chaos.history import Writer, payload, value_of
-from tests.chaos.orders import STREAM, Orders, Signs
+from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Batches in flight, above which the publisher waits for the oldest.
+#: With more batches in flight than this, the publisher waits for the oldest one.
 PENDING_MAX = 200
 SETTLE_S = 30.0
 
@@ -23,11 +23,13 @@ Outcome = meteor.Ack | meteor.ManyAck
 class Publishing:
     """One publisher, from its first record to its last."""
 
-    def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
-        self._orders = orders
-        self._rng = random.Random(orders.seed)
+    def __init__(
+        self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
+    ) -> None:
+        self._config = config
+        self._rng = random.Random(config.seed)
         self._writer = writer
-        self._signs = signs
+        self._signals = signals
         self._counter = 0
         self._pending: deque[tuple[list[bytes], Outcome]] = deque()
         timeout_s = self._rng.choice((1.0, 3.0, 10.0))
@@ -35,12 +37,12 @@ class Publishing:
         self._publisher = stream.publisher(delivery_timeout=timeout_s)
 
     def run(self) -> None:
-        while not self._signs.calm():
+        while not self._signals.calm():
             self._publish()
             self._settle(PENDING_MAX)
             if self._rng.random() < 0.2 and self._pending:
                 self._settle(len(self._pending) - 1)  # wait for one
-            time.sleep(self._rng.uniform(0, 2 * self._orders.batch_pause_s))
+            time.sleep(self._rng.uniform(0, 2 * self._config.batch_pause_s))
         self._settle(0)
         try:
             self._publisher.close(SETTLE_S)
@@ -49,7 +51,7 @@ class Publishing:
 
     def _publish(self) -> None:
         count = self._rng.choice((1, 2, 10, self._rng.randint(1, 50)))
-        values = [payload(self._orders.name, self._counter + n) for n in range(count)]
+        values = [payload(self._config.name, self._counter + n) for n in range(count)]
         self._counter += count
         self._note("publish", values)
         together = self._rng.random() < 0.5
@@ -62,7 +64,7 @@ class Publishing:
                 )
             except meteor.LogTruncated as error:
                 self._writer.add(
-                    "truncated", who=self._orders.name, first=error.first, last=error.last
+                    "truncated", who=self._config.name, first=error.first, last=error.last
                 )
             except meteor.MeteorError as error:  # not accepted
                 self._note("failed", part, text=repr(error))
@@ -84,7 +86,7 @@ class Publishing:
 
     def _note(self, kind: str, values: list[bytes], **fields: object) -> None:
         names = [value_of(value) for value in values]
-        self._writer.add(kind, who=self._orders.name, values=names, **fields)  # type: ignore[arg-type]
+        self._writer.add(kind, who=self._config.name, values=names, **fields)  # type: ignore[arg-type]
 
 
 def offsets_of(ack: Outcome) -> list[int]:

@@ -1,7 +1,7 @@
 """The reader program, for a stream with a store.
 
-One thread reads slowly, far behind the ring. One repeatedly reads from the beginning, or from a
-random offset, to the end. One lists the files of the store.
+One thread reads slowly, far behind the ring. A second repeatedly reads to the end, from offset 0 or
+a random offset. A third lists the files of the store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import PurePath
 import meteor_py as meteor
 from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Writer, now, value_of
-from tests.chaos.orders import STREAM, Orders, Signs
+from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
 #: Maximum records of a slow poll, seconds between slow polls, and maximum records of a fast poll.
 SLOW_RECORDS = (1, 10, 40)
@@ -32,13 +32,15 @@ Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """The three threads, until the run ends. The slow one then reads the rest."""
+    """Runs the three threads until the run ends. The slow reader then reads all other records."""
 
-    def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
-        self._who = orders.name
-        self._rng = random.Random(orders.seed)
+    def __init__(
+        self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
+    ) -> None:
+        self._who = config.name
+        self._rng = random.Random(config.seed)
         self._writer = writer
-        self._signs = signs
+        self._signals = signals
         self._stream = client.stream(STREAM, create=False)
         self._numbers = count()
         self._calm = threading.Event()
@@ -53,9 +55,9 @@ class Reading:
         for thread in threads:
             thread.daemon = True
             thread.start()
-        while not self._signs.end():
+        while not self._signals.end():
             self._end.wait(CHECK_S)
-            if self._signs.calm():
+            if self._signals.calm():
                 self._calm.set()
         self._end.set()
         for thread in threads:

@@ -21,10 +21,7 @@ from tests.chaos.checker import check
 from tests.chaos.history import Event, Writer
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.nemesis import KINDS, STORE_KINDS, Nemesis
-from tests.chaos.orders import STREAM, Orders, Signs
-from tests.chaos.slot import Role, Slot
-from tests.chaos.violation import Violation
-from tests.chaos.witness import (
+from tests.chaos.observers import (
     Recorder,
     Sampler,
     is_in_order,
@@ -32,10 +29,14 @@ from tests.chaos.witness import (
     record_store,
     wait_for,
 )
+from tests.chaos.slot import Role, Slot
+from tests.chaos.violation import Violation
+from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server, binaries
 
-#: Capacities: a ring that keeps all records of a run, and one that soon overtakes a paused group.
+#: Capacity of a ring that keeps all records of a run, and of one that soon overtakes a paused
+#: group.
 LARGE, SMALL = 10_000_000, 200
 #: Records that may wait for the archivers of a store.
 UNARCHIVED = 1_000
@@ -73,7 +74,7 @@ class Plan:
     pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
     batch_pause_s: float = 0.06
     hang: float = 0.003
-    #: See Orders.
+    #: See WorkerConfig.
     die: float = 0.01
     compact_pause_s: float = 1.0
 
@@ -100,7 +101,8 @@ class Plan:
         if self.server != Plan.server:
             parts.append(f"--server {self.server}")
         if self.mutant:
-            return " ".join([*parts, f"--mutant {self.mutant}"])  # the mutant implies the others
+            # The mutant implies the other options.
+            return " ".join([*parts, f"--mutant {self.mutant}"])
         parts.append("--store" if self.store else "--no-store")
         parts += ["--small-ring"] if self.small_ring else []
         if self.kinds:
@@ -152,7 +154,7 @@ def run(
         directory = server.directory / "chaos"
         directory.mkdir()
         with ExitStack() as equipment:
-            Stage(plan, server, directory, equipment).play(result, progress)
+            Participants(plan, server, directory, equipment).play(result, progress)
         progress("checking", 0.0)
         events = history.read(directory)
         result.count(events)
@@ -165,13 +167,13 @@ def run(
     return result
 
 
-class Stage:
+class Participants:
     """All participants of a run."""
 
     def __init__(self, plan: Plan, server: Server, directory: Path, stack: ExitStack) -> None:
         self._plan = plan
         self._rng = random.Random(plan.seed)
-        self._signs = Signs(directory)
+        self._signals = RunSignals(directory)
         self._directory = directory
         self._server = server
         self._stack = stack
@@ -186,7 +188,7 @@ class Stage:
         self._members = [
             self._slot("member", f"m{n}", tuple(plan.group_names)) for n in range(plan.members)
         ]
-        # A member in a separate process, so that its faults affect no other group.
+        # This member runs in its own process, so that its faults affect no other group.
         self._members.append(self._slot("member", "solo", (self._rng.choice(plan.group_names),)))
         self._publishers = [self._slot("publisher", f"p{n}") for n in range(plan.publishers)]
         some = plan.store
@@ -205,7 +207,7 @@ class Stage:
             every_s=plan.every_s,
             archivers=self._archivers,
             store=self._store,
-            signs=self._signs,
+            signals=self._signals,
         )
 
     def _create(self, client: meteor.Client) -> meteor.Stream:
@@ -217,7 +219,7 @@ class Stage:
 
     def _slot(self, role: Role, name: str, groups: tuple[str, ...] = ()) -> Slot:
         proxy = self._stack.enter_context(Proxy(HOST, self._server.port))
-        orders = Orders(
+        config = WorkerConfig(
             name=name,
             url=proxy.url,
             directory=str(self._directory),
@@ -231,7 +233,7 @@ class Stage:
             die=self._plan.die,
             compact_pause_s=self._plan.compact_pause_s,
         )
-        slot = Slot(role, orders, proxy, self._writer)
+        slot = Slot(role, config, proxy, self._writer)
         self._stack.callback(slot.kill)
         return slot
 
@@ -245,7 +247,7 @@ class Stage:
         result.drain_s = time.monotonic() - began
         result.faults = self._nemesis.happened
         progress("ending", 0.0)
-        self._signs.make_end()
+        self._signals.make_end()
         for slot in [*self._members, *self._readers, *self._archivers]:
             slot.finish(END_S)
         self._sampler.stop()
@@ -265,7 +267,7 @@ class Stage:
             slot.replace()
         expected = self._plan.groups
         if not wait_for(self._sampler, lambda s: len(s.confirmed) == expected, START_S):
-            words = "\n".join(slot.last_words for slot in self._members)
+            words = "\n".join(slot.log_tail for slot in self._members)
             raise RuntimeError(f"The groups did not start. {words}")
         self._sampler.start()
         self._recorder.start()
@@ -275,7 +277,8 @@ class Stage:
         if not busy:
             self._writer.add("error", who="run", text="Not all groups confirmed a first record.")
         if self._plan.small_ring:
-            # Not earlier: a group without deliveries would skip dropped records without a report.
+            # Publish only now: a group that has read nothing skips dropped records without a
+            # report.
             self._stream.configure(capacity=SMALL)
 
     def _harm(self, progress: Progress) -> None:
@@ -302,7 +305,7 @@ class Stage:
 
     def _drain(self) -> None:
         """Stop the publishers, and wait until all groups and the archivers reach the end."""
-        self._signs.make_calm()
+        self._signals.make_calm()
         for slot in self._publishers:
             slot.finish(END_S)
 

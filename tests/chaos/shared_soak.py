@@ -1,4 +1,4 @@
-"""Runs of shared subscribers that are too long for ``make test``; part of ``make chaos``."""
+"""Tests of shared subscribers that take too long for ``make test``; part of ``make chaos``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOAK.append(Row(40_000, 13, 23, 7, 1, senders=5, receivers=3, fill_first=True))
 
 
 @pytest.mark.parametrize("run", range(3))
-def test_200_000_records_in_200_keys_under_kills_and_pauses(
+def test_200_000_records_in_200_keys_survive_kills_and_pauses(
     url: str, rng: random.Random, run: int
 ) -> None:
     with Fleet(url, rng) as fleet:
@@ -29,10 +29,10 @@ def test_200_000_records_in_200_keys_under_kills_and_pauses(
 
 
 @pytest.mark.parametrize("number", range(100))
-def test_long_walks(url: str, rng: random.Random, number: int) -> None:
+def test_long_random_walks_match_the_model(url: str, rng: random.Random, number: int) -> None:
     walk(url, f"{rng.randrange(1 << 32)}", 300)
 
 
 @pytest.mark.parametrize("row", SOAK)
-def test_qpid_soak(url: str, rng: random.Random, row: Row) -> None:
+def test_long_case_of_qpids_stress_test_passes(url: str, rng: random.Random, row: Row) -> None:
     stress(url, rng, row)

@@ -1,4 +1,4 @@
-"""A slot for a worker in a run: its proxy stays, its processes change."""
+"""A slot for a worker of a run: one proxy, and one worker process after another."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 import msgspec
 
 from tests.chaos.history import Writer
-from tests.chaos.orders import Orders
 from tests.chaos.process import DIED, Process
+from tests.chaos.worker_config import WorkerConfig
 from tests.support.proxy import Proxy
 
 Role = Literal["publisher", "member", "archiver", "reader"]
 
 
 class Slot:
-    """One worker at a time. Its successor gets another name and the same proxy."""
+    """Runs one worker at a time. Each successor gets a new name and the same proxy."""
 
-    def __init__(self, role: Role, orders: Orders, proxy: Proxy, writer: Writer) -> None:
-        self.name = orders.name
+    def __init__(self, role: Role, config: WorkerConfig, proxy: Proxy, writer: Writer) -> None:
+        self.name = config.name
         self.proxy = proxy
         self._role = role
-        self._orders = orders
+        self._config = config
         self._writer = writer
         self._process: Process | None = None
         self._incarnation = 0
@@ -40,15 +40,15 @@ class Slot:
         self.kill()
         self._incarnation += 1
         name = f"{self.name}.{self._incarnation}"
-        orders = msgspec.structs.replace(
-            self._orders, name=name, seed=f"{self._orders.seed} {self._incarnation}"
+        config = msgspec.structs.replace(
+            self._config, name=name, seed=f"{self._config.seed} {self._incarnation}"
         )
-        log = Path(orders.directory) / f"{name}.log"
-        self._process = Process([self._role, orders.encode()], log)
+        log = Path(config.directory) / f"{name}.log"
+        self._process = Process([self._role, config.encode()], log)
 
     @property
-    def last_words(self) -> str:
-        return "" if self._process is None else self._process.last_words()
+    def log_tail(self) -> str:
+        return "" if self._process is None else self._process.log_tail()
 
     def needs_replacement(self) -> bool:
         """Returns whether the worker has ended by itself and must be replaced."""
@@ -81,4 +81,4 @@ class Slot:
 
     def _record_error(self, text: str) -> None:
         assert self._process is not None
-        self._writer.add("error", who=self.name, text=f"{text} {self._process.last_words()}")
+        self._writer.add("error", who=self.name, text=f"{text} {self._process.log_tail()}")

@@ -2,8 +2,8 @@
 
     pytest tests/chaos/spark_executors.py
 
-This takes three Java processes, so it is part of ``make chaos``. ``make test`` covers failures and
-retries within one process, in tests/spark/.
+The test starts three Java processes, so it is part of ``make chaos``. ``make test`` covers failures
+and retries within one process, in tests/spark/.
 """
 
 from __future__ import annotations

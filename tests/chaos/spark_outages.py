@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.servers import Server
 from tests.support.spark import stream_of
 from tests.support.waiting import eventually
@@ -35,7 +35,7 @@ TARGET = "copy"
 
 @contextmanager
 def changed(after_s: float, undo: Callable[[], Any]) -> Iterator[None]:
-    """Undo a fault after a while; do not leave the block before the fault is undone."""
+    """Undo a fault after a while, at the latest when the block ends."""
     timer = threading.Timer(after_s, undo)
     timer.start()
     try:
@@ -51,7 +51,7 @@ def copying(rows: DataFrame, url: str, folder: Path) -> StreamingQuery:
 
 
 class Progress:
-    """The target of a query, and the numbers that it must hold in the end."""
+    """The target stream of a query, and the numbers that it must hold at the end."""
 
     def __init__(self, m: meteor.Client, query: StreamingQuery) -> None:
         self._m = m
@@ -83,7 +83,7 @@ def publish(m: meteor.Client, numbers: range) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "paused", "restarted"])
 @pytest.mark.parametrize("group", ["", "g"])
-def test_copy_outlives_a_long_outage_busy_and_idle(
+def test_busy_and_idle_queries_survive_a_long_outage(
     spark: SparkSession, private_server: ServerFactory, tmp_path: Path, fault: str, group: str
 ) -> None:
     server = private_server(*KEEP)
@@ -121,7 +121,7 @@ def test_copy_outlives_a_long_outage_busy_and_idle(
             assert m.stream(NAME).group(group).confirmed >= 5000
 
 
-def test_sink_of_another_source_outlives_a_long_outage(
+def test_sink_for_another_source_survives_a_long_outage(
     spark: SparkSession, private_server: ServerFactory, tmp_path: Path
 ) -> None:
     server: Server = private_server(*KEEP)
@@ -141,10 +141,10 @@ def test_sink_of_another_source_outlives_a_long_outage(
         assert sorted(found) == [*range(len(found))]
 
 
-def test_copy_outlives_a_failover_that_loses_nothing(
-    spark: SparkSession, pair: Pair, tmp_path: Path
+def test_query_survives_a_failover_that_loses_nothing(
+    spark: SparkSession, replicated: ReplicatedStream, tmp_path: Path
 ) -> None:
-    url = pair.bench.proxy.url
+    url = replicated.proxied.proxy.url
     with meteor.connect(url) as m:
         publish(m, range(5000))
         rows = stream_of(spark, url, stream=NAME, maxOffsetsPerTrigger=100, group="g")
@@ -153,11 +153,11 @@ def test_copy_outlives_a_failover_that_loses_nothing(
             progress = Progress(m, query)
             progress.wait_for(300)
             # Stop the primary's clients first, or the replica would lack their last writes.
-            pair.bench.proxy.refuse()
-            pair.bench.proxy.cut()
-            pair.replica.wait_in_sync()
+            replicated.proxied.proxy.refuse()
+            replicated.proxied.proxy.cut()
+            replicated.replica.wait_in_sync()
             began = time.monotonic()
-            pair.fail_over()
+            replicated.fail_over()
             progress.wait_for(5000)
             assert time.monotonic() - began < 100
             publish(m, range(5000, 5100))

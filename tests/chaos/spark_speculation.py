@@ -2,8 +2,8 @@
 
     pytest tests/chaos/spark_speculation.py
 
-This takes six Java processes and up to a minute, so it is part of ``make chaos``. ``make test``
-runs only files named ``test_...``.
+The test starts six Java processes and takes up to a minute, so it is part of ``make chaos``.
+``make test`` runs only files named ``test_...``.
 """
 
 from __future__ import annotations

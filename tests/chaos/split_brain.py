@@ -18,7 +18,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.position import Position
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair, discard, poll_until
+from tests.support.proxied_stream import NAME, ReplicatedStream, discard, poll_until
 from tests.support.servers import Replica, Server
 from tests.support.waiting import eventually
 
@@ -56,11 +56,11 @@ class Branch:
 class Clients:
     """A publisher, a reader, a member of a group and a saved position."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._bench = pair.bench
-        self.member = pair.bench.subscriber(group="g", lease_ttl=60)
-        self.reader = pair.bench.subscriber(initial_offset="earliest")
-        self.publisher = pair.bench.publisher()
+    def __init__(self, replicated: ReplicatedStream) -> None:
+        self._proxied = replicated.proxied
+        self.member = replicated.proxied.subscriber(group="g", lease_ttl=60)
+        self.reader = replicated.proxied.subscriber(initial_offset="earliest")
+        self.publisher = replicated.proxied.publisher()
 
     def read_all(self, values: list[bytes]) -> None:
         for subscriber in (self.reader, self.member):
@@ -84,7 +84,7 @@ class Clients:
         assert isinstance(error, meteor.LogTruncated)
         with pytest.raises(meteor.LogTruncated) as confirm:
             self.member.confirm(last).result(10)
-        with self._bench.stream.subscriber() as other, pytest.raises(meteor.LogTruncated) as seek:
+        with self._proxied.stream.subscriber() as other, pytest.raises(meteor.LogTruncated) as seek:
             other.seek(checkpoint)
         told = {"reader": reader.value, "publisher": error}
         told |= {"confirm": confirm.value, "seek": seek.value}
@@ -109,21 +109,23 @@ def test_clients_of_the_lost_branch_learn_exactly_which_records_are_gone(
     private_server: ServerFactory, rng: Random, number: int
 ) -> None:
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(*DURABLE, kind=rng.choice(("valkey", "redis"))))
-        trunk = Branch(rng, pair.bench.server, b"both", [])
+        replicated = ReplicatedStream(
+            stack, private_server(*DURABLE, kind=rng.choice(("valkey", "redis")))
+        )
+        trunk = Branch(rng, replicated.proxied.server, b"both", [])
         for _ in range(rng.randint(1, 3)):
             trunk.publish(rng.choice((1, 5, 50)))
-        clients = Clients(pair)
+        clients = Clients(replicated)
         stack.callback(discard, clients.publisher)
         clients.publish(trunk, 1)
         clients.read_all(trunk.values)
         clients.member.confirm().result(10)
-        pair.lag()
-        eventually(lambda: has_written_its_log(pair.replica))
-        pair.replica.promote()
+        replicated.lag()
+        eventually(lambda: has_written_its_log(replicated.replica))
+        replicated.replica.promote()
         split = len(trunk.values)
-        lost = Branch(rng, pair.bench.server, b"lost", trunk.values)
-        kept = Branch(rng, pair.replica, b"kept", trunk.values)
+        lost = Branch(rng, replicated.proxied.server, b"lost", trunk.values)
+        kept = Branch(rng, replicated.replica, b"kept", trunk.values)
         for _ in range(rng.randint(2, 6)):
             rng.choice((lost, kept)).act()
         clients.publish(lost, rng.choice((1, 10)))
@@ -131,12 +133,12 @@ def test_clients_of_the_lost_branch_learn_exactly_which_records_are_gone(
         for _ in range(rng.randint(0, 3)):
             kept.act()
         checkpoint = clients.reader.checkpoint
-        pair.bench.move_to(pair.replica)
+        replicated.proxied.move_to(replicated.replica)
         last = len(lost.values) - 1
         learned = clients.losses(checkpoint, last)
         assert learned == dict.fromkeys(learned, (split, last))
         TOTALS["splits"] += 1
         TOTALS["clients that learned of a loss"] += len(learned)
-        survivor = pair.bench.stream
+        survivor = replicated.proxied.stream
         assert survivor.group("g").confirmed == split
         assert [value for batch in survivor.read() for value in batch.values()] == kept.values

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from tests.chaos.history import Event
 from tests.chaos.terms import end_of
-from tests.chaos.violation import Findings, Wrong
+from tests.chaos.violation import Findings, ViolationKind
 
-#: Nanoseconds by which a pause may delay a read-ahead's report of a failure.
+#: Nanoseconds by which a pause may delay the report of a failed read-ahead.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
 MERGING = "cannot be listed now: not all"
@@ -36,12 +36,12 @@ def check_store(
     for event in history:
         if event.kind == "flaw":
             text = f"{event.first} to {event.last} of the store: {event.text}"
-            findings.add(Wrong.DAMAGED, text, event)
+            findings.add(ViolationKind.DAMAGED, text, event)
     if samples and any(event.kind == "healed" for event in history):
         last = samples[-1]
         if last.archived < last.last:
             text = f"{last.archived} of {last.last} records are archived"
-            findings.add(Wrong.NOT_DRAINED, text, last)
+            findings.add(ViolationKind.NOT_DRAINED, text, last)
 
 
 def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Findings) -> None:
@@ -49,24 +49,24 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
     for sample in samples:
         if sample.archived < archived:
             text = f"archived fell from {archived} to {sample.archived}"
-            findings.add(Wrong.WENT_BACK, text, sample)
+            findings.add(ViolationKind.WENT_BACK, text, sample)
         archived = sample.archived
         if sample.first > archived:
             text = f"the ring begins at {sample.first}, but the archive ends at {archived}"
-            findings.add(Wrong.UNARCHIVED, text, sample)
+            findings.add(ViolationKind.UNARCHIVED, text, sample)
         if archived > sample.last:
             text = f"{archived} of {sample.last} records are archived"
-            findings.add(Wrong.PHANTOM, text, sample)
+            findings.add(ViolationKind.PHANTOM, text, sample)
         # A larger frame is accepted if nothing else waits.
         if sample.last - archived > max_unarchived and sample.waiting != 1:
             text = f"{sample.last - archived} records are unarchived, more than {max_unarchived}"
-            findings.add(Wrong.OVERGROWN, text, sample)
+            findings.add(ViolationKind.OVERGROWN, text, sample)
 
 
 def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
-    """Check that archived records were appended, and by the newest term once it has appended.
+    """Check that each commit covers appended records, and that no older term commits.
 
-    A term appends from ``archived`` on, and has fenced the older terms by then.
+    When a term appends, from ``archived`` on, it has already fenced the older terms.
     """
     appends = [event for event in history if event.kind in ("append", "appended")]
     newest, who, place, reported = -1, "no archiver", 0, -1
@@ -88,7 +88,7 @@ def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: 
                 f"archived is {sample.archived}, but {who}, in the newest term {newest}, has "
                 f"appended {min(known)} to {max(known) - 1}"
             )
-            findings.add(Wrong.STALE_COMMIT, text, sample)
+            findings.add(ViolationKind.STALE_COMMIT, text, sample)
 
 
 def check_listed(history: Sequence[Event], findings: Findings) -> None:
@@ -100,16 +100,16 @@ def check_listed(history: Sequence[Event], findings: Findings) -> None:
         for span in event.values:
             first, last = map(int, span.split("-"))
             if first != reached:
-                kind = Wrong.LOST if first > reached else Wrong.DUPLICATED
+                kind = ViolationKind.LOST if first > reached else ViolationKind.DUPLICATED
                 text = f"{event.who} got files to {reached - 1}, then {first} to {last}"
                 findings.add(kind, text, event)
             reached = last + 1
         if reached < event.first:
             text = f"{event.who} got files to {reached - 1}; {event.first - 1} is archived"
-            findings.add(Wrong.LOST, text, event)
+            findings.add(ViolationKind.LOST, text, event)
         elif reached > event.last:
             text = f"{event.who} got files to {reached - 1}; {event.last} is not archived"
-            findings.add(Wrong.PHANTOM, text, event)
+            findings.add(ViolationKind.PHANTOM, text, event)
 
 
 def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
@@ -124,17 +124,17 @@ def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findin
         for offset, value in zip(event.offsets, event.values, strict=True):
             if offset in places:
                 text = f"{offset} is in {places[offset]} and in {event.text}"
-                findings.add(Wrong.DUPLICATED, text, event)
+                findings.add(ViolationKind.DUPLICATED, text, event)
             elif offset >= end:
                 text = f"{offset} in {event.text} is not archived: the archive ends at {end}"
-                findings.add(Wrong.PHANTOM, text, event)
+                findings.add(ViolationKind.PHANTOM, text, event)
             elif log.get(offset, value) != value:
                 text = f"{offset} in {event.text} is {value}, but {log[offset]} in the log"
-                findings.add(Wrong.TWO_PAYLOADS, text, event)
+                findings.add(ViolationKind.TWO_PAYLOADS, text, event)
             places[offset] = event.text
     for offset in range(end):
         if offset not in places:
-            findings.add(Wrong.LOST, f"{offset} is archived, but in no file")
+            findings.add(ViolationKind.LOST, f"{offset} is archived, but in no file")
 
 
 # Readers, with a store or without
@@ -149,7 +149,7 @@ def check_readers(history: Sequence[Event], findings: Findings) -> None:
         elif event.kind in ("seen", "log", "gap") and event.who in positions:
             expected = positions[event.who]
             if event.first != expected:
-                kind = Wrong.SKIPPED if event.first > expected else Wrong.DUPLICATED
+                kind = ViolationKind.SKIPPED if event.first > expected else ViolationKind.DUPLICATED
                 text = f"{event.who} got {event.first} instead of {expected}"
                 findings.add(kind, text, event)
             positions[event.who] = max(expected, end_of(event))
@@ -163,9 +163,9 @@ def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
     for event in history:
         if event.kind != "unavailable":
             continue
-        # The last time that the store was hidden before this event.
+        # when the store was last hidden before this event
         number = bisect_right(hidden, event.t) - 1
         back = shown[number] if 0 <= number < len(shown) else event.t
         away = number >= 0 and event.began - KEPT_NS <= back
         if not away and not (merged and MERGING in event.text):
-            findings.add(Wrong.UNEXPECTED, f"{event.who}: {event.text}", event)
+            findings.add(ViolationKind.UNEXPECTED, f"{event.who}: {event.text}", event)

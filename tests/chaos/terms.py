@@ -1,10 +1,10 @@
 """The checker of one group: deliveries and confirms.
 
-A term belongs to one member. It begins where the earlier terms ended: not above any offset that
-they requested to confirm, not below any that was acknowledged, and not where only a refused
-confirm could have moved it. Within a term offsets increase one by one, except for reported gaps.
-Once a newer term has begun, an older one neither confirms anything nor receives another batch.
-Over all terms, every record was delivered to the group.
+A term belongs to one member. It begins where the earlier terms ended: not above the offsets whose
+confirms they requested, not below an acknowledged confirm, and not where only a refused confirm
+could have moved it. Within a term offsets increase one by one, except for reported gaps. Once a
+newer term has begun, an older one neither confirms anything nor receives another batch. Over all
+terms, every record was delivered to the group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tests.chaos.history import Event
-from tests.chaos.violation import Findings, Wrong
+from tests.chaos.violation import Findings, ViolationKind
 
 #: Events that prove that a member has a term.
 PROOFS = ("assigned", "deliver", "confirmed")
@@ -53,7 +53,7 @@ def check_owner(term: Sequence[Event], findings: Findings) -> None:
     if len(owners) > 1:
         first, second, *_ = owners.values()
         text = f"term {first.term} belongs to both {first.who} and {second.who}"
-        findings.add(Wrong.TWO_OWNERS, text, second)
+        findings.add(ViolationKind.TWO_OWNERS, text, second)
 
 
 def check_dense(term: Sequence[Event], findings: Findings) -> None:
@@ -69,11 +69,11 @@ def check_dense(term: Sequence[Event], findings: Findings) -> None:
             continue
         what = f"{event.who} in term {event.term}: {event.kind} from {event.first}"
         if event.first > expected:
-            findings.add(Wrong.SKIPPED, f"{what}, after {expected - 1}", event)
+            findings.add(ViolationKind.SKIPPED, f"{what}, after {expected - 1}", event)
         elif event.first < start:
-            findings.add(Wrong.REORDERED, f"{what}, though it began at {start}", event)
+            findings.add(ViolationKind.REORDERED, f"{what}, though it began at {start}", event)
         elif event.first < expected:
-            findings.add(Wrong.DUPLICATED, f"{what}, repeated up to {expected - 1}", event)
+            findings.add(ViolationKind.DUPLICATED, f"{what}, repeated up to {expected - 1}", event)
         positions[event.who] = max(expected, end_of(event))
 
 
@@ -92,7 +92,7 @@ def check_results(term: Sequence[Event], findings: Findings) -> None:
             wanted = asked.get((event.who, event.number), -1)
             if event.first < wanted:
                 text = f"{event.who} confirmed {wanted} and got {event.first}"
-                findings.add(Wrong.WENT_BACK, text, event)
+                findings.add(ViolationKind.WENT_BACK, text, event)
 
 
 def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
@@ -104,10 +104,10 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
             text = (
                 f"term {begin.term} begins at {begin.first}; no member confirmed more than {asked}"
             )
-            findings.add(Wrong.SKIPPED, text, begin)
+            findings.add(ViolationKind.SKIPPED, text, begin)
         elif begin is not None and begin.first < done:
             text = f"term {begin.term} begins at {begin.first}, though {done} was confirmed before"
-            findings.add(Wrong.WENT_BACK, text, begin)
+            findings.add(ViolationKind.WENT_BACK, text, begin)
         for event in term:
             if event.kind == "confirm":
                 asked = max(asked, event.first)
@@ -135,7 +135,7 @@ def check_refusals(terms: Sequence[Sequence[Event]], findings: Findings) -> None
             text = (
                 f"term {begin.term} begins at {begin.first}, which only a refused confirm reached"
             )
-            findings.add(Wrong.FALSE_REFUSAL, text, begin)
+            findings.add(ViolationKind.FALSE_REFUSAL, text, begin)
         for event in term:
             if event.kind in ("missing", "gap"):
                 possible = max(possible, event.last + 1)
@@ -159,14 +159,14 @@ def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
                         f"{event.who} confirmed {event.first} in term {event.term}, requested "
                         f"after term {newer_term} had begun"
                     )
-                    findings.add(Wrong.STALE_CONFIRM, text, event)
+                    findings.add(ViolationKind.STALE_CONFIRM, text, event)
                 known = max(known, event.first)
             elif event.kind == "deliver" and late:
                 text = (
                     f"{event.who} got {event.first} in term {event.term}, requested after "
                     f"term {newer_term} had begun"
                 )
-                findings.add(Wrong.STALE_DELIVERY, text, event)
+                findings.add(ViolationKind.STALE_DELIVERY, text, event)
         seen = min((event.t for event in term if event.kind in PROOFS), default=math.inf)
         if seen < newer:
             newer, newer_term = seen, term[0].term
@@ -183,10 +183,10 @@ def check_values(
             there = log.get(offset)
             if there is None and whole:
                 text = f"{value} was delivered at {offset}, which is not in the log"
-                findings.add(Wrong.LOST, text, event)
+                findings.add(ViolationKind.LOST, text, event)
             elif there is not None and there != value:
                 text = f"{value} was delivered at {offset}, but the log has {there}"
-                findings.add(Wrong.TWO_PAYLOADS, text, event)
+                findings.add(ViolationKind.TWO_PAYLOADS, text, event)
 
 
 def check_coverage(mine: Sequence[Event], findings: Findings) -> None:
@@ -197,5 +197,5 @@ def check_coverage(mine: Sequence[Event], findings: Findings) -> None:
     for first, stop in [*spans, (end, end)]:
         if min(first, end) > reached:
             text = f"{reached} to {min(first, end) - 1} were confirmed but never delivered"
-            findings.add(Wrong.SKIPPED, text, mine[-1])
+            findings.add(ViolationKind.SKIPPED, text, mine[-1])
         reached = max(reached, stop)

@@ -16,21 +16,21 @@ BEFORE = 12
 AFTER = 6
 
 
-class Wrong(enum.StrEnum):
+class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
     LOST = "lost"  # acknowledged or delivered, but not in the log
     PHANTOM = "phantom"  # in the log or delivered, but never published, or reported as failed
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
     REORDERED = "reordered"  # the log or a term is out of order
-    TWO_PAYLOADS = "two payloads"  # one offset, two records
+    TWO_PAYLOADS = "two payloads"  # two records at one offset
     SKIPPED = "skipped"  # a hole in the deliveries of a group, or in the log
-    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, is lower than it was
+    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, has decreased
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
     FALSE_REFUSAL = "false refusal"  # a confirm reported as having no effect had one
     STALE_DELIVERY = "stale delivery"  # a batch requested after a newer term had begun
-    WRONG_GAP = "wrong gap"  # records reported as gone that are not, or must not be
+    WRONG_GAP = "wrong gap"  # records reported as gone that exist, or must exist
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
     UNARCHIVED = "unarchived"  # the ring has dropped records that were not archived
     OVERGROWN = "overgrown"  # more records than allowed wait for an archiver
@@ -42,7 +42,7 @@ class Wrong(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Violation:
-    kind: Wrong
+    kind: ViolationKind
     text: str
     group: str = ""
     t: int = 0
@@ -59,9 +59,9 @@ class Findings:
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
         self._found: list[Violation] = []
-        self._counts: Counter[Wrong] = Counter()
+        self._counts: Counter[ViolationKind] = Counter()
 
-    def add(self, kind: Wrong, text: str, at: Event | None = None) -> None:
+    def add(self, kind: ViolationKind, text: str, at: Event | None = None) -> None:
         self._counts[kind] += 1
         if self._counts[kind] <= KEPT:
             group, t = (at.group, at.t) if at is not None else ("", self._end)

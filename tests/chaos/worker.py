@@ -13,39 +13,41 @@ from tests.chaos import mutants
 from tests.chaos.archiving import UNAVAILABLE, Archiving
 from tests.chaos.history import Writer
 from tests.chaos.member import Member
-from tests.chaos.orders import Orders, Signs
 from tests.chaos.publishing import Publishing
 from tests.chaos.reading import Reading
+from tests.chaos.worker_config import RunSignals, WorkerConfig
 
 #: Seconds to connect and to wait for a reply: shorter than the longest faults.
 TIMEOUT_S = 2.0
 CHECK_S = 0.05
 
 
-def main(role: str, orders: Orders) -> None:
-    if orders.mutant:
-        mutants.plant(orders.mutant)
-    directory = Path(orders.directory)
-    writer = Writer(directory / f"{orders.name}.jsonl")
-    signs = Signs(directory)
+def main(role: str, config: WorkerConfig) -> None:
+    if config.mutant:
+        mutants.plant(config.mutant)
+    directory = Path(config.directory)
+    writer = Writer(directory / f"{config.name}.jsonl")
+    signals = RunSignals(directory)
     try:
-        with meteor.connect(orders.url, timeout=TIMEOUT_S) as client:
+        with meteor.connect(config.url, timeout=TIMEOUT_S) as client:
             if role == "member":
-                take_part(orders, client, writer, signs)
+                take_part(config, client, writer, signals)
             else:
-                work(role, orders, client, writer, signs)
+                work(role, config, client, writer, signals)
     except Exception:
-        writer.add("error", who=orders.name, text=traceback.format_exc(limit=-4))
+        writer.add("error", who=config.name, text=traceback.format_exc(limit=-4))
         raise
 
 
-def work(role: str, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+def work(
+    role: str, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
+) -> None:
     programs: dict[str, type[Publishing | Archiving | Reading]]
     programs = {"publisher": Publishing, "archiver": Archiving, "reader": Reading}
-    idle = signs.calm if role == "publisher" else signs.end
+    idle = signals.calm if role == "publisher" else signals.end
     while not idle():
         try:
-            program = programs[role](orders, client, writer, signs)
+            program = programs[role](config, client, writer, signals)
         except (meteor.ConnectionFailed, *UNAVAILABLE):
             time.sleep(CHECK_S)
         else:
@@ -53,18 +55,20 @@ def work(role: str, orders: Orders, client: meteor.Client, writer: Writer, signs
             return
 
 
-def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+def take_part(
+    config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
+) -> None:
     """Join each group, in one thread per group."""
-    rng = random.Random(orders.seed)
+    rng = random.Random(config.seed)
     members = [
-        Member(orders, group, client, writer, signs, random.Random(rng.random()))
-        for group in orders.groups
+        Member(config, group, client, writer, signals, random.Random(rng.random()))
+        for group in config.groups
     ]
     for member in members:
         member.start()
-    while not signs.end():
+    while not signals.end():
         time.sleep(CHECK_S)
-        if signs.calm():
+        if signals.calm():
             for member in members:
                 member.confirm_rest()
     for member in members:
@@ -76,4 +80,4 @@ def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Sign
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Orders.decode(sys.argv[2]))
+    main(sys.argv[1], WorkerConfig.decode(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""``meteor archive``: listing, maintenance, and archiving until the command ends."""
+"""``meteor archive``: lists and maintains files, and archives until the command ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_cli.args.sizes import parse_size
-from tests.support.archivers import LONG_S, Depot
-from tests.support.commands import METEOR, Running, succeed
+from tests.support.archivers import LONG_S, StoredStream
+from tests.support.commands import METEOR, RunningCommand, succeed
 from tests.support.commands import meteor as run_meteor
 from tests.support.group_members import STREAM
 from tests.support.readers import everything, fill
@@ -24,35 +24,35 @@ DAMAGE = b"PAR1 is not enough"
 
 
 @pytest.fixture
-def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
-    """A stream with a store, but without an archiver."""
-    with Depot(url, tmp_path / "store") as depot:
-        yield depot
+def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
+    """A stream with a store and no archiver."""
+    with StoredStream(url, tmp_path / "store") as stored:
+        yield stored
 
 
 @pytest.fixture
-def filled(depot: Depot) -> Depot:
-    """A depot with three files of 60 records each."""
+def filled(stored: StoredStream) -> StoredStream:
+    """A stream with three archived files of 60 records each."""
     for _ in range(3):
-        depot.fill(60)
-        depot.archive()
-    return depot
+        stored.fill(60)
+        stored.archive()
+    return stored
 
 
-def state(depot: Depot) -> tuple[Any, ...]:
+def state(stored: StoredStream) -> tuple[Any, ...]:
     """Returns everything that a command could change."""
-    return everything(depot.redis), depot.files()
+    return everything(stored.redis), stored.files()
 
 
-def at_terminal(depot: Depot, *arguments: str, columns: int = 100) -> Terminal:
-    command = [str(METEOR), "--url", depot.url, "archive", *arguments]
+def at_terminal(stored: StoredStream, *arguments: str, columns: int = 100) -> Terminal:
+    command = [str(METEOR), "--url", stored.url, "archive", *arguments]
     return Terminal(command, columns=columns)
 
 
 # ls
 
 
-def test_ls_shows_the_files_that_count_in_order(filled: Depot) -> None:
+def test_ls_shows_the_live_files_in_order(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "ls", STREAM)
     files = [Path(file).name for file in filled.stream.store.files()]
     rows = [line.split() for line in done.lines]
@@ -65,7 +65,7 @@ def test_ls_shows_the_files_that_count_in_order(filled: Depot) -> None:
     assert str(filled.root) in done.err
 
 
-def test_ls_as_json_has_stable_fields(filled: Depot) -> None:
+def test_ls_as_json_has_stable_fields(filled: StoredStream) -> None:
     found = succeed(filled.url, "archive", "ls", STREAM, "--json").objects
     epoch = filled.stream.describe().epoch
     files = filled.stream.store.files()
@@ -85,26 +85,26 @@ def test_ls_as_json_has_stable_fields(filled: Depot) -> None:
     assert [entry["term"] for entry in found] == sorted({entry["term"] for entry in found})
 
 
-def test_ls_cuts_no_name_to_fit_a_narrow_terminal(filled: Depot) -> None:
+def test_ls_does_not_truncate_names_on_a_narrow_terminal(filled: StoredStream) -> None:
     with at_terminal(filled, "ls", STREAM, columns=40) as terminal:
         assert terminal.wait() == 0
         shown = "".join(terminal.lines)
         assert all(Path(file).name in shown for file in filled.stream.store.files())
 
 
-def test_ls_explains_why_no_file_is_listed(depot: Depot) -> None:
-    depot.fill(60)
-    done = succeed(depot.url, "archive", "ls", STREAM)
+def test_ls_explains_why_no_file_is_listed(stored: StoredStream) -> None:
+    stored.fill(60)
+    done = succeed(stored.url, "archive", "ls", STREAM)
     assert done.out == b""
     assert f"`meteor archive run {STREAM}`" in done.err
-    depot.archive()
-    depot.stream.store.expire(offset=60)
-    done = succeed(depot.url, "archive", "ls", STREAM)
+    stored.archive()
+    stored.stream.store.expire(offset=60)
+    done = succeed(stored.url, "archive", "ls", STREAM)
     assert done.out == b""
     assert "all records below 60 have expired" in done.err
 
 
-def test_ls_lists_the_remaining_files_of_a_damaged_store(filled: Depot) -> None:
+def test_ls_lists_the_remaining_files_of_a_damaged_store(filled: StoredStream) -> None:
     Path(filled.stream.store.files()[1]).unlink()
     found = succeed(filled.url, "archive", "ls", STREAM, "--json").objects
     assert [entry["first"] for entry in found] == [0, 120]
@@ -113,7 +113,7 @@ def test_ls_lists_the_remaining_files_of_a_damaged_store(filled: Depot) -> None:
 # verify
 
 
-def test_verify_reports_an_intact_archive(filled: Depot) -> None:
+def test_verify_reports_an_intact_archive(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "verify", STREAM)
     assert (done.out, done.err) == (
         b"",
@@ -121,7 +121,7 @@ def test_verify_reports_an_intact_archive(filled: Depot) -> None:
     )
 
 
-def test_verify_finds_a_damaged_file(filled: Depot) -> None:
+def test_verify_finds_a_damaged_file(filled: StoredStream) -> None:
     damaged = Path(filled.stream.store.files()[1])
     damaged.write_bytes(DAMAGE)
     done = run_meteor(filled.url, "archive", "verify", STREAM)
@@ -144,13 +144,13 @@ def test_verify_finds_a_damaged_file(filled: Depot) -> None:
     }
 
 
-def test_verify_finds_no_flaw_after_compaction(filled: Depot) -> None:
+def test_verify_finds_no_flaw_after_compaction(filled: StoredStream) -> None:
     filled.stream.store.compact()
     assert succeed(filled.url, "archive", "verify", STREAM).lines == []
     assert succeed(filled.url, "archive", "verify", STREAM, "--json").objects == []
 
 
-def test_verify_shows_its_progress_at_a_terminal(filled: Depot) -> None:
+def test_verify_shows_its_progress_at_a_terminal(filled: StoredStream) -> None:
     with at_terminal(filled, "verify", STREAM) as terminal:
         assert terminal.wait() == 0
         assert f"verifying {STREAM}".encode() in terminal.output
@@ -160,7 +160,7 @@ def test_verify_shows_its_progress_at_a_terminal(filled: Depot) -> None:
 # compact
 
 
-def test_compact_reports_how_many_files_it_saved(filled: Depot) -> None:
+def test_compact_reports_how_many_files_it_saved(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "compact", STREAM, "--max-records", "120")
     assert "1 file fewer, 2 left" in done.err
     done = succeed(filled.url, "archive", "compact", STREAM, "--max-bytes", "1kB")
@@ -173,7 +173,7 @@ def test_compact_reports_how_many_files_it_saved(filled: Depot) -> None:
 # expire
 
 
-def test_dry_run_of_expire_changes_nothing(filled: Depot) -> None:
+def test_dry_run_of_expire_changes_nothing(filled: StoredStream) -> None:
     before = state(filled)
     done = succeed(filled.url, "archive", "expire", STREAM, "--offset", "130", "--dry-run")
     assert [line.split()[:3] for line in done.lines[1:]] == [["0", "59", "60"], ["60", "119", "60"]]
@@ -182,20 +182,20 @@ def test_dry_run_of_expire_changes_nothing(filled: Depot) -> None:
     assert state(filled) == before
 
 
-def test_expire_deletes_whole_files_below_an_offset(filled: Depot) -> None:
+def test_expire_deletes_whole_files_below_an_offset(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "expire", STREAM, "--offset", "130", "--yes")
     assert "records 0 to 119 of stream 'orders' deleted from the store" in done.err
     assert filled.stream.store.bounds() == (120, 180)
     assert [name[:20].lstrip("0") for name in filled.segments()] == ["120"]
 
 
-def test_expire_by_size_keeps_the_newest_files_that_fit(filled: Depot) -> None:
+def test_expire_by_size_keeps_the_newest_files_that_fit(filled: StoredStream) -> None:
     size = filled.stream.store.segments()[-1].size
     succeed(filled.url, "archive", "expire", STREAM, "--max-bytes", f"{size}B", "-y")
     assert filled.stream.store.bounds() == (120, 180)
 
 
-def test_expire_by_time_deletes_older_files(filled: Depot) -> None:
+def test_expire_by_time_deletes_older_files(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "expire", STREAM, "--before", "-1h", "--yes")
     assert "nothing to delete" in done.err
     now = datetime.now(UTC).isoformat()
@@ -203,7 +203,7 @@ def test_expire_by_time_deletes_older_files(filled: Depot) -> None:
     assert filled.stream.store.bounds() == (180, 180)
 
 
-def test_expire_needs_confirmation(filled: Depot) -> None:
+def test_expire_needs_confirmation(filled: StoredStream) -> None:
     before = state(filled)
     done = run_meteor(filled.url, "archive", "expire", STREAM, "--offset", "130")
     assert done.code == 2
@@ -216,7 +216,7 @@ def test_expire_needs_confirmation(filled: Depot) -> None:
     assert state(filled) == before
 
 
-def test_expire_deletes_no_more_than_confirmed(filled: Depot) -> None:
+def test_expire_deletes_no_more_than_the_user_has_confirmed(filled: StoredStream) -> None:
     with at_terminal(filled, "expire", STREAM, "--offset", "130") as terminal:
         terminal.wait_for("Continue?")
         filled.fill(60)
@@ -226,7 +226,7 @@ def test_expire_deletes_no_more_than_confirmed(filled: Depot) -> None:
     assert filled.stream.store.bounds() == (120, 240)
 
 
-def test_expire_keeps_unconfirmed_records_without_force(filled: Depot) -> None:
+def test_expire_keeps_unconfirmed_records_without_force(filled: StoredStream) -> None:
     for group, confirmed in (("quick", 180), ("slow", 70), ("stuck", 10)):
         filled.stream.seek_group(group, confirmed)
     ask = ["archive", "expire", STREAM, "--offset", "130", "--yes"]
@@ -251,7 +251,9 @@ def test_expire_keeps_unconfirmed_records_without_force(filled: Depot) -> None:
         (["--offset", "-1"], "is not in the range"),
     ],
 )
-def test_expire_needs_a_valid_criterion(filled: Depot, options: list[str], sentence: str) -> None:
+def test_expire_needs_a_valid_criterion(
+    filled: StoredStream, options: list[str], sentence: str
+) -> None:
     done = run_meteor(filled.url, "archive", "expire", STREAM, "--yes", *options)
     assert done.code == 2
     assert sentence in done.err
@@ -280,78 +282,83 @@ def test_invalid_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_run_archives_and_releases_its_lease_at_the_end(
-    depot: Depot, how: signal.Signals, code: int
+    stored: StoredStream, how: signal.Signals, code: int
 ) -> None:
     ttl = ["--lease-ttl", str(LONG_S)]
-    with Running(depot.url, "archive", "run", STREAM, "--segment-age", "0", *ttl) as command:
-        assert f"to file://{depot.root}" in command.line("stderr")
+    with RunningCommand(
+        stored.url, "archive", "run", STREAM, "--segment-age", "0", *ttl
+    ) as command:
+        assert f"to file://{stored.root}" in command.line("stderr")
         assert "this process is the archiver" in command.line("stderr")
-        depot.fill(60)
-        depot.wait_archived(60)
+        stored.fill(60)
+        stored.wait_archived(60)
         while "archived below 60, 0 waiting" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
-        assert depot.lease_left_ms > 0
+            pass  # line() raises when the command has ended
+        assert stored.lease_left_ms > 0
         done = command.end(how)
     assert (done.code, done.out) == (code, b"")
     assert "Traceback" not in done.err
-    assert depot.owner is None
-    depot.archiver()  # the lease was released: it would not expire during the test
-    depot.fill(60)
-    depot.check(120)
+    assert stored.owner is None
+    stored.archiver()  # the lease was released: it does not expire during the test
+    stored.fill(60)
+    stored.check(120)
 
 
-def test_run_without_names_archives_all_streams_with_a_store(depot: Depot, tmp_path: Path) -> None:
-    other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
-    depot.client.stream("plain", create=True)
-    depot.fill(60)
+def test_run_without_names_archives_all_streams_with_a_store(
+    stored: StoredStream, tmp_path: Path
+) -> None:
+    other = stored.client.stream("other", store=tmp_path / "elsewhere", archive=False)
+    stored.client.stream("plain", create=True)
+    stored.fill(60)
     fill(other, 70)
-    with Running(depot.url, "archive", "run", "--segment-age", "0") as command:
-        depot.wait_archived(60)
+    with RunningCommand(stored.url, "archive", "run", "--segment-age", "0") as command:
+        stored.wait_archived(60)
         eventually(lambda: other.describe().archived == 70, 20)
         done = command.end(signal.SIGTERM)
     assert done.code == 143
     assert "plain" not in done.err
 
 
-def test_run_reports_the_archiver_and_a_takeover(depot: Depot) -> None:
-    with depot.archiver() as rival:
-        eventually(lambda: depot.owner == rival.member, 20)
-        with Running(depot.url, "archive", "run", STREAM) as command:
+def test_run_reports_the_archiver_and_a_takeover(stored: StoredStream) -> None:
+    with stored.archiver() as rival:
+        eventually(lambda: stored.owner == rival.member, 20)
+        with RunningCommand(stored.url, "archive", "run", STREAM) as command:
             command.line("stderr")
-            assert f"{rival.member} is the archiver, this process stands by" in command.line(
-                "stderr"
+            assert (
+                f"{rival.member} is the archiver, and this process is standing by"
+                in command.line("stderr")
             )
             rival.close()
             assert "this process is the archiver" in command.line("stderr")
             assert command.end(signal.SIGINT).code == 130
 
 
-def test_run_continues_when_the_store_is_back(depot: Depot) -> None:
-    away = depot.root.with_name("away")
-    with Running(depot.url, "archive", "run", STREAM, "--segment-age", "0") as command:
+def test_run_continues_when_the_store_is_back(stored: StoredStream) -> None:
+    away = stored.root.with_name("away")
+    with RunningCommand(stored.url, "archive", "run", STREAM, "--segment-age", "0") as command:
         command.line("stderr")
         assert "this process is the archiver" in command.line("stderr")
-        depot.root.rename(away)
-        depot.fill(60)
+        stored.root.rename(away)
+        stored.fill(60)
         while "Cannot archive stream" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
-        away.rename(depot.root)
+            pass  # line() raises when the command has ended
+        away.rename(stored.root)
         while "archived below 60, 0 waiting" not in command.line("stderr"):
             pass
         assert command.end(signal.SIGINT).code == 130
-    assert depot.stored() == list(range(60))
+    assert stored.stored() == list(range(60))
 
 
 @pytest.mark.parametrize("recreated", [False, True])
 def test_run_ends_with_an_error_when_its_last_stream_is_deleted(
-    depot: Depot, recreated: bool
+    stored: StoredStream, recreated: bool
 ) -> None:
-    with Running(depot.url, "archive", "run", STREAM) as command:
+    with RunningCommand(stored.url, "archive", "run", STREAM) as command:
         command.line("stderr")
         assert "this process is the archiver" in command.line("stderr")
-        depot.stream.delete()
+        stored.stream.delete()
         if recreated:
-            depot.open()
+            stored.open()
         done = command.end()
     assert done.code == 1
     assert f"stream {STREAM!r} was deleted" in done.err
@@ -359,14 +366,14 @@ def test_run_ends_with_an_error_when_its_last_stream_is_deleted(
     assert "Traceback" not in done.err
 
 
-def test_run_continues_when_one_stream_is_deleted(depot: Depot, tmp_path: Path) -> None:
-    other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
+def test_run_continues_when_one_stream_is_deleted(stored: StoredStream, tmp_path: Path) -> None:
+    other = stored.client.stream("other", store=tmp_path / "elsewhere", archive=False)
     names = [STREAM, "other", STREAM]
-    with Running(depot.url, "archive", "run", *names, "--segment-age", "0") as command:
+    with RunningCommand(stored.url, "archive", "run", *names, "--segment-age", "0") as command:
         eventually(lambda: other.describe().archiver, 20)
-        depot.stream.delete()
+        stored.stream.delete()
         while "was deleted" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
+            pass  # line() raises when the command has ended
         fill(other, 70)
         eventually(lambda: other.describe().archived == 70, 20)
         assert command.end(signal.SIGINT).code == 130
@@ -375,30 +382,30 @@ def test_run_continues_when_one_stream_is_deleted(depot: Depot, tmp_path: Path) 
 # run --once
 
 
-def test_run_once_archives_existing_records(depot: Depot, tmp_path: Path) -> None:
-    other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
-    depot.fill(60)
+def test_run_once_archives_existing_records(stored: StoredStream, tmp_path: Path) -> None:
+    other = stored.client.stream("other", store=tmp_path / "elsewhere", archive=False)
+    stored.fill(60)
     fill(other, 70)
-    done = succeed(depot.url, "archive", "run", "--once", "--segment-records", "30")
+    done = succeed(stored.url, "archive", "run", "--once", "--segment-records", "30")
     assert f"stream {STREAM!r}: archived below 60, 60 new records" in done.err
-    assert (depot.archived, other.describe().archived) == (60, 70)
-    assert depot.owner is None
-    done = succeed(depot.url, "archive", "run", "--once", STREAM)
+    assert (stored.archived, other.describe().archived) == (60, 70)
+    assert stored.owner is None
+    done = succeed(stored.url, "archive", "run", "--once", STREAM)
     assert "archived below 60, 0 new records" in done.err
 
 
-def test_run_once_accepts_the_work_of_another_archiver(depot: Depot) -> None:
-    depot.fill(60)
-    with depot.archiver(segment_age=LONG_S) as rival:
-        eventually(lambda: depot.owner == rival.member, 20)
-        succeed(depot.url, "archive", "run", STREAM, "--once")
-        assert depot.archived == 60
-        assert depot.owner == rival.member
+def test_run_once_succeeds_if_another_archiver_archives_the_records(stored: StoredStream) -> None:
+    stored.fill(60)
+    with stored.archiver(segment_age=LONG_S) as rival:
+        eventually(lambda: stored.owner == rival.member, 20)
+        succeed(stored.url, "archive", "run", STREAM, "--once")
+        assert stored.archived == 60
+        assert stored.owner == rival.member
 
 
-def test_run_once_shows_its_progress_at_a_terminal(depot: Depot) -> None:
-    depot.fill(60)
-    with at_terminal(depot, "run", "--once", STREAM) as terminal:
+def test_run_once_shows_its_progress_at_a_terminal(stored: StoredStream) -> None:
+    stored.fill(60)
+    with at_terminal(stored, "run", "--once", STREAM) as terminal:
         assert terminal.wait() == 0
         assert f"archiving {STREAM}".encode() in terminal.output
         assert "archived below 60" in terminal.text
@@ -411,7 +418,7 @@ COMMANDS = [["ls"], ["verify"], ["compact"], ["run"], ["expire", "--offset", "1"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_stream_without_a_store_gives_a_hint(url: str, command: list[str]) -> None:
+def test_stream_without_a_store_prints_a_hint(url: str, command: list[str]) -> None:
     with meteor.connect(url) as m:
         m.stream("plain", create=True)
     name, *options = command
@@ -425,20 +432,20 @@ def test_stream_without_a_store_gives_a_hint(url: str, command: list[str]) -> No
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_missing_store_is_an_error_and_store_option_names_a_moved_one(
-    depot: Depot, command: list[str]
+def test_missing_store_is_an_error_and_the_store_option_finds_a_moved_store(
+    stored: StoredStream, command: list[str]
 ) -> None:
-    depot.fill(60)
-    depot.archive()
-    moved = depot.root.with_name("moved")
-    depot.root.rename(moved)
+    stored.fill(60)
+    stored.archive()
+    moved = stored.root.with_name("moved")
+    stored.root.rename(moved)
     name, *options = command
-    done = run_meteor(depot.url, "archive", name, STREAM, *options)
+    done = run_meteor(stored.url, "archive", name, STREAM, *options)
     assert (done.code, done.out) == (1, b"")
-    assert "nothing is there" in done.err
-    assert not depot.root.exists()
+    assert "there is no store" in done.err
+    assert not stored.root.exists()
     options += ["--once"] if name == "run" else []
-    succeed(depot.url, "archive", name, STREAM, *options, "--store", str(moved))
+    succeed(stored.url, "archive", name, STREAM, *options, "--store", str(moved))
 
 
 def test_run_without_names_needs_a_stream_with_a_store(url: str) -> None:
@@ -449,15 +456,15 @@ def test_run_without_names_needs_a_stream_with_a_store(url: str) -> None:
     assert "no stream has a store. `meteor streams create" in done.err
 
 
-def test_run_without_names_skips_unreachable_stores(depot: Depot, tmp_path: Path) -> None:
-    other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
-    depot.client.stream("hidden", store=meteor.MemoryStore("hidden"), archive=False)
+def test_run_without_names_skips_unreachable_stores(stored: StoredStream, tmp_path: Path) -> None:
+    other = stored.client.stream("other", store=tmp_path / "elsewhere", archive=False)
+    stored.client.stream("hidden", store=meteor.MemoryStore("hidden"), archive=False)
     fill(other, 70)
-    depot.root.rename(depot.root.with_name("away"))
-    done = succeed(depot.url, "archive", "run", "--once")
+    stored.root.rename(stored.root.with_name("away"))
+    done = succeed(stored.url, "archive", "run", "--once")
     assert f"stream {STREAM!r} is left out: " in done.err
     assert "stream 'hidden' is left out: " in done.err
     assert "client." not in done.err
     assert other.describe().archived == 70
     other.delete()
-    assert run_meteor(depot.url, "archive", "run", "--once").code == 1
+    assert run_meteor(stored.url, "archive", "run", "--once").code == 1

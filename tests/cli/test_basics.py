@@ -1,4 +1,4 @@
-"""Features of all commands: help, addresses, errors, completion, and the reference."""
+"""Features that all commands share: help, addresses, errors, completion, and the reference."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_help_does_not_import_the_library() -> None:
         assert f"\n  {name} " in done.stdout.decode()
 
 
-def test_version_is_that_of_the_library() -> None:
+def test_version_option_prints_the_version_of_the_library() -> None:
     assert meteor(None, "--version").text == f"meteor, version {meteor_py.__version__}\n"
 
 
@@ -103,15 +103,15 @@ def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
     [
         (["--url", "redis://:secret@127.0.0.1:1", "streams", "ls"], 1, "cannot be reached"),
         (["tail", "orders", "--url", "redis://:secret@127.0.0.1:1"], 1, "cannot be reached"),
-        (["--url", "localhost:6379", "streams", "ls"], 1, "is not an address of a server"),
-        (["--url", "http://:secret@x", "publish", "orders", "x"], 1, "is not an address"),
+        (["--url", "localhost:6379", "streams", "ls"], 1, "is not the address of a server"),
+        (["--url", "http://:secret@x", "publish", "orders", "x"], 1, "is not the address"),
         (["--timeout", "0", "streams", "ls"], 2, "is not in the range"),
         (["nonsense"], 2, "No such command"),
         (["tail"], 2, "Missing argument 'STREAM'"),
         (["streams", "nonsense"], 2, "No such command"),
     ],
 )
-def test_error_gives_one_message_and_exit_code(
+def test_error_prints_one_message_and_sets_the_exit_code(
     arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(None, *arguments)
@@ -256,7 +256,7 @@ def test_closed_pipe_is_no_error_for_help(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_closed_or_full_standard_files_give_one_message(
+def test_closed_or_full_standard_files_print_one_message(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")
@@ -300,6 +300,6 @@ def test_untrusted_names_reach_the_terminal_escaped(url: str) -> None:
         m.redis.set(keys.lease("orders", "billing"), "evil\x1b[2J\x07 1 1")
     with Terminal([METEOR, "--url", url, "tail", "orders", "-g", "billing"]) as terminal:
         terminal.wait_for("waiting for it")
-        assert "evil\\x1b[2J\\x07 has the lease of group" in terminal.text
+        assert "evil\\x1b[2J\\x07 holds the lease of group" in terminal.text
         assert b"\x1b[2J" not in terminal.output
         assert b"\x07" not in terminal.output

@@ -75,7 +75,7 @@ def test_ctrl_c_leaves_no_stream(url: str) -> None:
         (["--url", "redis://127.0.0.1:1"], 1, "cannot be reached"),
     ],
 )
-def test_bench_error_gives_one_message(arguments: list[str], code: int, sentence: str) -> None:
+def test_bench_error_prints_one_message(arguments: list[str], code: int, sentence: str) -> None:
     done = meteor(None, "bench", *arguments)
     assert (done.code, done.out) == (code, b"")
     assert sentence in done.err

@@ -12,7 +12,7 @@ import meteor_cli
 from meteor_cli.render.schema import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS, KEY_FIELDS
 from meteor_py import connect
 from meteor_py.redis import keys
-from tests.support.commands import Running, meteor, succeed
+from tests.support.commands import RunningCommand, meteor, succeed
 
 #: Fields that are omitted if they were not measured.
 _OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
@@ -20,7 +20,7 @@ _OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
 
 @pytest.fixture
 def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
-    """The output of each command for a stream with a group, and a store that gets damaged."""
+    """The output of each command for a stream with a group and a damaged store."""
     with connect(url) as m:
         stream = m.stream("orders", store=str(tmp_path), ordering_key="key")
         with stream.publisher() as pub:
@@ -48,7 +48,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
         shown["shared fsck"] = meteor(
             url, *("shared", "fsck", "orders", "packing", "--json")
         ).objects
-        with Running(url, "watch", "--json", "--interval", "0.1") as watching:
+        with RunningCommand(url, "watch", "--json", "--interval", "0.1") as watching:
             assert "watching 1 stream" in watching.line("stderr")
             m.stream("others", create=True)
             shown["watch"] = [ast.literal_eval(watching.line().replace("null", "None"))]

@@ -29,7 +29,7 @@ STEPS = 11
 MARK = "METEOR_TEST_MARK"
 
 
-class Traces:
+class Leftovers:
     """Files and processes that a command and its child processes leave behind."""
 
     def __init__(self, folder: Path) -> None:
@@ -55,31 +55,31 @@ class Traces:
 
 
 @pytest.fixture
-def traces() -> Iterator[Traces]:
+def leftovers() -> Iterator[Leftovers]:
     if not Path("/proc/self/environ").exists():
         pytest.skip("There is no /proc to find processes in.")
     with tempfile.TemporaryDirectory(prefix="meteor-", dir="/tmp") as folder:
-        yield Traces(Path(folder))
+        yield Leftovers(Path(folder))
 
 
-def test_demo_shows_every_part_in_80_columns_and_leaves_nothing_behind(
-    url: str, traces: Traces, tmp_path: Path
+def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
+    url: str, leftovers: Leftovers, tmp_path: Path
 ) -> None:
-    environ = traces.environ | {"JAVA_HOME": str(tmp_path)}  # without Java
+    environ = leftovers.environ | {"JAVA_HOME": str(tmp_path)}  # without Java
     with plain_client(url) as client:
         before = client.info("stats")["total_connections_received"]
         done = meteor(url, "demo", "--records", "20000", environ=environ, preloaded=False)
         connections = client.info("stats")["total_connections_received"] - before
-    assert connections == 0, "only --url counts, not $METEOR_URL"
+    assert connections == 0, "only --url is used, not $METEOR_URL"
     assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
     assert "Published 20,000 records of 100 bytes" in done.text
     assert "It needs Java 17 or newer.)" in done.text
     assert done.text.count("of 3,000 records 0 lost") == 2
     assert "among 3 processes, each in order, and killed" in done.text
-    assert "a new one was elected after" in done.text
+    assert "elected a new one after" in done.text
     assert done.text.rstrip().endswith("sub.confirm(record)")
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(traces.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
 def test_server_of_another_user_is_left_unchanged(url: str) -> None:
@@ -92,30 +92,30 @@ def test_server_of_another_user_is_left_unchanged(url: str) -> None:
         assert neighbour.client_id() == connection
         assert neighbour.keys("*") == before
     assert done.err.startswith("meteor: warning: The server at ")
-    assert done.err.count("\n") == 1, "a sentence without a source line"
+    assert done.err.count("\n") == 1, "the warning shows no source line"
 
 
 @pytest.mark.parametrize(
     "moment",
     ["Started a", "Read them all back", "three consumers", "leader of a peer", "once and in order"],
 )
-def test_ctrl_c_leaves_nothing_behind(moment: str, traces: Traces) -> None:
-    # Enough records to keep the last step busy.
+def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None:
+    # enough records to keep the last step busy
     command = (METEOR, "demo", "--no-spark", "--records", "200000")
-    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
+    with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for(moment)
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
         assert "Try next" not in terminal.text
-    eventually(traces.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
-def test_terminal_shows_bars_and_records_and_a_second_ctrl_c_does_not_stop_cleanup(
-    traces: Traces,
+def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
+    leftovers: Leftovers,
 ) -> None:
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
+    with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("random offsets")
         assert b"\x1b[?25l" in terminal.output, "a bar hides the cursor"
         records = [line for line in terminal.lines if ": " in line and " table-" in line]
@@ -125,7 +125,7 @@ def test_terminal_shows_bars_and_records_and_a_second_ctrl_c_does_not_stop_clean
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
-    eventually(traces.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
 def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
@@ -149,44 +149,46 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_processes_end_when_the_demo_is_killed(traces: Traces) -> None:
+def test_processes_end_when_the_demo_is_killed(leftovers: Leftovers) -> None:
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
+    with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("killing the reader")
         terminal.process.kill()
-        eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
+        eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)  # a loaded machine starts Spark slowly
-def test_spark_reads_the_stream_and_its_log_is_hidden(url: str, traces: Traces) -> None:
+def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers: Leftovers) -> None:
     require_java()
     arguments = ("demo", "--records", "20000", "--url", url)
-    done = meteor(None, *arguments, environ=traces.environ, patience_s=240, preloaded=False)
+    done = meteor(None, *arguments, environ=leftovers.environ, patience_s=240, preloaded=False)
     assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
-    assert done.err.count("\n") == 1, "the warning of that server"
+    assert done.err.count("\n") == 1, "the warning about that server"
     assert "20,500" in done.text
     assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(traces.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["\x03", None])
-def test_spark_ends_with_the_demo(ending: str | None, traces: Traces) -> None:
+def test_spark_ends_with_the_demo(ending: str | None, leftovers: Leftovers) -> None:
     require_java()
     command = (METEOR, "demo", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
+    with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("starting Spark")
-        eventually(lambda: "java" in "".join(traces.processes), PATIENCE_S, "no Java was started")
+        eventually(
+            lambda: "java" in "".join(leftovers.processes), PATIENCE_S, "no Java was started"
+        )
         if ending:
             terminal.press(ending)
             assert terminal.wait() == 130, terminal.text
             assert "Traceback" not in terminal.text
-            eventually(traces.are_gone, PATIENCE_S, "files or processes are left")
+            eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
         else:
             terminal.process.kill()
-            eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
+            eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
 
 
 def test_java_that_is_too_old_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def test_suggested_python_code_prints_the_record(url: str) -> None:
         run.send_signal(signal.SIGTERM)
 
 
-def test_fake_server_is_refused() -> None:
+def test_demo_refuses_a_fake_server() -> None:
     done = meteor(None, "demo", "--url", "fake://")
     assert (done.code, done.out) == (2, b"")
     assert "serves only one" in done.err

@@ -1,4 +1,4 @@
-"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages and votes, as processes."""
+"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages and votes of members."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meteor_py import HandlerFailed, Membership, PeerCodec, PeerGroup
 from tests.support.commands import meteor, succeed
 from tests.support.mailing import NAME, Post
 from tests.support.mailing import post as post
-from tests.support.peer_crew import crew as crew
-from tests.support.peer_crew import group as group
+from tests.support.peer_members import group as group
+from tests.support.peer_members import members as members
 from tests.support.waiting import eventually
 
 # Messages
@@ -58,7 +58,7 @@ def test_invalid_json_is_refused_without_text_option(text: str, why: str) -> Non
     assert parse_body(text, "BODY", as_text=True) == text
 
 
-def test_broken_json_is_not_sent(url: str, crew: list[Membership], group: PeerGroup) -> None:
+def test_broken_json_is_not_sent(url: str, members: list[Membership], group: PeerGroup) -> None:
     before = group.view
     for command, what in (("send", "BODY"), ("ask", "BODY"), ("propose", "TOPIC")):
         queue = [] if command == "propose" else ["jobs"]
@@ -70,13 +70,13 @@ def test_broken_json_is_not_sent(url: str, crew: list[Membership], group: PeerGr
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])
-def test_text_option_sends_text_unchanged(url: str, crew: list[Membership], text: str) -> None:
+def test_text_option_sends_the_body_as_text(url: str, members: list[Membership], text: str) -> None:
     (found,) = succeed(url, "peers", "ask", NAME, "jobs", text, "--text").objects
     assert found["did"] == text
     (found,) = succeed(url, "peers", "propose", NAME, text, "--text", "--json").objects
     assert found["topic"] == text
     got: list[Any] = []
-    crew[0].on("notes")(lambda message: got.append(message.body))
+    members[0].on("notes")(lambda message: got.append(message.body))
     succeed(url, "peers", "send", NAME, "notes", text, "--text", "--to", "w1")
     assert got == [text]
 
@@ -84,10 +84,10 @@ def test_text_option_sends_text_unchanged(url: str, crew: list[Membership], text
 @pytest.mark.parametrize("to", ["any", "all", "leader", "w1"])
 @pytest.mark.parametrize("tell", [[], ["--tell"]])
 def test_a_message_is_sent(
-    url: str, crew: list[Membership], group: PeerGroup, to: str, tell: list[str]
+    url: str, members: list[Membership], group: PeerGroup, to: str, tell: list[str]
 ) -> None:
     got: list[tuple[str, Any, int]] = []
-    for member in crew:
+    for member in members:
         member.on("notes")(lambda m: got.append((m.member, m.body, m.priority)))
     arguments = ["notes", '{"a": 1}', "--to", to, "--priority", "3", *tell]
     done = succeed(url, "peers", "send", NAME, *arguments)
@@ -98,7 +98,7 @@ def test_a_message_is_sent(
         assert got[0][0] == "w1"
 
 
-def test_failed_message_gives_one_message(url: str, crew: list[Membership]) -> None:
+def test_failed_message_prints_one_error(url: str, members: list[Membership]) -> None:
     for arguments, sentence in (
         (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'. `meteor peers members"),
         (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not acknowledge"),
@@ -111,7 +111,7 @@ def test_failed_message_gives_one_message(url: str, crew: list[Membership]) -> N
         assert sentence in done.err
 
 
-def test_members_named_like_targets_can_be_reached(url: str, group: PeerGroup) -> None:
+def test_members_whose_names_equal_a_target_can_be_reached(url: str, group: PeerGroup) -> None:
     for name in ("leads", "any", "all", "leader"):
         group.join(name).on("who")(lambda message: message.member)
     for name in ("any", "all", "leader", "leads"):
@@ -127,10 +127,10 @@ def test_members_named_like_targets_can_be_reached(url: str, group: PeerGroup) -
 
 @pytest.mark.parametrize("command", ["ask", "send"])
 @pytest.mark.parametrize("to", ["any", "all", "w2"])
-def test_missing_reply_suggests_a_missing_handler(
-    url: str, crew: list[Membership], command: str, to: str
+def test_error_for_a_missing_reply_suggests_that_the_handler_is_missing(
+    url: str, members: list[Membership], command: str, to: str
 ) -> None:
-    crew[0].on("half")(lambda message: None)
+    members[0].on("half")(lambda message: None)
     queue = "half" if to == "all" else "nobody"
     done = meteor(url, "peers", command, NAME, queue, "--to", to, "--timeout", "1")
     assert (done.code, done.err.count("\n")) == (1, 1)
@@ -139,8 +139,8 @@ def test_missing_reply_suggests_a_missing_handler(
     assert "1 seconds" not in done.text + done.err
 
 
-def test_failed_handler_does_not_suggest_a_missing_handler(
-    url: str, crew: list[Membership]
+def test_error_of_a_failed_handler_does_not_suggest_that_the_handler_is_missing(
+    url: str, members: list[Membership]
 ) -> None:
     for command in ("ask", "send"):
         for to in ("all", "w2"):
@@ -148,7 +148,7 @@ def test_failed_handler_does_not_suggest_a_missing_handler(
             assert (done.code, "handler there" in done.err) == (1, False)
 
 
-def test_reply_is_printed_as_json(url: str, crew: list[Membership]) -> None:
+def test_reply_is_printed_as_json(url: str, members: list[Membership]) -> None:
     (found,) = succeed(url, "peers", "ask", NAME, "jobs", "[1]", "--to", "leader").objects
     assert found == {"did": [1], "by": "w1"}
     (found,) = succeed(url, "peers", "ask", NAME, "jobs").objects
@@ -166,7 +166,9 @@ def test_bytes_in_replies_are_printed_like_records(url: str, post: Post) -> None
         assert succeed(url, "peers", "ask", "raw", "text").objects == ["text"]
 
 
-def test_replies_of_all_members_are_printed_with_errors(url: str, crew: list[Membership]) -> None:
+def test_replies_of_all_members_are_printed_with_errors(
+    url: str, members: list[Membership]
+) -> None:
     found = succeed(url, "peers", "ask", NAME, "jobs", "1", "--to", "all").objects
     assert [each["member"] for each in found] == ["w1", "w2"]
     assert all(set(each) == set(FIELDS["peers ask --to all"]) for each in found)
@@ -203,7 +205,7 @@ def test_dead_letters_are_listed_with_the_reason(url: str, post: Post, group: Pe
 # Votes
 
 
-def test_the_outcome_of_a_vote_is_the_exit_status(url: str, crew: list[Membership]) -> None:
+def test_outcome_of_a_vote_determines_the_exit_status(url: str, members: list[Membership]) -> None:
     lines = succeed(url, "peers", "propose", NAME, '{"limit": 7}', "--kind", "2").lines
     assert [line.split(maxsplit=1) for line in lines] == [
         ["outcome", "passed"],
@@ -227,14 +229,16 @@ def test_vote_without_decision_in_time_does_not_pass(url: str, group: PeerGroup)
     assert (done.code, "No member of group 'workers' is alive to vote" in done.err) == (1, True)
 
 
-def test_invalid_kind_of_vote_is_refused(url: str, crew: list[Membership]) -> None:
+def test_invalid_kind_of_vote_is_refused(url: str, members: list[Membership]) -> None:
     for kind in ("most", "0", "1001"):
         done = meteor(url, "peers", "propose", NAME, "x", "--kind", kind)
-        assert (done.code, "neither majority nor consensus" in done.err) == (2, True)
-        assert "nor a number from 1 to 1,000." in done.err
+        assert (done.code, "is not majority, consensus" in done.err) == (2, True)
+        assert "or a number from 1 to 1,000." in done.err
 
 
-def test_vote_needing_more_votes_than_members_does_not_pass(url: str, group: PeerGroup) -> None:
+def test_vote_that_needs_more_votes_than_there_are_members_does_not_pass(
+    url: str, group: PeerGroup
+) -> None:
     for name in ("w1", "w2"):
         group.join(name).on_vote(lambda proposal: True)
         count = "1 member" if name == "w1" else "2 members"

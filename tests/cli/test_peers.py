@@ -1,4 +1,4 @@
-"""``meteor peers``: peer groups on the command line, as processes and in a terminal."""
+"""``meteor peers`` inspects and changes peer groups, in pipes and in a terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meteor_cli.live.peer_watch import describe_event
 from meteor_cli.render.schema import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_py import Event, Membership, PeerGroup
 from tests.conftest import ServerFactory
-from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.mailing import NAME, SOON_S, Post
 from tests.support.mailing import post as post
-from tests.support.peer_crew import HOSTILE
-from tests.support.peer_crew import crew as crew
-from tests.support.peer_crew import group as group
+from tests.support.peer_members import HOSTILE
+from tests.support.peer_members import group as group
+from tests.support.peer_members import members as members
 from tests.support.peering import Peer
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
@@ -30,12 +30,14 @@ from tests.support.waiting import eventually
 # Inspecting
 
 
-def test_groups_are_listed_with_members_leader_and_term(url: str, crew: list[Membership]) -> None:
+def test_groups_are_listed_with_members_leader_and_term(
+    url: str, members: list[Membership]
+) -> None:
     with meteor_.connect(url) as m, m.peer_group("cells", instance="c1", election=None):
         heading, cells, workers = succeed(url, "peers", "ls").lines
         assert heading.split() == ["group", "members", "alive", "leader", "term"]
         assert cells.split() == ["cells/c1", "0", "0", "-", "-"]
-        term = crew[0].term
+        term = members[0].term
         assert term is not None
         assert workers.split() == [NAME, "2", "2", "w1", str(term.number)]
         found = succeed(url, "peers", "ls", "--json").objects
@@ -49,8 +51,8 @@ def test_ls_without_peer_groups_says_so(url: str) -> None:
     assert (done.out, "there are no peer groups yet" in done.err) == (b"", True)
 
 
-def test_unreadable_peer_group_does_not_hide_others(
-    url: str, crew: list[Membership], group: PeerGroup
+def test_unreadable_peer_group_does_not_hide_other_groups(
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     client = group._handle.protocol.connector
     client.redis.sadd("meteor:groups", "odd")
@@ -61,9 +63,9 @@ def test_unreadable_peer_group_does_not_hide_others(
 
 
 def test_members_are_listed_including_dead_ones(
-    url: str, crew: list[Membership], group: PeerGroup
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
-    crew[1].close()
+    members[1].close()
     nameless = group.join()
     heading, *lines = succeed(url, "peers", "members", NAME).lines
     assert heading.split() == ["id", "status", "leader", "priority", "joined", "metadata"]
@@ -115,7 +117,7 @@ def test_missing_peer_group_is_not_created(url: str, arguments: list[str]) -> No
 
 
 def test_inspecting_a_group_changes_nothing(
-    url: str, crew: list[Membership], group: PeerGroup
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     before = group.view
     for command in ("ls", "members", "leader"):
@@ -126,12 +128,12 @@ def test_inspecting_a_group_changes_nothing(
 # The leader
 
 
-def test_the_leader_is_printed_with_its_term_as_json(url: str, crew: list[Membership]) -> None:
+def test_the_leader_is_printed_with_its_term_as_json(url: str, members: list[Membership]) -> None:
     assert succeed(url, "peers", "leader", NAME).text == "w1\n"
     (found,) = succeed(url, "peers", "leader", NAME, "--json").objects
     assert set(found) == set(FIELDS["peers leader"])
     assert (found["leader"], found["priority"], found["leads"]) == ("w1", 5, True)
-    term = crew[0].term
+    term = members[0].term
     assert term is not None
     assert found["term"] == term.number
 
@@ -149,7 +151,7 @@ def test_without_a_leader_the_exit_status_is_one(url: str, post: Post) -> None:
 def test_leader_command_can_wait_for_a_leader(url: str, group: PeerGroup) -> None:
     done = meteor(url, "peers", "leader", NAME, "--wait", "0.2")
     assert (done.code, "0 members are alive." in done.err) == (1, True)
-    with Running(url, "peers", "leader", NAME, "--wait", "60") as waiting:
+    with RunningCommand(url, "peers", "leader", NAME, "--wait", "60") as waiting:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.process.wait(0.5)
         me = group.join()
@@ -161,7 +163,7 @@ def test_leader_command_can_wait_for_a_leader(url: str, group: PeerGroup) -> Non
 
 
 def test_removing_a_member_needs_confirmation(
-    url: str, crew: list[Membership], group: PeerGroup
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     command = ["peers", "remove", NAME, "w1"]
     done = meteor(url, *command)
@@ -173,7 +175,7 @@ def test_removing_a_member_needs_confirmation(
             terminal.wait_for("Continue?")
             terminal.press(f"{answer}\n")
             assert terminal.wait() == code
-    eventually(lambda: crew[0].lost.is_set())
+    eventually(lambda: members[0].lost.is_set())
     eventually(lambda: group.leader is not None and group.leader.id == "w2")
     done = meteor(url, *command, "--yes")
     assert (done.code, "There is no member 'w1' in group 'workers'" in done.err) == (1, True)
@@ -203,7 +205,7 @@ def test_group_is_deleted_only_after_confirmation(url: str, group: PeerGroup) ->
 
 
 def test_deleting_a_group_with_live_members_needs_force(
-    url: str, crew: list[Membership], group: PeerGroup
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     for name in ("w3", "w4", "w5"):
         group.join(name)
@@ -239,7 +241,7 @@ def test_group_joined_during_confirmation_is_not_deleted(url: str, group: PeerGr
 def test_watch_reports_events_in_order_when_a_process_is_killed(url: str) -> None:
     with meteor_.connect(url) as m, m.peer_group(NAME, ttl=1) as group:
         me = group.join("w1")
-        with Running(url, "peers", "watch", NAME, "--json") as watching:
+        with RunningCommand(url, "peers", "watch", NAME, "--json") as watching:
             assert "watching group 'workers'" in watching.line("stderr")
             with closing(Peer(url)) as child:
                 child.ask("join", "w2")
@@ -275,7 +277,7 @@ def test_watch_reports_events_in_order_when_a_process_is_killed(url: str) -> Non
 
 
 def test_watch_in_a_terminal_shows_the_state_and_then_each_event(
-    url: str, crew: list[Membership], group: PeerGroup
+    url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     with Terminal([METEOR, "--url", url, "peers", "watch", NAME]) as terminal:
         terminal.wait_for("w2: alive")
@@ -289,7 +291,7 @@ def test_watch_in_a_terminal_shows_the_state_and_then_each_event(
         terminal.wait_for("#5 w3 closed; it may come back")
         group.propose(HOSTILE).result(30)
         terminal.wait_for("#7 the vote passed: 2 yes")
-        crew[0].resign()
+        members[0].resign()
         terminal.wait_for("#8 w1 is no longer the leader: it resigned")
         terminal.wait_for("#9 w2 is the leader, term ")
         terminal.press("\x03")
@@ -299,8 +301,8 @@ def test_watch_in_a_terminal_shows_the_state_and_then_each_event(
         assert r'#6 vote called (majority): "evil\u001b[2J' in "".join(terminal.lines)
 
 
-def test_watch_ends_when_the_pipe_is_closed(url: str, crew: list[Membership]) -> None:
-    with Running(url, "peers", "watch", NAME) as watching:
+def test_watch_ends_when_the_pipe_is_closed(url: str, members: list[Membership]) -> None:
+    with RunningCommand(url, "peers", "watch", NAME) as watching:
         watching.line("stderr")
         assert watching.process.stdout is not None
         watching.process.stdout.close()
@@ -313,7 +315,7 @@ def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
     url = f"redis://127.0.0.1:{server.port}"
     with meteor_.connect(url) as m, m.peer_group(NAME, ttl=1) as group:
         me = group.join("w1")
-        with Running(url, "peers", "watch", NAME, "--timeout", "1") as watching:
+        with RunningCommand(url, "peers", "watch", NAME, "--timeout", "1") as watching:
             watching.line("stderr")
             assert "1 member, leader w1" in watching.line()
             watching.line()
@@ -340,7 +342,7 @@ def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
         ("reset", None, "the server lost state of the group, or the group was deleted"),
     ],
 )
-def test_event_description(kind: Any, reason: str | None, text: str) -> None:
+def test_event_is_described_in_words(kind: Any, reason: str | None, text: str) -> None:
     said, facts = describe_event(Event(7, kind, 0, member="w", reason=reason))
     assert said == text
     assert set(facts) == set(PEER_EVENTS[kind])
@@ -360,7 +362,7 @@ def test_event_description(kind: Any, reason: str | None, text: str) -> None:
     ],
 )
 def test_completion_offers_peer_groups_and_members(
-    url: str, crew: list[Membership], typed: str, found: list[str]
+    url: str, members: list[Membership], typed: str, found: list[str]
 ) -> None:
     words = f"meteor {typed}"
     env = {

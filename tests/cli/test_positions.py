@@ -1,4 +1,4 @@
-"""Notations for positions and times, and their meaning."""
+"""Positions and times on the command line are parsed and resolved to offsets."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_time_without_a_zone_is_local() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "1h", "-1x", "--1h", "2026-13-01", "9" * 30])
-def test_invalid_time_is_refused_with_valid_forms(text: str) -> None:
+def test_error_for_an_invalid_time_lists_the_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match="is not a time; write ms"):
         parse_time(text, NOW)
 
 
 @pytest.fixture(scope="module")
 def stream() -> Iterator[meteor.Stream]:
-    """Offsets 2 to 11; two were dropped by the ring."""
+    """A stream with offsets 2 to 11: the ring has dropped two records."""
     with meteor.connect("embedded://") as m:
         stream = m.stream("orders", capacity=10)
         with stream.publisher() as pub:
@@ -100,7 +100,7 @@ def test_position_resolves_to_an_offset(
     assert (None if span.stop is None else span.stop.resolve(stream)) == stop
 
 
-def test_time_resolves_to_the_first_record_appended_since(stream: meteor.Stream) -> None:
+def test_time_resolves_to_the_first_record_appended_at_or_after_it(stream: meteor.Stream) -> None:
     middle = next(record for batch in stream.read(7) for record in batch)
     found = parse_span(f"@{middle.appended}").start.resolve(stream)
     assert found <= 7
@@ -111,7 +111,7 @@ def test_time_resolves_to_the_first_record_appended_since(stream: meteor.Stream)
     "text",
     ["", "first", "5..x", "1-2", "+", "-", "@", "@never", "5...7", "1e3", "٣", "0x10", "@1..x"],
 )
-def test_invalid_position_is_refused_with_valid_forms(text: str) -> None:
+def test_error_for_an_invalid_position_lists_the_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (position|time); write"):
         parse_span(text)
 
@@ -121,7 +121,7 @@ def test_invalid_position_is_refused_with_valid_forms(text: str) -> None:
     [("beginning", "earliest"), ("end", "latest"), ("-1h", "@-1h"), ("0:2", "0..2"),
      ("2026-11-16", "@2026-11-16"), ("5..end", "latest")],
 )  # fmt: skip
-def test_position_of_other_tools_gives_a_hint(text: str, meant: str) -> None:
+def test_position_syntax_of_other_tools_prints_a_hint(text: str, meant: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"Did you mean {meant}?")):
         parse_span(text)
 

@@ -1,4 +1,4 @@
-"""``meteor publish``, as a process, against a real server."""
+"""``meteor publish`` runs as a process and publishes to a real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from meteor_cli.args.input import BLOCK, read_lines
 from meteor_py import Record, Stream, connect
 from tests.conftest import ServerFactory
-from tests.support.commands import METEOR, PATIENCE_S, Running, environment, meteor, succeed
+from tests.support.commands import METEOR, PATIENCE_S, RunningCommand, environment, meteor, succeed
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.terminal import Terminal
@@ -92,7 +92,7 @@ def test_the_whole_input_can_be_one_record(url: str) -> None:
 
 def test_line_is_published_without_waiting_for_the_next(url: str) -> None:
     succeed(url, "streams", "create", "orders")
-    with Running(url, "publish", "orders") as running:
+    with RunningCommand(url, "publish", "orders") as running:
         for n in range(3):
             running.write(b"%d\n" % n)
             expected = [b"%d" % m for m in range(n + 1)]
@@ -129,7 +129,7 @@ def test_publish_and_tail_without_an_address_share_the_personal_server(tmp_path:
         assert tailing.wait(PATIENCE_S) == 130
 
 
-def test_json_of_binary_records_makes_an_identical_stream(url: str) -> None:
+def test_binary_records_are_copied_unchanged_through_json(url: str) -> None:
     rng = random.Random(5)
     count = 30_000
     with connect(url) as m:
@@ -170,7 +170,7 @@ def identity(stream: Stream) -> list[tuple[object, ...]]:
     ]
 
 
-def test_overflowing_the_ring_gives_a_warning(url: str) -> None:
+def test_overflowing_the_ring_prints_a_warning(url: str) -> None:
     done = succeed(url, "publish", "orders", "--capacity", "3", given=b"a\nb\nc\nd\n")
     assert "warning: stream 'orders' keeps only 3 records" in done.err
     assert "warning" not in succeed(url, "publish", "orders", given=b"a\nb\nc\n").err.replace(
@@ -213,7 +213,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
     ("arguments", "code", "sentence"),
     [
         (["x", "--jsonl"], 2, "either values or --jsonl"),
-        (["--jsonl", "-k", "k"], 2, "keys and headers are in the input"),
+        (["--jsonl", "-k", "k"], 2, "the input has keys and headers"),
         (["-k", "k", "-K", ":"], 2, "either -k or -K"),
         (["x", "-H", "novalue"], 2, "is not NAME=VALUE"),
         (["x", "--no-create"], 1, "There is no stream 'orders'"),
@@ -221,7 +221,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "publish", "orders", *arguments)
@@ -231,7 +231,7 @@ def test_wrong_argument_gives_one_message_and_exit_code(
     assert connect(url).streams() == []
 
 
-def test_invalid_line_is_reported_with_records_published_before(url: str) -> None:
+def test_error_for_an_invalid_line_reports_the_records_published_before_it(url: str) -> None:
     done = meteor(url, "publish", "orders", "--jsonl", given=b'{"value":"a"}\n{"val":"b"}\n')
     assert done.code == 1
     assert "Line 2 is not a record in the format of `meteor tail --json`" in done.err
@@ -239,7 +239,7 @@ def test_invalid_line_is_reported_with_records_published_before(url: str) -> Non
 
 
 def test_ctrl_c_reports_published_records(url: str) -> None:
-    with Running(url, "publish", "orders") as running:
+    with RunningCommand(url, "publish", "orders") as running:
         running.write(b"one\ntwo\n")
         eventually(lambda: "orders" in connect(url).streams() and len(values(url)) == 2)
         done = running.end(signal.SIGINT)
@@ -253,19 +253,19 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
 ) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
-    with Running(server.url, "--timeout", "1", "publish", "orders") as running:
+    with RunningCommand(server.url, "--timeout", "1", "publish", "orders") as running:
         running.write(b"before\n")
         eventually(partial(is_there, server.url, [b"before"]))
         server.kill()
         running.write(b"after\n")
         done = running.end()
     assert (done.code, done.out) == (1, b"")
-    assert "does not reply; waiting for it" in done.err
+    assert "is not replying; waiting for it" in done.err
     assert "1 record published to stream 'orders'" in done.err
     assert "Traceback" not in done.err
 
 
-def test_unreachable_server_gives_one_message(private_server: ServerFactory) -> None:
+def test_unreachable_server_prints_one_message(private_server: ServerFactory) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
     server.kill()
@@ -282,7 +282,7 @@ def test_endless_line_is_refused(tmp_path: Path) -> None:
         list(read_lines(file.fileno(), b"\n", BLOCK))
 
 
-def test_lines_that_cross_blocks_are_whole(tmp_path: Path) -> None:
+def test_lines_that_cross_read_blocks_stay_whole(tmp_path: Path) -> None:
     lines = [b"%07d" % n * (n % 13) for n in range(60_000)]
     path = tmp_path / "lines"
     path.write_bytes(b"\n".join(lines))
@@ -314,7 +314,10 @@ def test_records_before_a_refused_one_are_published(
 
 def test_ctrl_c_while_waiting_for_replies_counts_their_records(server: Server, url: str) -> None:
     stream = connect(url).stream("orders", create=True)
-    with Proxy(HOST, server.port) as proxy, Running(proxy.url, "publish", "orders") as running:
+    with (
+        Proxy(HOST, server.port) as proxy,
+        RunningCommand(proxy.url, "publish", "orders") as running,
+    ):
         running.write(b"one\n")
         eventually(lambda: stream.bounds()[1] == 1)
         proxy.stall("replies")

@@ -1,4 +1,4 @@
-"""How records are shown: safe for a terminal, exact as JSON, or as a template says."""
+"""Records are rendered safely for a terminal, exactly as JSON, or with a template."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meteor_py import Record
 
 HOSTILE = [
     b"\x1b[2J\x1b]0;title\x07",  # clears the screen, sets the title
-    b"\x9b2J",  # the same in one byte
+    b"\x9b2J",  # the same control sequence, introduced by one byte
     "\x9b2J".encode(),
-    "\u202eevil\u202c".encode(),  # reads backwards
+    "\u202eevil\u202c".encode(),  # reverses the text that follows
     "\u2066a\u2069\u200f\u061c".encode(),
     "a\u2028b\u2029c".encode(),
     "\ufeffbom\u200bzero\u00adsoft".encode(),
@@ -157,7 +157,7 @@ def test_invalid_template_is_refused(template: str) -> None:
         Template(template, "orders")
 
 
-def test_template_knows_whether_it_is_raw() -> None:
+def test_raw_templates_are_recognised() -> None:
     assert Template("%k{raw}", "s").raw
     assert not Template("%k{hex} %v", "s").raw
 
@@ -172,7 +172,7 @@ def test_messagepack_is_shown_as_json() -> None:
     assert shown.endswith(b' {"a":1}\n')
     for value, shown in ((b"\xc1", b" \\xc1 (1 "), (b"\x91" * 100_000, b"\\x91 (100,000 ")):
         line = as_text("msgpack", colour=False)([record(value)])
-        assert line.endswith(shown + b"bytes of unreadable MessagePack)\n"), "however deeply nested"
+        assert line.endswith(shown + b"bytes of unreadable MessagePack)\n"), "deep nesting"
 
 
 def test_filter_matches_any_key_and_all_headers() -> None:

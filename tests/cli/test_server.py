@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from meteor_py.server import open_embedded
-from tests.support.commands import Done, Running, meteor, succeed
+from tests.support.commands import CommandResult, RunningCommand, meteor, succeed
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
@@ -24,13 +24,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def own(home: Path) -> Iterator[tuple[Running, str]]:
-    """The user's personal server, and its URL."""
-    with Running(None, "server") as running:
+def own(home: Path) -> Iterator[tuple[RunningCommand, str]]:
+    """The command that runs the user's personal server, and its URL."""
+    with RunningCommand(None, "server") as running:
         yield running, running.line()
 
 
-def test_commands_without_a_url_share_the_server(own: tuple[Running, str]) -> None:
+def test_commands_without_a_url_share_the_server(own: tuple[RunningCommand, str]) -> None:
     with plain_client(own[1]) as client:
         before = client.info("server")["run_id"]
     succeed(None, "publish", "orders", "hello")
@@ -42,7 +42,7 @@ def test_commands_without_a_url_share_the_server(own: tuple[Running, str]) -> No
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_the_command_and_its_server(
-    how: signal.Signals, code: int, own: tuple[Running, str]
+    how: signal.Signals, code: int, own: tuple[RunningCommand, str]
 ) -> None:
     running, url = own
     pid = pid_of(url)
@@ -53,14 +53,14 @@ def test_signal_ends_the_command_and_its_server(
 
 
 def test_data_survives_a_restart_of_the_server(home: Path) -> None:
-    with Running(None, "server") as running:
+    with RunningCommand(None, "server") as running:
         running.line()
         succeed(None, "publish", "orders", "hello")
         running.end(signal.SIGINT)
     assert succeed(None, "tail", "orders", "-e", "--raw").text == "hello\n"
 
 
-def test_server_describes_itself(own: tuple[Running, str], home: Path) -> None:
+def test_server_describes_itself(own: tuple[RunningCommand, str], home: Path) -> None:
     running, url = own
     pid = pid_of(url)
     done = running.end(signal.SIGINT)
@@ -72,11 +72,11 @@ def test_server_describes_itself(own: tuple[Running, str], home: Path) -> None:
     assert fourth.strip() == f"export METEOR_URL={url}"
 
 
-def test_server_keeps_running_for_other_users(own: tuple[Running, str], home: Path) -> None:
+def test_server_keeps_running_for_other_users(own: tuple[RunningCommand, str], home: Path) -> None:
     with open_embedded(home) as other:
         done = own[0].end(signal.SIGINT)
         assert done.code == 130
-        assert "other processes still use the server" in done.err
+        assert "other processes are using the server" in done.err
         assert is_alive(other.pid)
     assert not is_alive(other.pid)
 
@@ -85,13 +85,13 @@ def test_server_keeps_running_for_other_users(own: tuple[Running, str], home: Pa
 def test_command_restarts_a_killed_server(
     options: list[str], kept: bytes | None, home: Path
 ) -> None:
-    with Running(None, "server", *options) as running:
+    with RunningCommand(None, "server", *options) as running:
         url = running.line()
         before = pid_of(url)
         with plain_client(url) as client:
             client.set("key", "kept")
         os.kill(before, signal.SIGKILL)
-        after = eventually(lambda: replacement_of(url, before), 30, "it is not restarted")
+        after = eventually(lambda: replacement_of(url, before), 30, "the server was not restarted")
         with plain_client(url) as client:
             assert client.get("key") == kept
         lines: list[str] = []
@@ -109,7 +109,7 @@ def test_command_restarts_a_killed_server(
 
 
 def test_command_fails_when_the_server_cannot_be_restarted(home: Path) -> None:
-    with Running(None, "server") as running:
+    with RunningCommand(None, "server") as running:
         url = running.line()
         for log in (home / "appendonlydir").glob("*.incr.aof"):
             log.write_bytes(b"*nonsense\r\n")
@@ -119,11 +119,11 @@ def test_command_fails_when_the_server_cannot_be_restarted(home: Path) -> None:
     assert "did not start" in done.err
 
 
-def test_command_survives_a_killed_connection(own: tuple[Running, str]) -> None:
+def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -> None:
     running, url = own
     with plain_client(url) as client:
 
-        def waits() -> bool:  # its connection, and this one
+        def waits() -> bool:  # the command's connection, and this one
             return len(client.client_list()) == 2
 
         eventually(waits, 30, "the command is not connected")
@@ -133,7 +133,7 @@ def test_command_survives_a_killed_connection(own: tuple[Running, str]) -> None:
 
 
 def test_private_server_leaves_nothing_behind(home: Path) -> None:
-    with Running(None, "server", "--private") as running:
+    with RunningCommand(None, "server", "--private") as running:
         url = running.line()
         assert url.startswith("unix://")
         succeed(url, "publish", "orders", "hello")
@@ -144,8 +144,8 @@ def test_private_server_leaves_nothing_behind(home: Path) -> None:
     assert not home.exists()
 
 
-def test_tcp_url_contains_the_password_with_a_warning(tmp_path: Path) -> None:
-    with Running(None, "server", "--tcp", "--dir", str(tmp_path / "data")) as running:
+def test_tcp_url_contains_the_password_and_the_command_warns_about_it(tmp_path: Path) -> None:
+    with RunningCommand(None, "server", "--tcp", "--dir", str(tmp_path / "data")) as running:
         url = running.line()
         assert url.startswith("redis://:")
         succeed(url, "publish", "orders", "hello")
@@ -156,7 +156,9 @@ def test_tcp_url_contains_the_password_with_a_warning(tmp_path: Path) -> None:
     assert "the URL contains the password" in done.err
 
 
-def test_tcp_is_refused_for_a_running_server_without_it(own: tuple[Running, str]) -> None:
+def test_tcp_option_is_refused_for_a_server_that_runs_without_tcp(
+    own: tuple[RunningCommand, str],
+) -> None:
     done = meteor(None, "server", "--tcp")
     assert (done.code, done.out) == (1, b"")
     assert "is already running without TCP" in done.err
@@ -166,12 +168,12 @@ def test_tcp_is_refused_for_a_running_server_without_it(own: tuple[Running, str]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--private", "--dir", "somewhere"], "omit --dir or --private"),
-        (["--url", "redis://localhost"], "pass --dir"),
+        (["--private", "--dir", "somewhere"], "Omit --dir or --private"),
+        (["--url", "redis://localhost"], "Pass --dir"),
     ],
 )
 def test_contradicting_options_are_refused(arguments: list[str], sentence: str) -> None:
-    done: Done = meteor(None, "server", *arguments)
+    done: CommandResult = meteor(None, "server", *arguments)
     assert (done.code, done.out) == (2, b"")
     assert sentence in done.err
 

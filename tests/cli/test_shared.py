@@ -1,4 +1,4 @@
-"""``meteor shared``, and shared groups in other commands, as processes."""
+"""``meteor shared``, and other commands that show shared groups, run as processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meteor_py import (
     connect,
 )
 from meteor_py.shared.config import WAITING_MAX
-from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.readers import everything
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
@@ -32,7 +32,7 @@ SHOWN = r"\xff\x00\x1b[2J\\"
 
 @pytest.fixture
 def stream(url: str) -> Iterator[Stream]:
-    """Twelve records of three carts in turn, one of which has a hostile id."""
+    """Twelve records of three carts in turn. One cart has a hostile id."""
     with connect(url) as m:
         stream = m.stream("carts", ordering_key="key")
         with stream.publisher() as pub:
@@ -43,7 +43,7 @@ def stream(url: str) -> Iterator[Stream]:
 
 @pytest.fixture
 def sub(stream: Stream) -> Iterator[SharedSubscriber]:
-    """A consumer that holds two records of each cart; cart a gets parked, b delayed."""
+    """A consumer that holds two records of each cart. Cart a becomes parked, cart b delayed."""
     with stream.shared_subscriber("billing", max_per_key=2, on_poison="park") as sub:
         records = {record.offset: record for record in sub.poll()}
         records[0].reject("no such cart")
@@ -61,7 +61,7 @@ def test_shared_groups_are_listed(url: str, stream: Stream, sub: SharedSubscribe
         assert line.split() == ["carts", "billing", "1", "12", "10", "0", "2", "0", "0"]
 
 
-def test_missing_shared_group_gives_a_hint(url: str, stream: Stream) -> None:
+def test_missing_shared_group_prints_a_hint(url: str, stream: Stream) -> None:
     done = succeed(url, "shared", "ls", "carts")
     assert (done.out, "there are no shared groups yet" in done.err) == (b"", True)
     connect(url).stream("plain", create=True)
@@ -129,7 +129,7 @@ def test_dry_run_of_purge_changes_nothing_and_reports_unscanned_records(
         command = ["shared", "purge", "carts", "billing", "b", "--dry-run"]
         before = everything(stream.client.redis)
         done = succeed(url, *command)
-        assert "11 records are not scanned yet, and may have any key" in done.err
+        assert "11 records are not scanned yet, and may have this key" in done.err
         assert "no records of b are waiting" in done.err
         assert everything(stream.client.redis).keys() == before.keys()
         assert sub._shared.describe().looked == 1
@@ -155,7 +155,7 @@ def test_invalid_key_is_refused(url: str, stream: Stream, given: list[str], why:
 
 
 @pytest.mark.parametrize("group", [b"cart-7", NASTY, "\u202eé".encode(), b"\xc3", b"a\nb"])
-def test_shown_key_is_harmless_and_parses_back(group: bytes) -> None:
+def test_displayed_key_is_harmless_and_can_be_parsed_back(group: bytes) -> None:
     assert parse_key(show_key(group)) == group
     assert show_key(group).isprintable()
 
@@ -267,7 +267,7 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=TWO[1:]), [], "Nothing is blocked: 10 records are not settled."),
     ],
 )
-def test_reasons_for_waiting_records(
+def test_reason_why_records_wait_is_explained(
     found: SharedDescription, groups: list[KeyState], sentence: str
 ) -> None:
     told = reasons("carts", found, groups)
@@ -291,7 +291,7 @@ def test_stream_can_be_created_with_an_ordering_key(url: str) -> None:
     assert "create another stream" in done.err
 
 
-def test_groups_shows_the_kind_and_the_consumers(url: str, sub: SharedSubscriber) -> None:
+def test_groups_command_shows_the_kind_and_the_consumers(url: str, sub: SharedSubscriber) -> None:
     sub.stream.seek_group("alone", 3)
     alone, shared = (line.split() for line in succeed(url, "groups", "ls", "carts").lines[1:])
     assert alone == ["carts", "alone", "3", "9", "exclusive", "-"]
@@ -340,14 +340,14 @@ def test_deleting_a_stream_deletes_binary_ordering_keys(url: str, stream: Stream
 
 
 def test_top_and_watch_show_shared_groups(url: str, stream: Stream, sub: SharedSubscriber) -> None:
-    with Running(url, "watch", "--json", "--interval", "0.1") as watching:
+    with RunningCommand(url, "watch", "--json", "--interval", "0.1") as watching:
         assert "watching 1 stream" in watching.line("stderr")
         stream.configure(capacity=1)
         with stream.publisher() as pub:
             pub.publish_many([b"x"] * 20, keys=[b"c"] * 20).result()
         assert stream.bounds()[0] > 0, "some unsettled records are below the ring"
         with stream.shared_subscriber("other"):
-            assert '"group":"other","event":"group_begun"' in watching.line()
+            assert '"group":"other","event":"group_created"' in watching.line()
         changed = watching.line()
         assert '"event":"consumers_changed","consumers":0,"before":1' in changed
     shown = succeed(url, "top", "--once").lines

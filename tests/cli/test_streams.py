@@ -1,4 +1,4 @@
-"""``meteor streams``, ``groups`` and ``seek``, as processes, against a real server."""
+"""``meteor streams``, ``groups`` and ``seek`` run as processes on a real server."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_settings_can_be_changed(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "configure", "orders").code == 2
 
 
-def test_limits_of_age_and_bytes_are_created_shown_changed_and_removed(url: str) -> None:
+def test_limits_by_age_and_bytes_are_set_shown_changed_and_removed(url: str) -> None:
     limits = ["--max-age", "1d12h", "--max-bytes", "10MB"]
     succeed(url, "streams", "create", "logs", *limits)
     assert "already exists" in succeed(url, "streams", "create", "logs", *limits).err
@@ -106,7 +106,9 @@ def test_new_limit_that_drops_records_needs_confirmation(url: str, stream: Strea
     assert "dropped" not in looser.err
 
 
-def test_shrinking_a_ring_below_its_content_needs_confirmation(url: str, stream: Stream) -> None:
+def test_shrinking_a_ring_that_would_drop_records_needs_confirmation(
+    url: str, stream: Stream
+) -> None:
     arguments = ["streams", "configure", "orders", "--capacity", "3"]
     for more, code in ((["--dry-run"], 0), ([], 2), (["--yes"], 0)):
         assert stream.describe().config.capacity == 10_000
@@ -116,7 +118,7 @@ def test_shrinking_a_ring_below_its_content_needs_confirmation(url: str, stream:
     assert stream.describe().config.capacity == 3
 
 
-def test_repair_reports_by_default_and_removes_foreign_entries_when_told(
+def test_repair_only_reports_foreign_entries_unless_apply_is_given(
     url: str, stream: Stream
 ) -> None:
     assert "nothing to repair in 1 frame" in succeed(url, "streams", "repair", "orders").err
@@ -208,7 +210,7 @@ def test_deleting_an_active_group_needs_force(url: str, stream: Stream) -> None:
         sub.poll()
         done = meteor(url, "groups", "rm", "orders", "billing", "--yes")
         assert done.code == 1
-        assert f"{sub.member} has its lease" in done.err
+        assert f"{sub.member} holds its lease" in done.err
         succeed(url, "groups", "rm", "orders", "billing", "--yes", "--force")
     assert stream.groups() == []
 
@@ -227,7 +229,7 @@ def test_deleting_an_active_group_needs_force(url: str, stream: Stream) -> None:
         ("@-1h", 0, 0, 6),
     ],
 )
-def test_seek_shows_where_a_group_goes_and_moves_it(
+def test_seek_shows_the_target_offset_and_moves_the_group(
     url: str, stream: Stream, to: str, offset: int, skipped: int, repeated: int
 ) -> None:
     expected = {
@@ -254,7 +256,7 @@ def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
         for more in ([], ["--dry-run"]):
             done = meteor(url, "seek", "orders", "billing", "--to", "0", *more)
             assert done.code == 1
-            assert f"{sub.member} has its lease" in done.err
+            assert f"{sub.member} holds its lease" in done.err
             assert "--force" in done.err
             assert ("records repeated" in done.text) == bool(more)
         assert stream.groups()[0].confirmed == 6
@@ -278,7 +280,7 @@ def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
         (["streams", "create", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, *arguments)
@@ -287,7 +289,7 @@ def test_wrong_argument_gives_one_message_and_exit_code(
     assert "Traceback" not in done.err
 
 
-def test_misspelt_stream_gets_a_suggestion(url: str, stream: Stream) -> None:
+def test_error_for_a_misspelled_stream_suggests_the_right_name(url: str, stream: Stream) -> None:
     done = meteor(url, "tail", stream.name[:-1] + "z")
     assert f"Did you mean {stream.name!r}?" in done.err
 
@@ -297,7 +299,7 @@ def test_seek_can_create_a_group(url: str, stream: Stream) -> None:
     assert {group.name: group.confirmed for group in stream.groups()} == {"billing": 6, "fresh": 3}
 
 
-def test_unreadable_stream_does_not_hide_others(url: str, stream: Stream) -> None:
+def test_unreadable_stream_does_not_hide_other_streams(url: str, stream: Stream) -> None:
     stream.seek_group("billing", 0)
     stream.client.stream("trades", create=True).seek_group("alien", 0)
     stream.client.redis.hdel(keys.group("trades", "alien"), "start", "confirmed")

@@ -1,4 +1,4 @@
-"""``meteor tail``, as a process, against a real server."""
+"""``meteor tail`` runs as a process and reads from a real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_cli.session import Session
 from meteor_py import Client, Stream, connect
 from meteor_py.records.codec import CodecName
 from tests.conftest import ServerFactory
-from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.terminal import Terminal
@@ -69,8 +69,8 @@ def test_tail_prints_the_requested_records(url: str, arguments: str, expected: r
     assert values(url, *arguments.split()) == list(expected)
 
 
-def test_tail_follows_with_the_last_ten_first(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "--raw") as running:
+def test_tail_prints_the_last_ten_records_and_then_follows(url: str, stream: Stream) -> None:
+    with RunningCommand(url, "tail", "orders", "--raw") as running:
         assert [int(running.line()) for _ in range(10)] == list(range(10, 20))
         with stream.publisher() as pub:
             pub.publish(b"news").result()
@@ -88,7 +88,7 @@ def test_default_output_is_a_readable_line(url: str, stream: Stream) -> None:
 
 
 def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "--raw", "-o", "19..22") as running:
+    with RunningCommand(url, "tail", "orders", "--raw", "-o", "19..22") as running:
         assert running.line() == "19"
         with stream.publisher() as pub:
             pub.publish_many([b"20", b"21", b"22"]).result()
@@ -96,15 +96,15 @@ def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
     assert (done.code, done.out) == (0, b"20\n21\n")
 
 
-def test_range_into_the_future_ends_in_time(url: str, stream: Stream) -> None:
+def test_range_that_ends_in_the_future_ends_at_that_time(url: str, stream: Stream) -> None:
     done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
     assert done.lines == [str(n) for n in range(20)]
-    with Running(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
+    with RunningCommand(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
         done = running.end()
     assert (done.code, done.out) == (0, b"")
 
 
-def test_format_shows_the_fields_it_names(url: str, stream: Stream) -> None:
+def test_format_prints_the_named_fields(url: str, stream: Stream) -> None:
     arguments = ["tail", "orders", "-o", "3..5", "--format", r"%o|%k|%v|%h\n"]
     assert succeed(url, *arguments).lines == ["3|odd|3|n=3", "4|even|4|n=4"]
     assert meteor(url, "tail", "orders", "-e", "--format", "%q").code == 2
@@ -174,13 +174,13 @@ def test_group_with_filter_confirms_filtered_records(url: str, stream: Stream) -
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ended_member_releases_its_lease_immediately(
+def test_tail_releases_its_lease_immediately_when_it_ends(
     url: str, stream: Stream, how: signal.Signals
 ) -> None:
-    with Running(url, "tail", "orders", "-g", "g", "--raw") as first:
+    with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as first:
         assert first.line() == "0"
-        with Running(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
-            assert "has the lease of group 'g'; waiting" in second.line("stderr")
+        with RunningCommand(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
+            assert "holds the lease of group 'g'; waiting" in second.line("stderr")
             done = first.end(how)
             assert done.code == 128 + how
             assert "Traceback" not in done.err
@@ -191,8 +191,8 @@ def test_ended_member_releases_its_lease_immediately(
     assert stream.groups()[0].owner is None
 
 
-def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-g", "g", "--raw") as running:
+def test_records_are_not_confirmed_after_the_pipe_was_closed(url: str, stream: Stream) -> None:
+    with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as running:
         assert running.line() == "0"
         eventually(lambda: confirmed(stream) == 20)
         assert running.process.stdout is not None
@@ -209,7 +209,7 @@ def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) ->
 def test_closed_pipe_ends_tail_quietly(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1_000] * 5_000).result()
-    with Running(url, "tail", "orders", "-e", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-e", "--raw") as running:
         assert running.line() == "0"
         assert running.process.stdout is not None
         running.process.stdout.close()
@@ -219,11 +219,11 @@ def test_closed_pipe_ends_tail_quietly(url: str, stream: Stream) -> None:
 
 
 def test_waiting_tail_notices_a_closed_pipe(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         assert running.process.stdout is not None
         running.process.stdout.close()
-        assert running.process.wait(30) == 0, "though no record arrived"
+        assert running.process.wait(30) == 0, "the command must end although no record arrived"
 
 
 def test_records_reach_the_terminal_escaped(url: str) -> None:
@@ -235,7 +235,7 @@ def test_records_reach_the_terminal_escaped(url: str) -> None:
         with Terminal([METEOR, "--url", url, "tail", "hostile", "-e", *style]) as terminal:
             assert terminal.wait() == 0
         shown = terminal.output.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
-        shown = shown.replace(b"\x1b[36m", b"")  # our own colours
+        shown = shown.replace(b"\x1b[36m", b"")  # escape sequences for our own colours
         assert b"pwned" in shown or b"b64" in shown
         assert not {*b"\x1b\x07\0\x9b"} & {*shown}
         assert "\u202e" not in shown.decode(errors="replace")
@@ -252,7 +252,7 @@ def test_raw_to_a_terminal_is_refused_without_force(url: str, stream: Stream) ->
         assert "19" in terminal.text
 
 
-def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) -> None:
+def test_ctrl_c_in_a_terminal_ends_tail_with_exit_code_130(url: str, stream: Stream) -> None:
     with Terminal([METEOR, "--url", url, "tail", "orders"]) as terminal:
         terminal.wait_for("odd: 19")
         with stream.publisher() as pub:
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) 
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_missing_stream_gives_one_message_and_is_not_created(url: str) -> None:
+def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
     done = meteor(url, "tail", "nope")
     assert (done.code, done.out) == (1, b"")
     assert done.err.startswith("meteor: There is no stream 'nope'. `meteor streams ls`")
@@ -293,7 +293,7 @@ def test_missing_stream_gives_one_message_and_is_not_created(url: str) -> None:
         (["-g", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "tail", "orders", *arguments)
@@ -308,10 +308,10 @@ def test_tail_waits_for_a_lost_server_until_the_timeout(
     server = private_server()
     with connect(server.url) as m:
         publish(m, b"before")
-    with Running(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
+    with RunningCommand(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
         assert running.line() == "before"
         server.kill()
-        assert "does not reply; waiting" in running.line("stderr")
+        assert "is not replying; waiting" in running.line("stderr")
         done = running.end()
     assert (done.code, done.out) == (1, b"")
     assert done.err.count("\n") == 1
@@ -321,7 +321,7 @@ def test_tail_waits_for_a_lost_server_until_the_timeout(
 def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> None:
     with connect(url) as m, Proxy(HOST, server.port) as proxy:
         publish(m, b"before")
-        with Running(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
+        with RunningCommand(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
             assert running.line() == "before"
             proxy.cut()
             publish(m, b"after")
@@ -329,7 +329,7 @@ def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> 
 
 
 def test_deleted_stream_ends_tail_with_a_message(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         stream.delete()
         done = running.end()
@@ -345,7 +345,9 @@ def publish(m: Client, value: bytes) -> None:
 def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1000] * 2000)
-    with Running(url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw") as tailing:
+    with RunningCommand(
+        url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw"
+    ) as tailing:
         assert tailing.line() == "0"
         eventually(lambda: stream.groups()[0].owner is not None, 20, "no member reads")
         stream.seek_group("billing", 2010, force=True)
@@ -378,4 +380,4 @@ def test_records_dropped_before_a_relative_start_are_not_lost(
         tailer.read(parse_span(start), None, follow=False)
         assert tailer.lost == 0
         tailer.read(parse_span("3"), None, follow=False)
-        assert tailer.lost > 0, "these records were requested"
+        assert tailer.lost > 0, "these records were requested explicitly"

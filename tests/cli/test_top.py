@@ -1,4 +1,4 @@
-"""``meteor top``: as a live screen in a terminal, and with ``--once`` in a pipe."""
+"""``meteor top`` shows a live screen in a terminal, and prints a table with ``--once``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meteor_cli.live.snapshot import Rates, Snapshot
 from meteor_cli.render.text import show_count
 from meteor_cli.signals import ended_once
 from tests.conftest import ServerFactory
-from tests.support.archivers import LONG_S, Depot
+from tests.support.archivers import LONG_S, StoredStream
 from tests.support.commands import METEOR, succeed
 from tests.support.commands import meteor as run
-from tests.support.group_members import STREAM, Crew
+from tests.support.group_members import STREAM, GroupHarness
 from tests.support.readers import fill
 from tests.support.snapshots import group, look, seen
 from tests.support.terminal import Terminal
@@ -31,7 +31,7 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 def top(url: str, *arguments: str, columns: int = 80, rows: int = 24) -> Terminal:
     command: list[str | Path] = [METEOR, "--url", url, "top", "--interval", "0.2", *arguments]
-    # As a shell sets them; they do not change with the size of the window.
+    # A shell sets these variables; they do not change with the size of the window.
     environment = {"COLUMNS": str(columns), "LINES": str(rows)}
     return Terminal(command, columns=columns, rows=rows, environment=environment)
 
@@ -50,28 +50,28 @@ def client(url: str) -> Iterator[meteor.Client]:
 # On a screen
 
 
-def test_streams_groups_and_stores_are_shown_as_they_change(
+def test_top_shows_streams_groups_and_stores_as_they_change(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
-    with Depot(url, tmp_path / "store") as depot, top(url) as terminal:
+    with StoredStream(url, tmp_path / "store") as stored, top(url) as terminal:
         terminal.wait_for(STREAM)
         assert terminal.lines[0].startswith("Valkey ")
         assert f" at {url}" in terminal.lines[0]
         assert "1 stream \u00b7 0 groups" in terminal.lines[1]
-        fill(depot.stream, 90)
+        fill(stored.stream, 90)
         terminal.wait_for(lambda t: "90/100" in line_of(t, STREAM))
         terminal.wait_for(lambda t: line_of(t, "(store)").endswith("90  none"))
-        with depot.stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
+        with stored.stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
             sub.poll()
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"90  {sub.member}"))
             sub.confirm(29).result(20)
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"60  {sub.member}"))
         terminal.wait_for(lambda t: line_of(t, "billing").endswith("60  none"))
-        depot.archive()
+        stored.archive()
         terminal.wait_for("90 stored")
         client.stream("trades", create=True)
         terminal.wait_for("trades")
-        depot.stream.delete()
+        stored.stream.delete()
         terminal.wait_for(lambda t: STREAM not in t.text)
 
 
@@ -95,7 +95,7 @@ def test_rates_are_shown_while_records_flow_and_are_zero_after(
 def test_resize_redraws_immediately(url: str, client: meteor.Client) -> None:
     for number in range(30):
         fill(client.stream(f"stream-{number:02}-{'x' * 60}", create=True), 3)
-    with top(url, "--interval", "3600") as terminal:  # only the signal makes it redraw
+    with top(url, "--interval", "3600") as terminal:  # only the signal makes top redraw
         terminal.wait_for("\u2026 and 11 more streams")
         assert terminal.lines[-1] == "\u2026 and 11 more streams"
         assert all(len(line) <= 80 for line in terminal.lines)
@@ -115,7 +115,7 @@ def test_q_and_ctrl_c_restore_the_screen(
     url: str, client: meteor.Client, key: str, code: int
 ) -> None:
     client.stream("orders", create=True)
-    # A shell, which Ctrl-C does not end, shows the modes of the terminal before and after.
+    # Ctrl-C does not end the shell, which shows the terminal's modes before and after.
     script = 'trap : INT; stty -g; "$0" --url "$1" top --interval 3600; echo "code $?"; stty -g'
     with Terminal(["sh", "-c", script, METEOR, url]) as terminal:
         terminal.wait_for("orders")
@@ -138,10 +138,10 @@ def test_sigterm_restores_the_screen(url: str, client: meteor.Client) -> None:
         assert terminal.output.endswith(LEAVE)
 
 
-def test_hostile_names_are_shown_as_escapes(crew: Crew) -> None:
-    crew.subscriber().close()
-    crew.take_away("evil\x1b[2J\u202e\x9b31m")
-    with top(crew.url, columns=120) as terminal:
+def test_hostile_names_are_shown_as_escapes(harness: GroupHarness) -> None:
+    harness.subscriber().close()
+    harness.take_away("evil\x1b[2J\u202e\x9b31m")
+    with top(harness.url, columns=120) as terminal:
         terminal.wait_for(r"evil\x1b[2J\u202e\x9b31m")
         assert b"\x1b[2J" not in terminal.output
 
@@ -181,7 +181,7 @@ def test_server_that_stays_down_ends_top_with_a_message(private_server: ServerFa
     server = private_server()
     with meteor.connect(server.url) as m:
         m.stream("orders", create=True)
-    with top(server.url, "--timeout", "1") as terminal:  # top waits six times as long in all
+    with top(server.url, "--timeout", "1") as terminal:  # top waits six times as long in total
         terminal.wait_for("orders")
         server.kill()
         assert terminal.wait() == 1
@@ -230,7 +230,7 @@ def test_table_is_complete_without_a_screen() -> None:
     assert any(line.endswith("o" * 40) for line in lines)
 
 
-def test_stream_with_many_groups_leaves_room_for_others() -> None:
+def test_stream_with_many_groups_leaves_room_for_other_streams() -> None:
     crowd = seen("a", groups=tuple(group(f"g{n}") for n in range(100)))
     lines = drawn(look(crowd, seen("b")), 80, 24)
     assert [line.split()[0] for line in lines if line[:2] in ("a ", "b ")] == ["a", "b"]
@@ -241,7 +241,7 @@ def test_stream_with_many_groups_leaves_room_for_others() -> None:
     ("sort", "expected"),
     [("name", "abcd"), ("rate", "cdab"), ("lag", "dabc"), ("memory", "badc")],
 )
-def test_sort_order_decides_which_streams_are_shown(sort: Sort, expected: str) -> None:
+def test_sort_option_decides_which_streams_are_shown(sort: Sort, expected: str) -> None:
     streams = look(
         seen("a", bytes=5), seen("b", bytes=9), seen("c", bytes=None),
         seen("d", bytes=1, archived=3),
@@ -252,7 +252,7 @@ def test_sort_order_decides_which_streams_are_shown(sort: Sort, expected: str) -
     assert drawn(streams, 80, 7, sort, **rates)[4].startswith(expected[0])
 
 
-def test_groups_are_sorted_by_lag_with_their_streams() -> None:
+def test_sorting_by_lag_sorts_groups_within_their_streams() -> None:
     streams = look(seen(groups=(group("a", lag=1), group("b", lag=9))))
     assert [line.split()[0] for line in drawn(streams, 80, None, "lag")[5:]] == ["b", "a"]
 
@@ -288,7 +288,7 @@ def test_colours_mark_lag_and_problems() -> None:
     }  # fmt: skip
 
 
-def test_numbers_stay_short() -> None:
+def test_large_numbers_are_abbreviated() -> None:
     sizes = [10**power - 1 for power in range(1, 19)] + [2**63]
     assert max(len(show_count(size)) for size in sizes[:15]) <= 5
     assert [show_count(n) for n in (0, 9_999, 10_000, 999_999, 1_000_000)] == [
@@ -299,7 +299,7 @@ def test_numbers_stay_short() -> None:
 # With --once
 
 
-def test_once_into_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
+def test_output_of_once_in_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
     name = "n" * 128
     stream = client.stream(name, create=True)
     stream.seek_group("g" * 128, 0)
@@ -315,9 +315,9 @@ def test_once_as_json_has_rates_and_description_fields(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
     fill(client.stream("a", create=True), 5)
-    with Depot(url, tmp_path / "store") as depot:
-        depot.fill(50)
-        depot.stream.seek_group("g", 20)
+    with StoredStream(url, tmp_path / "store") as stored:
+        stored.fill(50)
+        stored.stream.seek_group("g", 20)
         first, second = succeed(url, "top", "--once", "--json").objects
     assert (first["name"], first["next"], first["capacity"], first["rate"]) == ("a", 5, 10_000, 0.0)
     assert (first["unarchived"], first["archive_rate"]) == (None, None)
@@ -326,7 +326,7 @@ def test_once_as_json_has_rates_and_description_fields(
     assert (found["name"], found["lag"], found["rate"], found["owner"]) == ("g", 30, 0.0, None)
 
 
-def test_number_and_names_limit_the_streams(url: str, client: meteor.Client) -> None:
+def test_number_option_and_names_limit_the_streams_shown(url: str, client: meteor.Client) -> None:
     for name in "abc":
         client.stream(name, create=True)
     assert [each["name"] for each in succeed(url, "top", "--once", "--json", "-n2").objects] == [
@@ -347,7 +347,7 @@ def test_number_and_names_limit_the_streams(url: str, client: meteor.Client) -> 
         (["--url", "redis://127.0.0.1:1", "--once"], 1, "cannot be reached"),
     ],
 )
-def test_invalid_use_of_top_gives_a_message(
+def test_invalid_use_of_top_prints_a_message(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = run(url, "top", *arguments)
@@ -356,21 +356,21 @@ def test_invalid_use_of_top_gives_a_message(
     assert "Traceback" not in done.err
 
 
-def test_dumb_terminal_suggests_once(url: str) -> None:
+def test_top_on_a_dumb_terminal_suggests_the_option_once(url: str) -> None:
     command: list[str | Path] = [METEOR, "--url", url, "top"]
     with Terminal(command, environment={"TERM": "dumb"}) as terminal:
         assert terminal.wait() == 2
         assert "Use --once" in terminal.text
 
 
-def test_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
+def test_output_of_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
     for number in range(40):
         client.stream(f"{number:02}{'x' * 100}", create=True)
     command: list[str | Path] = [METEOR, "--url", url, "top", "--once"]
     with Terminal(command, rows=60) as terminal:
         assert terminal.wait() == 0
         assert ENTER not in terminal.output
-        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each is one line"
+        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each stream is one line"
 
 
 def test_closed_pipe_ends_top_quietly(url: str, client: meteor.Client) -> None:

@@ -1,4 +1,4 @@
-"""``meteor watch``: changes between two snapshots, and the command on a real server."""
+"""``meteor watch`` reports changes between two snapshots, also as a process on a real server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meteor_cli.live.snapshot import Observer, Snapshot, StreamSnapshot, rates_b
 from meteor_cli.live.watch import to_json, to_text
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.archivers import LONG_S, Depot
-from tests.support.commands import Running
-from tests.support.group_members import Crew
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.archivers import LONG_S, StoredStream
+from tests.support.commands import RunningCommand
+from tests.support.group_members import GroupHarness
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.snapshots import group, look, seen
 from tests.support.waiting import eventually
@@ -46,7 +46,7 @@ def reported(
         (
             seen(groups=(group(),)),
             seen(incarnation="j", next=0),
-            [("created_anew", "deleted and created again")],
+            [("recreated", "deleted and recreated")],
         ),
         (
             seen(),
@@ -90,7 +90,7 @@ def reported(
         (seen(archived=5), seen(archived=5, next=15), []),
     ],
 )
-def test_changes_of_a_stream(
+def test_changes_of_a_stream_are_reported(
     before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
@@ -100,17 +100,17 @@ def test_changes_of_a_stream(
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, group(confirmed=4), [("group_begun", "created at 4")]),
+        (None, group(confirmed=4), [("group_created", "created at 4")]),
         (
             None,
             group(owner="x"),
-            [("group_begun", "created at 0"), ("lease_taken", "lease taken by x")],
+            [("group_created", "created at 0"), ("lease_taken", "lease taken by x")],
         ),
         (group(), None, [("group_deleted", "deleted")]),
         (group(), group(confirmed=9), []),
         (group(confirmed=9), group(confirmed=2), [("group_moved_back", "moved back from 9 to 2")]),
         (group(), group(owner="x", term=2), [("lease_taken", "lease taken by x")]),
-        (group(owner="x"), group(), [("lease_ended", "x no longer has the lease")]),
+        (group(owner="x"), group(), [("lease_ended", "x no longer holds the lease")]),
         (
             group(owner="x"),
             group(owner="y", term=2),
@@ -124,7 +124,7 @@ def test_changes_of_a_stream(
         (group(term=1), group(term=5), []),
     ],
 )
-def test_changes_of_a_group(before: Any, after: Any, expected: Any) -> None:
+def test_changes_of_a_group_are_reported(before: Any, after: Any, expected: Any) -> None:
     one, two = (look(seen(groups=(each,) if each else ())) for each in (before, after))
     assert reported(one, two) == expected
 
@@ -182,7 +182,7 @@ def test_change_is_sanitized_as_text_and_json() -> None:
 # Rates
 
 
-def test_rates_between_two_snapshots() -> None:
+def test_rates_are_computed_from_two_snapshots() -> None:
     before = seen(at=1.0, archived=0, groups=(group(), group("back", 9)))
     after = seen(
         at=3.0, next=30, archived=8, groups=(group(confirmed=5), group("back", 2), group("new"))
@@ -206,24 +206,24 @@ def test_snapshot_follows_recreated_streams(url: str) -> None:
         first = m.stream("a", create=True)
         m.stream("b", create=True)
         observer = Observer(m)
-        assert list(observer.look().streams) == ["a", "b"]
+        assert list(observer.snapshot().streams) == ["a", "b"]
         first.delete()
-        assert list(observer.look().streams) == ["b"]
+        assert list(observer.snapshot().streams) == ["b"]
         m.stream("b", create=True).delete()
         recreated = m.stream("b", create=True)
-        assert observer.look().streams["b"].stream.incarnation == recreated.incarnation
+        assert observer.snapshot().streams["b"].stream.incarnation == recreated.incarnation
 
 
-def test_damaged_stream_does_not_hide_others(url: str) -> None:
+def test_damaged_stream_does_not_hide_other_streams(url: str) -> None:
     with meteor.connect(url) as m:
         m.stream("a", create=True)
         m.redis.hset(keys.meta("b"), "next", "many")
         m.redis.hset(keys.meta("\x1b[2J"), "next", "1")
         m.redis.sadd(keys.STREAMS, "b", "\x1b[2J")
-        found = Observer(m).look()
+        found = Observer(m).snapshot()
         assert (list(found.streams), sorted(found.unreadable)) == (["a"], ["\x1b[2J", "b"])
         with pytest.raises(meteor.CorruptStream):
-            Observer(m, ("b",)).look()
+            Observer(m, ("b",)).snapshot()
 
 
 def test_snapshot_is_bounded_and_keeps_known_streams(
@@ -234,16 +234,16 @@ def test_snapshot_is_bounded_and_keeps_known_streams(
         for name in "bcdef":
             m.stream(name, create=True)
         observer = Observer(m)
-        found = observer.look()
+        found = observer.snapshot()
         assert (list(found.streams), found.left_off) == (["b", "c", "d"], 2)
         m.stream("a", create=True)
-        assert changes(found, observer.look()) == []
+        assert changes(found, observer.snapshot()) == []
 
 
 # The command
 
 
-class Watch(Running):
+class Watch(RunningCommand):
     """The running command, after its first snapshot."""
 
     def __init__(self, url: str, *arguments: str) -> None:
@@ -272,7 +272,7 @@ def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor
         assert created == {"stream": "orders", "group": None, "event": "created", "next": 0}
         with stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
             sub.poll(0)
-            assert watch.event("group_begun")["group"] == "billing"
+            assert watch.event("group_created")["group"] == "billing"
             assert watch.event("lease_taken")["owner"] == sub.member
             fill(stream, 5)
             sub.poll(10)
@@ -293,18 +293,20 @@ def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor
         assert (done.code, done.out) == (130, b"")
 
 
-def test_watch_names_both_members_of_a_takeover(crew: Crew) -> None:
-    crew.fill(3)
-    with Watch(crew.url) as watch:
-        first = crew.member(lease_ttl=0.5)
+def test_watch_reports_the_old_and_the_new_owner_of_a_lease(harness: GroupHarness) -> None:
+    harness.fill(3)
+    with Watch(harness.url) as watch:
+        first = harness.member(lease_ttl=0.5)
         assert first.poll() == [0, 1, 2]
         assert re.fullmatch(r"\S+ orders/billing: created at 0", watch.line())
         assert watch.line().endswith(f"orders/billing: lease taken by {first.name}")
         first.kill()
-        second = crew.member(lease_ttl=LONG_S)
+        second = harness.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        if line.endswith(f"{first.name} no longer has the lease"):  # a snapshot fell in between
+        if line.endswith(
+            f"{first.name} no longer holds the lease"
+        ):  # seen by a snapshot in between
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:
             assert line.endswith(f"lease taken over from {first.name} by {second.name}")
@@ -325,26 +327,26 @@ def test_watch_reports_a_forced_seek(url: str, client: meteor.Client) -> None:
 
 
 def test_watch_reports_a_missing_archiver(url: str, tmp_path: Path) -> None:
-    with Depot(url, tmp_path / "store") as depot:
-        depot.fill(50)
+    with StoredStream(url, tmp_path / "store") as stored:
+        stored.fill(50)
         with Watch(url, "--json") as watch:
             assert watch.event("archiver_missing")["unarchived"] == 50
-            with depot.archiver():
-                depot.wait_archived(50)
-                assert watch.event("archiver_taken")["owner"] == depot.owner
+            with stored.archiver():
+                stored.wait_archived(50)
+                assert watch.event("archiver_taken")["owner"] == stored.owner
             assert watch.event("archiver_ended")["before"]
-            depot.fill(7)
+            stored.fill(7)
             assert watch.event("archiver_missing")["unarchived"] == 7
 
 
-def test_watch_reports_records_lost_in_a_failover(pair: Pair) -> None:
-    bench = pair.bench
-    publisher = bench.warm_publisher()
-    pair.lag()
+def test_watch_reports_records_lost_in_a_failover(replicated: ReplicatedStream) -> None:
+    proxied = replicated.proxied
+    publisher = proxied.warm_publisher()
+    replicated.lag()
     publisher.publish_many([b"lost"] * 4).result(20)
-    with Watch(bench.proxy.url, "--json") as watch:
-        pair.fail_over()
-        fill(bench.stream, 1)  # by a publisher that detects the failover
+    with Watch(proxied.proxy.url, "--json") as watch:
+        replicated.fail_over()
+        fill(proxied.stream, 1)  # by a publisher that detects the failover
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
@@ -379,10 +381,10 @@ def test_watch_waits_for_a_stream_that_does_not_exist(url: str, client: meteor.C
         assert watch.line().endswith(" orders: created")
 
 
-def test_hostile_names_reach_the_terminal_as_escapes(crew: Crew) -> None:
-    crew.subscriber().close()
-    with Watch(crew.url) as watch:
-        crew.take_away("evil\x1b[2J\u202e")
+def test_hostile_names_reach_the_terminal_as_escapes(harness: GroupHarness) -> None:
+    harness.subscriber().close()
+    with Watch(harness.url) as watch:
+        harness.take_away("evil\x1b[2J\u202e")
         assert watch.line().endswith(r"lease taken by evil\x1b[2J\u202e")
 
 
@@ -396,7 +398,7 @@ def test_closed_pipe_ends_watch_quietly(url: str) -> None:
 
 
 def test_watch_without_a_server_fails() -> None:
-    with Running("redis://127.0.0.1:1", "watch") as command:
+    with RunningCommand("redis://127.0.0.1:1", "watch") as command:
         done = command.end()
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert "cannot be reached" in done.err
@@ -404,7 +406,7 @@ def test_watch_without_a_server_fails() -> None:
 
 def test_foreign_key_does_not_end_watch(url: str, client: meteor.Client) -> None:
     client.stream("orders", create=True)
-    with Running(url, "watch", "--interval", "0.1", "--json") as watching:
+    with RunningCommand(url, "watch", "--interval", "0.1", "--json") as watching:
         assert watching.line("stderr") == "meteor: watching 1 stream."
         client.stream("orders", create=False).delete()
         assert '"deleted"' in watching.line()

@@ -17,7 +17,7 @@ from meteor_py.publish.transaction import Stage, abandon, commit, discard, forge
 from meteor_py.records.frame import Columns
 from tests.support.acl_server import connect, contents, dead_letter_rules, fill, roles
 from tests.support.acl_server import guarded as guarded
-from tests.support.group_scripts import GroupBench
+from tests.support.group_scripts import GroupScripts
 from tests.support.receivers import Handler, fails_for
 from tests.support.servers import Replica, Server
 from tests.support.waiting import eventually
@@ -99,11 +99,11 @@ def test_a_member_can_take_over_from_a_dead_member_and_seek_by_force(guarded: Se
     fill(guarded, 10)
     with connect(guarded, "member") as m:
         stream = m.stream("orders", create=False)
-        bench = GroupBench(m, "orders")
+        lua = GroupScripts(m, "orders")
         incarnation = stream.incarnation
-        bench.open(3, incarnation=incarnation)
-        _, term, *_ = bench.acquire("dead", ttl_ms=100, incarnation=incarnation)
-        assert bench.renew("dead", term, ttl_ms=100, incarnation=incarnation) == ("OK",)
+        lua.open(3, incarnation=incarnation)
+        _, term, *_ = lua.acquire("dead", ttl_ms=100, incarnation=incarnation)
+        assert lua.renew("dead", term, ttl_ms=100, incarnation=incarnation) == ("OK",)
         with stream.subscriber(group="g", lease_ttl=0.6) as sub:
             assert sub.poll(timeout=20).first_offset == 3
             assert (sub.term or 0) > term
@@ -245,7 +245,7 @@ def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> No
 
 @pytest.fixture
 def stored(guarded: Server, tmp_path: Path) -> Path:
-    """The directory of the store that the admin configured; no archiver runs."""
+    """Returns the directory of a store that the admin configured. No archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, store=tmp_path, archive=False)
@@ -285,7 +285,7 @@ def test_an_archiver_can_neither_publish_nor_join_a_group(guarded: Server, store
     assert contents(guarded) == before
 
 
-def test_archiver_without_the_rights_raises(guarded: Server, stored: Path) -> None:
+def test_archiver_without_the_required_rights_raises(guarded: Server, stored: Path) -> None:
     with connect(guarded, "subscriber") as m:
         stream = m.stream("orders", store=stored, archive=False, create=False)
         with pytest.raises(meteor.AccessDenied):
@@ -307,7 +307,7 @@ def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
 
 
 @pytest.mark.parametrize("part", ["log", "index", "meta"])
-def test_only_admin_and_archiver_may_delete_or_trim_what_a_stream_consists_of(
+def test_only_admin_and_archiver_may_delete_or_trim_the_keys_of_a_stream(
     guarded: Server, part: str
 ) -> None:
     key = f"meteor:{{orders}}:{part}"
@@ -327,6 +327,25 @@ def test_only_admin_and_archiver_may_delete_or_trim_what_a_stream_consists_of(
             assert allowed == (["XTRIM"] if role == "archiver" and part != "meta" else []), role
 
 
+@pytest.mark.parametrize("role", [role for role in roles() if role not in ("default", "admin")])
+def test_no_role_but_admin_may_use_another_stream_or_the_server(guarded: Server, role: str) -> None:
+    """Each of these 27 commands is denied to each of the 8 roles: 216 attempts per server."""
+    other = "meteor:{other}:meta"
+    commands = [
+        "ACL LIST", "ACL SETUSER x on", "BGSAVE", "CLIENT KILL ID 1", "CONFIG GET *",
+        "CONFIG SET dir /", "DEBUG SLEEP 1", "EVAL return 0", f"EVAL_RO return 1 {other}",
+        "FLUSHALL", "FLUSHDB", "FUNCTION LOAD x", "KEYS *", "MODULE LOAD /x.so", "MONITOR",
+        "REPLICAOF h 1", "SAVE", "SCAN 0", "SCRIPT FLUSH", "SHUTDOWN NOSAVE", "SLOWLOG GET",
+        "SWAPDB 0 1",
+        f"HGETALL {other}", f"HSET {other} next 1", f"DEL {other}", "XRANGE meteor:{other}:log - +",
+        "XADD meteor:{other}:log 9-1 a b",
+    ]  # fmt: skip
+    with guarded.client() as plain:
+        for command in commands:
+            reply = plain.execute_command("ACL", "DRYRUN", role, *command.split())
+            assert reply != b"OK", command
+
+
 def test_a_subscriber_cannot_write(guarded: Server) -> None:
     with connect(guarded, "subscriber") as m, warnings.catch_warnings():
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO
@@ -344,7 +363,7 @@ def test_the_loader_can_load_scripts_only(guarded: Server) -> None:
         m.stream("orders", create=False)
 
 
-def test_missing_script_that_the_role_may_not_load_is_a_clear_error(guarded: Server) -> None:
+def test_missing_script_that_the_role_may_not_load_raises_a_clear_error(guarded: Server) -> None:
     with guarded.client() as client:
         client.script_flush()
     with connect(guarded, "publisher") as m:

@@ -125,7 +125,7 @@ def test_lease_is_released_and_the_last_confirm_is_sent(url: str, start: Start) 
         assert stream.group("g").confirmed == 5
 
 
-def test_lease_stays_without_close_on_signal(url: str, start: Start) -> None:
+def test_lease_is_not_released_without_close_on_signal(url: str, start: Start) -> None:
     with group(url):
         assert end(start(MEMBER, url), signal.SIGTERM)[0] == -signal.SIGTERM
         assert lease(url)
@@ -159,7 +159,7 @@ def test_publishers_send_their_records_and_printed_lines_appear(url: str, start:
     assert values(url) == [b"%d" % n for n in range(10)]
 
 
-def test_server_that_does_not_reply_delays_the_end_for_the_timeout_only(
+def test_unresponsive_server_delays_the_exit_by_the_timeout_at_most(
     private_server: ServerFactory, start: Start
 ) -> None:
     server = private_server()
@@ -174,7 +174,9 @@ def test_server_that_does_not_reply_delays_the_end_for_the_timeout_only(
             assert took_s < 5
 
 
-def test_second_signal_ends_at_once(private_server: ServerFactory, start: Start) -> None:
+def test_second_signal_ends_the_process_at_once(
+    private_server: ServerFactory, start: Start
+) -> None:
     server = private_server()
     process = start("meteor.close_on_signal(timeout=300)" + PUBLISHER, server.url)
     with paused(server):
@@ -186,7 +188,7 @@ def test_second_signal_ends_at_once(private_server: ServerFactory, start: Start)
         assert time.monotonic() - began < 3
 
 
-def test_signal_that_is_passed_on_by_a_parent_counts_once(url: str, start: Start) -> None:
+def test_signal_forwarded_by_a_parent_counts_once(url: str, start: Start) -> None:
     process = start("meteor.close_on_signal()" + PUBLISHER, url)
     for _ in range(5):
         if process.poll() is None:
@@ -195,7 +197,9 @@ def test_signal_that_is_passed_on_by_a_parent_counts_once(url: str, start: Start
     assert len(values(url)) == 10
 
 
-def test_earlier_handler_that_exits_runs_blocks_and_exit_functions(url: str, start: Start) -> None:
+def test_earlier_handler_that_exits_runs_finally_blocks_and_exit_functions(
+    url: str, start: Start
+) -> None:
     script = """
 import atexit
 atexit.register(os.write, 1, b"atexit\\n")
@@ -301,7 +305,7 @@ time.sleep(60)
     assert values(url) == [b"child", b"parent"]
 
 
-def test_process_1_of_a_container_ends_with_the_status_of_a_shell(url: str, tmp_path: Path) -> None:
+def test_process_1_of_a_container_exits_with_status_143(url: str, tmp_path: Path) -> None:
     namespace = ["unshare", "--pid", "--fork"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("PID namespaces are not permitted here.")
@@ -317,7 +321,7 @@ def test_process_1_of_a_container_ends_with_the_status_of_a_shell(url: str, tmp_
     assert len(values(url)) == 10
 
 
-def test_other_threads_are_refused() -> None:
+def test_close_on_signal_is_refused_in_other_threads() -> None:
     caught: list[BaseException] = []
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Errors travel between processes, and can be copied, with all their fields."""
+"""Errors can be pickled and copied, with all their fields."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pickled(error: errors.MeteorError) -> object:
 
 @pytest.mark.parametrize("how", [pickled, copy.copy, copy.deepcopy, errors.fresh])
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=str))
-def test_a_copied_or_pickled_error_has_type_text_and_fields(
+def test_a_copied_or_pickled_error_keeps_its_type_text_and_fields(
     kind: type, how: Callable[[errors.MeteorError], object]
 ) -> None:
     error = example(kind)
@@ -71,7 +71,7 @@ def test_a_copied_or_pickled_error_has_type_text_and_fields(
     assert repr(vars(copied)) == repr(vars(error))
 
 
-def test_a_fresh_error_has_the_cause_of_the_kept_one_and_no_traceback() -> None:
+def test_a_fresh_copy_of_an_error_has_its_cause_but_no_traceback() -> None:
     kept = meteor.OutcomeUnknown("Who knows?", stream="orders")
     try:
         raise kept from ConnectionResetError()

@@ -1,7 +1,11 @@
-"""Scripts do bounded work and lose nothing, whatever a client wrote or passes as an argument."""
+"""Scripts do bounded work and lose no record, whatever data or arguments a client sends.
+
+On real servers, each attack uses the role of docs/acl.md that has the rights for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +13,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.log.split_points import split_points
 from meteor_py.redis import keys, scripts
+from tests.conftest import ServerFactory
+from tests.support.acl_server import connect, guard
 
 NAME = "orders"
 #: The keys of a shared group that the step script takes, after meta and index.
@@ -18,9 +24,46 @@ PARTS = (
 )
 
 
-@pytest.fixture
-def client(any_url: str) -> meteor.Client:
-    return meteor.connect(any_url)
+class Parties:
+    """Clients of one server, each with another role."""
+
+    def __init__(self, connect: Callable[[str], meteor.Client]) -> None:
+        self._connect = connect
+        self._clients: dict[str, meteor.Client] = {}
+
+    def client(self, role: str) -> meteor.Client:
+        if role not in self._clients:
+            self._clients[role] = self._connect(role)
+        return self._clients[role]
+
+    def stream(self, role: str) -> meteor.Stream:
+        return self.client(role).stream(NAME, create=False)
+
+    def create(self, **settings: Any) -> meteor.Stream:
+        """Create the stream as an administrator."""
+        admin = self.client("admin")
+        if NAME in admin.streams():
+            admin.stream(NAME).delete()
+        return admin.stream(NAME, create=True, **settings)
+
+    def run(self, role: str, script: scripts.Script, script_keys: list[str], args: Any) -> Any:
+        return self.client(role)._connector.run(script, script_keys, args)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
+
+@pytest.fixture(params=["valkey", "redis", "fake"])
+def parties(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Parties]:
+    """Clients of a server with roles, or of a fake server, which has none."""
+    if request.param == "fake":
+        found = Parties(lambda _: meteor.connect("fake://hostile-scripts"))
+    else:
+        server = guard(private_server(kind=request.param))
+        found = Parties(lambda role: connect(server, role))
+    yield found
+    found.close()
 
 
 def publish_args(stream: meteor.Stream, records: str, *index: bytes) -> list[bytes | str | int]:
@@ -28,89 +71,82 @@ def publish_args(stream: meteor.Stream, records: str, *index: bytes) -> list[byt
 
 
 @pytest.mark.parametrize("records", ["0", "-1", "1.5", "1e12", "1000000000000", "", "x"])
-def test_publish_refuses_an_impossible_number_of_records(
-    client: meteor.Client, records: str
-) -> None:
-    with client:
-        stream = client.stream(NAME, capacity=10)
-        with stream.publisher() as publisher:
-            publisher.publish_many([b"honest"] * 10).result()
-        script_keys = [keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil")]
-        args = publish_args(stream, records)
-        assert client._connector.run(scripts.PUBLISH, script_keys, args) == [b"INVALID"]
-        assert [len(batch) for batch in stream.read()] == [10], "a count that counts trims the ring"
+def test_publish_refuses_an_impossible_number_of_records(parties: Parties, records: str) -> None:
+    stream = parties.create(capacity=10)
+    with parties.stream("publisher").publisher() as publisher:
+        publisher.publish_many([b"honest"] * 10).result()
+    script_keys = [keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil")]
+    args = publish_args(stream, records)
+    assert parties.run("publisher", scripts.PUBLISH, script_keys, args) == [b"INVALID"]
+    assert [len(batch) for batch in stream.read()] == [10], "the ring was trimmed by the count"
 
 
 @pytest.mark.parametrize("entry", ["-3:", "9:", "x", ":", "1:a", "0000000:", ""])
-def test_a_malformed_stage_is_not_moved(client: meteor.Client, entry: str) -> None:
-    with client:
-        stream = client.stream(NAME, ordering_key="key")
-        redis = client.redis
-        redis.hset(keys.fences(NAME), "w", "1:0:1")
-        fields: Any = {"0n": "1", "0f": "0v", "0p": "v", "0c": "", "0g": entry}
-        redis.hset(keys.stage(NAME, "x"), mapping=fields)
-        script_keys = [
-            keys.log(NAME), keys.meta(NAME), keys.fences(NAME), keys.plan(NAME, "w"),
-            keys.stage(NAME, "x"), keys.index(NAME),
-        ]  # fmt: skip
-        args = [stream.incarnation, "", "w", 1, 0, 0, 1, 10**12]
-        assert client._connector.run(scripts.MOVE_STAGED, script_keys, args) == [b"LOST"]
-        assert stream.end().offset == 0
+def test_a_malformed_stage_is_not_moved(parties: Parties, entry: str) -> None:
+    stream = parties.create(ordering_key="key")
+    redis = parties.client("writer").redis
+    redis.hset(keys.fences(NAME), "w", "1:0:1")
+    fields: Any = {"0n": "1", "0f": "0v", "0p": "v", "0c": "", "0g": entry}
+    redis.hset(keys.stage(NAME, "x"), mapping=fields)
+    script_keys = [
+        keys.log(NAME), keys.meta(NAME), keys.fences(NAME), keys.plan(NAME, "w"),
+        keys.stage(NAME, "x"), keys.index(NAME),
+    ]  # fmt: skip
+    args = [stream.incarnation, "", "w", 1, 0, 0, 1, 10**12]
+    assert parties.run("writer", scripts.MOVE_STAGED, script_keys, args) == [b"LOST"]
+    assert stream.end().offset == 0
 
 
-def test_split_points_of_large_frames_are_found_in_several_calls(client: meteor.Client) -> None:
-    with client:
-        stream = client.stream(NAME)
-        with stream.publisher() as publisher:
-            for _ in range(3):
-                publisher.publish(bytes(1_000_000)).result()
-        offsets = [0, 1, 2] * 5
-        found = client._connector.run(scripts.SPLIT_POINTS, [keys.log(NAME)], offsets)
-        assert 1 <= len(found) < len(offsets)
-        assert split_points(stream._handle, offsets) == [1, 2, 3] * 5
+def test_finding_split_points_of_large_frames_takes_several_calls(parties: Parties) -> None:
+    parties.create()
+    with parties.stream("publisher").publisher() as publisher:
+        for _ in range(3):
+            publisher.publish(bytes(1_000_000)).result()
+    offsets = [0, 1, 2] * 5
+    found = parties.run("subscriber", scripts.SPLIT_POINTS, [keys.log(NAME)], offsets)
+    assert 1 <= len(found) < len(offsets)
+    assert split_points(parties.stream("subscriber")._handle, offsets) == [1, 2, 3] * 5
+    many = parties.run("subscriber", scripts.SPLIT_POINTS, [keys.log(NAME)], [9] * 7_000)
+    assert len(many) == 1_000
 
 
 @pytest.mark.parametrize("index", [(b"", b""), (b"\xff" * 6, b""), (bytes(6), b"k" * 1000)])
-def test_a_malformed_index_entry_loses_no_honest_record(
-    client: meteor.Client, index: tuple[bytes, ...]
+def test_a_malformed_index_entry_loses_no_valid_record(
+    parties: Parties, index: tuple[bytes, ...]
 ) -> None:
-    with client:
-        stream = client.stream(NAME, ordering_key="key")
-        with stream.publisher() as publisher:
-            publisher.publish_many([b"x"] * 10, keys=[b"%d" % n for n in range(10)]).result()
-            stream.shared_subscriber("g", prefetch=20).close()
-            script_keys = [
-                keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
-            ]  # fmt: skip
-            args = publish_args(stream, "3", *index)
-            assert client._connector.run(scripts.PUBLISH, script_keys, args)[0] == b"OK"
-            publisher.publish(b"x", key=b"last").result()
-        seen: list[int] = []
-        refused: list[tuple[int, int]] = []
-        with stream.shared_subscriber("g", prefetch=20) as consumer:
-            while 13 not in seen:
-                try:
-                    for record in consumer.poll(timeout=5):
-                        seen.append(record.offset)
-                        record.ack()
-                except meteor.CorruptFrame as error:
-                    refused.append((error.first, error.last))
-        assert sorted(seen) == [*range(10), 13]
-        assert set(refused) <= {(10, 12)}
+    stream = parties.create(ordering_key="key")
+    reader = parties.stream("consumer")
+    with parties.stream("publisher").publisher() as publisher:
+        publisher.publish_many([b"x"] * 10, keys=[b"%d" % n for n in range(10)]).result()
+        reader.shared_subscriber("g", prefetch=20).close()
+        script_keys = [
+            keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
+        ]  # fmt: skip
+        args = publish_args(stream, "3", *index)
+        assert parties.run("publisher", scripts.PUBLISH, script_keys, args)[0] == b"OK"
+        publisher.publish(b"x", key=b"last").result()
+    seen: list[int] = []
+    refused: list[tuple[int, int]] = []
+    with reader.shared_subscriber("g", prefetch=20) as consumer:
+        while 13 not in seen:
+            try:
+                for record in consumer.poll(timeout=5):
+                    seen.append(record.offset)
+                    record.ack()
+            except meteor.CorruptFrame as error:
+                refused.append((error.first, error.last))
+    assert sorted(seen) == [*range(10), 13]
+    assert set(refused) <= {(10, 12)}
 
 
-def test_a_consumer_cannot_make_one_step_scan_the_whole_stream(client: meteor.Client) -> None:
-    with client:
-        stream = client.stream(NAME, capacity=100_000, ordering_key="key")
-        with stream.publisher() as publisher:
-            publisher.publish_many([b"x"] * 20_000, keys=[b"k"] * 20_000).result()
-        stream.shared_subscriber("g").close()
-        state: bytes = client._connector.call(
-            "HGET", keys.shared(NAME, "g", "state"), "incarnation"
-        )
-        parts = [keys.shared(NAME, "g", part) for part in PARTS.split()]
-        args = [keys.shared(NAME, "g", ""), state, "", 0, "", 0, 10**9, 1000, "", 0, 0]
-        reply = client._connector.run(
-            scripts.SHARED_STEP, [keys.meta(NAME), keys.index(NAME), *parts], args
-        )
-        assert reply[:2] == [b"OK", 4096]
+def test_a_consumer_cannot_make_one_step_scan_the_whole_stream(parties: Parties) -> None:
+    parties.create(capacity=100_000, ordering_key="key")
+    with parties.stream("publisher").publisher() as publisher:
+        publisher.publish_many([b"x"] * 20_000, keys=[b"k"] * 20_000).result()
+    parties.stream("consumer").shared_subscriber("g").close()
+    call = parties.client("consumer")._connector.call
+    state: bytes = call("HGET", keys.shared(NAME, "g", "state"), "incarnation")
+    parts = [keys.shared(NAME, "g", part) for part in PARTS.split()]
+    args = [keys.shared(NAME, "g", ""), state, "", 0, "", 0, 10**9, 1000, "", 0, 0]
+    script_keys = [keys.meta(NAME), keys.index(NAME), *parts]
+    assert parties.run("consumer", scripts.SHARED_STEP, script_keys, args)[:2] == [b"OK", 4096]

@@ -97,12 +97,13 @@ def test_scripts_loaded_beforehand_are_never_sent_again(
     assert not {"eval", "eval_ro", "script|load"} & set(calls(plain))
 
 
-def test_all_scripts_have_a_header_and_are_listed_for_the_loader() -> None:
+def test_every_script_has_a_header_and_is_loaded_by_load_scripts() -> None:
     from importlib.resources import files
 
     lua = Path(str(files("meteor_py.redis"))) / "lua"
     found = {path.relative_to(lua).with_suffix("").as_posix() for path in lua.rglob("*.lua")}
-    parts = {name for name in found if name.startswith("shared/step/")}  # joined to one script
+    # These files are joined into one script.
+    parts = {name for name in found if name.startswith("shared/step/")}
     libraries = {name for name in found if "/_" in name}
     assert found - parts - libraries | {"shared/step"} == {s.name for s in scripts.ALL}
     for script in scripts.ALL:
@@ -113,7 +114,7 @@ def test_all_scripts_have_a_header_and_are_listed_for_the_loader() -> None:
         assert script.source.endswith(script.plain_source)
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if s.plain_source == s.source}
-    # Scripts that a full server must be able to refuse.
+    # A full server must refuse these scripts.
     assert without == {
         "log/publish",
         "log/create_stream",

@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[meteor.Stream], object]] = {
 
 
 @pytest.mark.parametrize("how", READERS)
-def test_readers_do_not_create_a_stream_and_suggest_similar_names(
+def test_readers_do_not_create_a_stream_and_their_error_suggests_similar_names(
     client: meteor.Client, how: str
 ) -> None:
     for name in ("orders", "order", "unlike"):
@@ -79,7 +79,7 @@ def test_readers_do_not_create_a_stream_and_suggest_similar_names(
     assert all_keys(client) == before
 
 
-def test_the_first_publisher_creates_the_stream_for_objects_opened_before(
+def test_the_first_publisher_creates_the_stream_also_for_objects_opened_earlier(
     client: meteor.Client,
 ) -> None:
     early, late = client.stream("s"), client.stream("s")
@@ -96,7 +96,7 @@ def test_the_first_publisher_creates_the_stream_for_objects_opened_before(
 
 
 @pytest.mark.parametrize("settings", [{"create": True}, {"capacity": 5}, {"codec": "json"}])
-def test_a_setting_or_create_creates_the_stream_at_once(
+def test_passing_a_setting_or_create_creates_the_stream_at_once(
     client: meteor.Client, settings: dict[str, Any]
 ) -> None:
     stream = client.stream("s", **settings)
@@ -121,7 +121,7 @@ def test_a_stream_is_created_once_and_then_opened(client: meteor.Client) -> None
     assert client.stream("s", create=False).config == created.config
 
 
-def test_without_settings_a_stream_has_meteors_defaults(client: meteor.Client) -> None:
+def test_a_stream_without_settings_has_the_documented_defaults(client: meteor.Client) -> None:
     assert client.stream("s", create=True).config == meteor.StreamConfig(
         10_000, "none", False, "bytes"
     )
@@ -164,7 +164,7 @@ def test_with_create_false_nothing_is_created(client: meteor.Client) -> None:
     assert all_keys(client) == []
 
 
-def test_listing_is_sorted_and_leaves_out_names_without_a_stream(client: meteor.Client) -> None:
+def test_list_of_streams_is_sorted_and_omits_names_without_a_stream(client: meteor.Client) -> None:
     assert client.streams() == []
     for name in ("b", "a.1", "a"):
         client.stream(name, create=True)
@@ -176,7 +176,7 @@ def test_listing_is_sorted_and_leaves_out_names_without_a_stream(client: meteor.
 # Describing
 
 
-def test_a_description_has_bounds_sizes_and_settings(client: meteor.Client) -> None:
+def test_describe_returns_bounds_sizes_and_settings(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=10)
     empty = stream.describe()
     assert (empty.first, empty.next, empty.length, empty.frames, empty.appended) == (0, 0, 0, 0, 0)
@@ -195,7 +195,7 @@ def test_a_description_has_bounds_sizes_and_settings(client: meteor.Client) -> N
 # Reading
 
 
-def test_reading_returns_exactly_the_requested_range(
+def test_read_returns_exactly_the_requested_range(
     client: meteor.Client, rng: random.Random
 ) -> None:
     stream = client.stream("s", capacity=1000)
@@ -211,7 +211,7 @@ def test_reading_returns_exactly_the_requested_range(
     assert offsets(stream, datetime.now(UTC) + timedelta(days=1)) == []
 
 
-def test_reading_ends_where_the_stream_ended_when_it_was_called(client: meteor.Client) -> None:
+def test_read_stops_where_the_stream_ended_when_read_was_called(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     fill(stream, 5)
     batches = stream.read()
@@ -219,7 +219,7 @@ def test_reading_ends_where_the_stream_ended_when_it_was_called(client: meteor.C
     assert [offset for batch in batches for offset in batch.offsets] == [0, 1, 2, 3, 4]
 
 
-def test_reading_dropped_records_raises(client: meteor.Client) -> None:
+def test_read_of_dropped_records_raises(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=5)
     fill(stream, 5, 5)
     assert offsets(stream) == [5, 6, 7, 8, 9]
@@ -228,7 +228,7 @@ def test_reading_dropped_records_raises(client: meteor.Client) -> None:
     assert (caught.value.first, caught.value.last) == (2, 4)
 
 
-def test_reading_returns_nothing_beyond_its_stop_even_if_the_ring_moves_past_it(
+def test_read_returns_no_record_beyond_stop_even_if_the_ring_moves_past_it(
     real: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = real.stream("s", capacity=10)
@@ -249,7 +249,7 @@ def test_reading_returns_nothing_beyond_its_stop_even_if_the_ring_moves_past_it(
 
 
 @pytest.mark.parametrize("bad", [(-1,), (0, -1), ("yesterday",), (datetime(2020, 1, 1),)])
-def test_reading_checks_its_arguments_when_it_is_called(real: meteor.Client, bad: Any) -> None:
+def test_read_checks_its_arguments_when_it_is_called(real: meteor.Client, bad: Any) -> None:
     with pytest.raises(ValueError, match=r"\.$"):
         real.stream("s", create=True).read(*bad)
 
@@ -260,7 +260,7 @@ def test_reading_checks_its_arguments_when_it_is_called(real: meteor.Client, bad
 def with_times(
     client: meteor.Client, name: str, frames: list[tuple[int, int]]
 ) -> tuple[meteor.Stream, list[tuple[int, int]]]:
-    """A stream with frames of n records at these times, and (first offset, time) of each."""
+    """Create a stream with frames of n records; return the (first offset, time) of each frame."""
     stream = client.stream(name, create=True)
     first, found = 0, []
     with client.redis as plain:
@@ -273,7 +273,7 @@ def with_times(
 
 
 @pytest.mark.parametrize("trimmed", [0, 17])
-def test_an_offset_is_found_by_time_as_a_scan_would_find_it(
+def test_offset_at_finds_the_same_offset_as_a_scan(
     client: meteor.Client, rng: random.Random, trimmed: int
 ) -> None:
     time, frames = 1000, []
@@ -290,7 +290,7 @@ def test_an_offset_is_found_by_time_as_a_scan_would_find_it(
         assert stream.offset_at(at(wanted)) == expected
 
 
-def test_a_time_between_two_milliseconds_means_the_later_one(client: meteor.Client) -> None:
+def test_a_time_between_two_milliseconds_is_rounded_up(client: meteor.Client) -> None:
     stream, _ = with_times(client, "s", [(1, 1000), (1, 1001), (1, 1002)])
     assert stream.offset_at(at(1000)) == 0
     assert stream.offset_at(at(1000, us=1)) == 1
@@ -306,7 +306,7 @@ def test_seeking_the_time_of_a_record_finds_its_frame(client: meteor.Client) -> 
         assert stream.offset_at(record.time) == 0
 
 
-def test_any_time_in_an_empty_stream_is_its_end(client: meteor.Client) -> None:
+def test_offset_at_in_an_empty_stream_returns_its_end(client: meteor.Client) -> None:
     assert client.stream("s", create=True).offset_at(at(0)) == 0
     assert client.stream("s", create=True).offset_at(datetime.now(UTC)) == 0
 
@@ -323,7 +323,7 @@ def test_a_search_takes_as_many_steps_in_a_long_log_as_in_a_short_one(real: mete
 # Configuring
 
 
-def test_the_ring_holds_its_capacity_plus_at_most_one_frame_through_every_change(
+def test_the_ring_holds_its_capacity_plus_at_most_one_frame_after_every_change(
     client: meteor.Client, rng: random.Random
 ) -> None:
     capacity = 100
@@ -346,11 +346,12 @@ def test_the_ring_holds_its_capacity_plus_at_most_one_frame_through_every_change
         assert (described.next, described.frames) == (end, len(model))
         if model:
             assert described.first == model[0][0]
-            assert end - (model[0][1] + 1) < capacity  # too few without the first frame
+            # Without its first frame, the ring would hold too few records.
+            assert end - (model[0][1] + 1) < capacity
     assert offsets(stream) == list(range(model[0][0], end))
 
 
-def test_a_grown_ring_keeps_more_from_then_on(client: meteor.Client) -> None:
+def test_a_ring_with_a_raised_capacity_keeps_more_records(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=3)
     fill(stream, *[1] * 5)
     stream.configure(capacity=6)
@@ -413,7 +414,7 @@ def test_deleting_a_stream_leaves_no_key_and_does_not_touch_other_streams(
     assert all_keys(client) == before
     assert "s" not in client.streams()
     for use in (stream.describe, stream.delete, lambda: stream.offset_at(at(0)), stream.subscriber):
-        with pytest.raises(meteor.StreamNotFound, match="'s' does not exist any more"):
+        with pytest.raises(meteor.StreamNotFound, match="'s' no longer exists"):
             use()
 
 
@@ -423,7 +424,7 @@ def test_an_old_handle_cannot_delete_a_recreated_stream(client: meteor.Client) -
     new = client.stream("s", create=True)
     fill(new, 3)
     for use in (old.delete, old.subscriber, lambda: offsets(old)):
-        with pytest.raises(meteor.LogTruncated, match="created again"):
+        with pytest.raises(meteor.LogTruncated, match="recreated"):
             use()
     assert offsets(new) == [0, 1, 2]
 
@@ -510,5 +511,5 @@ def test_an_old_handle_of_a_recreated_stream_raises(client: meteor.Client) -> No
     client.stream("s", create=True)
     now = datetime.now(UTC)
     for call in (old.describe, lambda: old.offset_at(now), old.subscriber, old.delete):
-        with pytest.raises(meteor.LogTruncated, match="created again"):
+        with pytest.raises(meteor.LogTruncated, match="recreated"):
             call()

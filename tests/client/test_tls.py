@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import address
+from meteor_py.redis.connection import Connection
 from tests.conftest import require_redis
 from tests.support.servers import HOST, Server, binaries, free_port
 from tests.support.waiting import eventually
@@ -22,7 +25,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two CAs, a certificate for 127.0.0.1, and one for a client, with its key in three forms."""
+    """Create two CAs, a certificate for 127.0.0.1, and one for a client with three key files."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*args: str) -> None:
@@ -166,11 +169,60 @@ def test_only_the_given_ciphers_are_used(old_url: str, folder: Path) -> None:
 
 def test_client_sends_its_certificate(strict_url: str, folder: Path) -> None:
     trusted = {"ssl_ca_certs": folder / "ca.pem"}
-    # The client learns the reason only if it reads before its first write fails.
-    eventually(lambda: "certificate required" in refusal(connect(strict_url, **trusted)))
     own = {"ssl_certfile": folder / "client.pem", "ssl_keyfile": folder / "client.key"}
     use(connect(strict_url, **trusted, **own))
     use(connect(strict_url, **trusted, ssl_certfile=folder / "together.pem"))
+
+
+@pytest.mark.parametrize("login", [{}, {"db": 1}, {"username": "app", "password": "secret"}])
+def test_missing_client_certificate_is_named_as_the_likely_cause(
+    strict_url: str, folder: Path, login: dict[str, object]
+) -> None:
+    message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **login))
+    assert "closed the connection after the TLS handshake" in message
+    assert "If it requires a client certificate, set ssl_certfile and ssl_keyfile" in message
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    sock = connection._socket()
+    assert sock is not None
+    return sock
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after the end"])
+def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
+    strict_url: str, folder: Path, late: bool
+) -> None:
+    """A command sent at once may meet the server's alert, a later one a broken pipe or an EOF."""
+    place = address.parse(f"{strict_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'), safe='')}")
+    connection = Connection(place, 10)
+    connection.connect()
+    if late:
+        ended = select.poll()
+        ended.register(_socket_of(connection), select.POLLRDHUP)
+        assert ended.poll(10_000), "the server did not close the connection"
+    with pytest.raises(meteor.ConnectionFailed, match="set ssl_certfile and ssl_keyfile"):
+        connection.call("PING")
+
+
+def test_certificate_that_the_server_does_not_trust_is_named(strict_url: str, folder: Path) -> None:
+    own = {"ssl_certfile": folder / "other.pem", "ssl_keyfile": folder / "other.key"}
+    message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **own))
+    assert "It may not accept this client certificate" in message
+
+
+def test_connection_lost_after_a_reply_is_not_blamed_on_certificates(folder: Path) -> None:
+    server, url = start(folder, "--tls-auth-clients", "no")
+    with server:
+        place = f"{url}?ssl_ca_certs={quote(str(folder / 'ca.pem'), safe='')}"
+        for login in ("", "&db=1"):
+            connection = Connection(address.parse(place + login), 10)
+            connection.connect()
+            if not login:
+                assert connection.call("PING") == b"PONG"
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(meteor.ConnectionFailed, match="cannot be reached"):
+                connection.call("PING")
 
 
 def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) -> None:
@@ -180,7 +232,8 @@ def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) 
         "ssl_keyfile": folder / "locked",
     }
     use(connect(strict_url, **own, ssl_password=PASSWORD))
-    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):  # no prompt without one
+    # A missing password does not cause a prompt.
+    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):
         client = connect(strict_url, **own, **wrong)
         assert PASSWORD not in refusal(client) + repr(client) + str(client.address)
 
@@ -209,18 +262,39 @@ def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
         "ssl_ca_certs, ssl_ca_data, ssl_ca_path, ssl_cert_reqs, ssl_certfile, ssl_check_hostname, "
         "ssl_ciphers, ssl_keyfile, ssl_min_version, ssl_password"
     )
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain}, {tls} "):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain}, {tls}; "):
         meteor.connect("rediss://host:6380/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain} there"):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain};"):
         meteor.connect("redis://host:6379/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is an option of TLS\. Write rediss://"):
+    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is a TLS option\. Write rediss://"):
         meteor.connect("redis://host:6379/0?ssl_ca_certs=/ca.pem")
 
 
 def test_every_option_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "production" / "tls.md").read_text()
-    options = address._TLS_OPTIONS + address._OPTIONS
+    options = address._TLS_OPTIONS + address.LOGIN_OPTIONS
     assert [name for name in options if f"`{name}`" not in text] == []
+
+
+def test_lone_records_take_the_direct_line_through_tls(folder: Path, tls_url: str) -> None:
+    with meteor.connect(f"{tls_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'))}") as client:
+        stream = client.stream("direct", create=True)
+        with stream.publisher() as pub:
+            pub.publish(b"first").result(10)
+
+            def is_direct() -> bool:
+                ack = pub.publish(b"x")
+                direct = pub._sender._line.batch is ack._completion
+                ack.result(10)
+                return direct
+
+            eventually(is_direct)
+            for offset in range(stream.describe().next, 200):
+                ack = pub.publish(b"y")
+                if offset % 2:
+                    assert ack.result(10) == offset
+            pub.flush(10)
+        assert stream.describe().next == 200
 
 
 def test_publisher_notices_that_the_server_closed_its_idle_connection(

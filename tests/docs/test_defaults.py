@@ -1,4 +1,4 @@
-"""The defaults in the tables of the documents are those of the code."""
+"""The default values in the documentation tables equal those in the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meteor_py.shared.config import ConsumerConfig, SharedConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 UNITS = {"": 1, "s": 1, "records": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-#: Defaults that are not values.
+#: Documented defaults that are not literal values.
 WORDS = {"none": None, "the stream's": None, "True": True, "False": False}
 TABLES = (
     ("publish-subscribe.md", "setting", StreamConfig),
@@ -26,7 +26,7 @@ TABLES = (
 
 
 def rows(page: str, heading: str) -> Iterator[tuple[list[str], str]]:
-    """The names and the default of each row of a table."""
+    """Returns the setting names and the default of each row of a table."""
     text = (DOCS / page).read_text()
     _, found, rest = text.partition(f"| {heading} | default |")
     assert found, f"{page} has no table of each {heading!r}"
@@ -49,7 +49,7 @@ def value_of(text: str) -> Any:
 
 
 @pytest.mark.parametrize(("page", "heading", "config"), TABLES)
-def test_documented_defaults_are_those_of_the_code(page: str, heading: str, config: Any) -> None:
+def test_documented_defaults_equal_those_in_the_code(page: str, heading: str, config: Any) -> None:
     defaults = {field.name: field.default for field in fields(config)}
     documented = {
         name: value_of(default)

@@ -1,4 +1,4 @@
-"""Each example runs as a user starts it, and prints the expected output."""
+"""Each example prints the expected output when it is started like a user would start it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORD_COUNT = EXAMPLES / "spark_word_count.py"
 WINDOW = re.compile(r"(\d\d:\d\d:\d\d) to (\d\d:\d\d:\d\d): \w+ \d+(, \w+ \d+){2}")
 
 
-def test_two_terminals_prints_in_one_the_line_typed_in_the_other(
+def test_line_typed_in_one_terminal_appears_in_the_other(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METEOR_URL", url)

@@ -1,4 +1,4 @@
-"""Code blocks of the README and the documentation run as printed; links and figures hold."""
+"""Code blocks of the README and the docs run as printed; links and figures are correct."""
 
 from __future__ import annotations
 

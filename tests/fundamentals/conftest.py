@@ -1,4 +1,4 @@
-"""Fixtures for the promises: a client of an empty server."""
+"""Fixtures for these tests: a client of an empty server."""
 
 from __future__ import annotations
 

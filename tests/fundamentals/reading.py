@@ -1,4 +1,4 @@
-"""Reading whole streams, for tests that compare all of a stream with what was published."""
+"""Reads whole streams, for tests that compare them with the published records."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Exactly-once publishing: a record that was acknowledged is in the stream once.
 
 If the connection breaks before the reply arrives, the publisher sends the batch again. The server
-knows the batch by its number, so it appends nothing twice. If the publisher cannot find out what
-happened before ``delivery_timeout``, it reports that: ``OutcomeUnknown`` means "it may be in the
-stream", and any other error means "it is not".
+recognises the batch by its number, so it appends nothing twice. If the publisher cannot determine
+the outcome before ``delivery_timeout``, it reports that: ``OutcomeUnknown`` means "the record may
+be in the stream". Any other error means "it is not".
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def test_lost_request_does_not_lose_a_record(
 ) -> None:
     with far.publisher() as pub:
         pub.publish(b"first").result(10)
-        network.cut_before_request(match=PUBLISH)  # the server never sees it
+        network.cut_before_request(match=PUBLISH)  # the server never gets the request
         assert pub.publish(b"second").result(10) == 1
     assert network.counters.cuts == 1
     assert values(stream) == [b"first", b"second"]
 
 
-def test_network_that_fails_repeatedly_neither_loses_nor_duplicates_nor_reorders(
+def test_network_that_fails_repeatedly_does_not_lose_duplicate_or_reorder_records(
     far: meteor.Stream, network: Proxy, stream: meteor.Stream, rng: Random
 ) -> None:
     with far.publisher() as pub:
@@ -92,7 +92,7 @@ def test_unknown_outcome_is_reported_as_unknown(
         network.stall(lost)
         with pytest.raises(meteor.OutcomeUnknown):
             pub.publish(b"second").result(10)
-        assert (b"second" in values(stream)) == is_there  # the publisher cannot tell which
+        assert (b"second" in values(stream)) == is_there  # the publisher cannot know
         network.heal()
 
 

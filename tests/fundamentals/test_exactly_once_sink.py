@@ -1,8 +1,9 @@
 """Exactly-once sink: a batch of several workers appears once, even if they die or repeat it.
 
 Workers *stage* their part of a batch outside the stream, where readers do not see it. Then a
-committer commits all parts as one version of a writer. If the committer dies half-way, the next one
-finishes its work. If a version is committed again, nothing happens. Spark's sink is built on this.
+committer commits all parts as one version of a writer. If the committer dies half-way, the next
+committer finishes its work. Committing a version again changes nothing. Spark's sink is built on
+this.
 """
 
 from __future__ import annotations

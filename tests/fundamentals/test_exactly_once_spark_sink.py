@@ -1,7 +1,7 @@
-"""Exactly-once sink, in Spark: what ``df.writeStream`` writes is in the stream exactly once.
+"""Exactly-once sink, in Spark: each row of ``df.writeStream`` is in the stream exactly once.
 
-Spark runs a micro-batch again if the driver dies before it has noted that the batch was committed.
-The stream knows the batch by the query and its number, so the repeated batch adds nothing.
+Spark repeats a micro-batch if the driver dies before it has recorded the commit. The stream
+identifies the batch by its query and number, so the repeated batch adds nothing.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def test_micro_batch_that_spark_repeats_appears_once(
     for note in (checkpoint / "commits").iterdir():  # as if the driver had died just before
         note.unlink()
     publish(m.stream("source", create=True), range(100, 150))
-    assert batches(run_query()) == [100, 50]  # repeats the first batch, then another
+    assert batches(run_query()) == [100, 50]  # repeats the first batch, then runs another
     assert numbers(results) == list(range(150))

@@ -1,4 +1,4 @@
-"""Exclusive groups: one member of a group reads at a time, and there is always a next one.
+"""Exclusive groups: one member reads at a time, and another takes over if it stops.
 
 A group is a reliable queue over a stream. The member that holds the lease gets the records; the
 others wait. If it closes, another takes over at once. If it dies or hangs, another takes over when
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.group_members import Crew
+from tests.support.group_members import GroupHarness
 
-#: Seconds: a lease that the test waits for, and one that it never waits for.
+#: Lease TTLs in seconds: one that expires during a test, and one that does not.
 SHORT, LONG = 0.6, 60.0
 
 
@@ -27,7 +27,7 @@ def test_one_member_reads_and_the_others_wait(m: meteor.Client) -> None:
         assert (one.is_assigned, two.is_assigned) == (True, False)
 
 
-def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> None:
+def test_next_member_continues_at_once_when_a_member_closes(m: meteor.Client) -> None:
     stream = m.stream("orders", create=True)
     publish(stream, range(5))
     one = stream.subscriber(group="billing", lease_ttl=LONG)
@@ -38,16 +38,18 @@ def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> No
         assert list(two.poll(5).offsets) == [3, 4]
 
 
-def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(crew: Crew) -> None:
-    crew.fill(5)
-    one, two = crew.members(2, lease_ttl=SHORT)  # each in its own process
+def test_next_member_continues_when_the_lease_of_a_killed_member_expires(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(5)
+    one, two = harness.members(2, lease_ttl=SHORT)  # each in its own process
     assert one.poll() == [0, 1, 2, 3, 4]
     assert one.confirm(2) == 3
     one.kill()
     assert two.poll(10) == [3, 4]
 
 
-def test_when_a_member_hangs_the_next_continues(m: meteor.Client) -> None:
+def test_next_member_continues_when_a_member_hangs(m: meteor.Client) -> None:
     stream = m.stream("orders", create=True)
     publish(stream, range(5))
     with (
@@ -55,7 +57,7 @@ def test_when_a_member_hangs_the_next_continues(m: meteor.Client) -> None:
         stream.subscriber(group="billing", lease_ttl=SHORT) as two,
     ):
         assert len(hanging.poll(5)) == 5  # from here on, it does not poll
-        assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # none of them was confirmed
+        assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # no record was confirmed
         assert not hanging.is_assigned
 
 

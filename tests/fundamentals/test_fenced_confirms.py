@@ -1,9 +1,10 @@
 """Fenced confirms: only the member that holds the lease can confirm.
 
 Each time a member acquires the lease, a new term with a higher number begins. The server checks the
-term of every confirm. A member that was cut off, paused or replaced, and does not know it yet, gets
-``LeaseLost``, and its confirm changes nothing. A confirm that took effect before the lease was lost
-is reported as such, even if its reply was lost. Confirmed offsets never go back.
+term of every confirm. If a member was cut off, paused or replaced and has not noticed yet, its
+confirm raises ``LeaseLost`` and changes nothing. If a confirm took effect before the member lost
+its lease, it is reported as successful, even if its reply was lost. Confirmed offsets never
+decrease.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.group_members import Crew, Refused
+from tests.support.group_members import GroupHarness, Refused
 
 
 def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
@@ -30,9 +31,9 @@ def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
         assert stream.group("billing").confirmed == 4
 
 
-def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> None:
-    crew.fill(10)
-    zombie, heir = crew.members(2, lease_ttl=0.6)  # each in its own process
+def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(harness: GroupHarness) -> None:
+    harness.fill(10)
+    zombie, heir = harness.members(2, lease_ttl=0.6)  # each in its own process
     assert len(zombie.poll()) == 10
     zombie.pause()
     assert len(heir.poll(10)) == 10
@@ -40,7 +41,7 @@ def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> 
     zombie.resume()
     with pytest.raises(Refused, match="LeaseLost"):
         zombie.confirm(7)
-    assert crew.stream.group(crew.group).confirmed == 4
+    assert harness.stream.group(harness.group).confirmed == 4
 
 
 def test_owner_is_fenced_when_its_group_is_moved_by_hand(m: meteor.Client) -> None:

@@ -1,8 +1,8 @@
-"""One log: with a store, a stream never forgets, and readers do not notice where records are.
+"""One log: with a store, a stream keeps every record, and readers need not know where it is.
 
 The archiver writes records to Parquet files before the ring may drop them. Readers and groups see
 one log from offset 0 to the newest record: they read the old part from the files, and the rest from
-the ring. If the archiver falls behind, publishers wait and then fail; the ring drops nothing that
+the ring. If the archiver falls behind, publishers wait and then fail; the ring drops no record that
 is not in the store.
 """
 
@@ -19,7 +19,7 @@ from tests.fundamentals.reading import numbers, publish
 
 @pytest.fixture
 def stream(m: meteor.Client, tmp_path: Path) -> meteor.Stream:
-    """100 records, of which the ring holds the last 10, and the store all but the last 5."""
+    """A stream of 100 records: the ring holds the last 10, the store all but the last 5."""
     stream = m.stream("trades", capacity=10, store=tmp_path / "store", archive=False)
     with stream.archiver(segment_records=30, segment_age=0.0).start():
         publish(stream, range(95))
@@ -29,7 +29,7 @@ def stream(m: meteor.Client, tmp_path: Path) -> meteor.Stream:
     return stream
 
 
-def test_everything_is_read_though_the_ring_is_small(stream: meteor.Stream) -> None:
+def test_all_records_are_read_even_if_the_ring_is_small(stream: meteor.Stream) -> None:
     assert stream.describe().length <= 15
     assert numbers(stream) == list(range(100))
 

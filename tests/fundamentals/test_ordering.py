@@ -1,7 +1,7 @@
-"""Order: a stream is one sequence, and every reader sees it in that sequence.
+"""Order: a stream is one sequence of records, and every reader sees them in that order.
 
 Records have the offsets 0, 1, 2... without holes. The records of one publisher stay in the order in
-which it published them, no matter how many publish at the same time. Shared subscribers work in
+which it published them, no matter how many publishers are active. Shared subscribers work in
 parallel, but the records of one ordering key are processed in order, by one consumer at a time.
 """
 
@@ -90,7 +90,7 @@ def test_records_of_one_key_are_processed_in_order_by_one_consumer_at_a_time(
     assert done == {b"cart-%d" % k: list(range(k, 200, 7)) for k in range(7)}
 
 
-def test_record_that_fails_holds_back_its_key_and_no_other(m: meteor.Client) -> None:
+def test_failed_record_holds_back_only_its_own_key(m: meteor.Client) -> None:
     stream = m.stream("carts", ordering_key="key")
     with stream.publisher() as pub:
         pub.publish_many([b"add", b"add", b"pay"], keys=[b"cart-1", b"cart-2", b"cart-1"])

@@ -1,4 +1,4 @@
-"""Upgrading keeps your data: this version opens whatever version 0.1 left behind.
+"""Upgrading keeps your data: this version continues all state that version 0.1 wrote.
 
 Streams, subscriber groups, shared groups, peer groups, stores and unfinished transactions continue
 where they left off, on Valkey and Redis, even if members died or were alive when 0.1 was stopped.
@@ -41,7 +41,7 @@ def values(stream: meteor.Stream, start: int = 0) -> list[bytes]:
     return [value for batch in stream.read(start) for value in batch.values()]
 
 
-def test_fixture_is_loaded_key_by_key_as_0_1_left_it(
+def test_fixture_restores_every_key_that_0_1_wrote(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     with plain_client(any_url) as plain:
@@ -105,7 +105,7 @@ def test_publishing_continues_at_the_next_offset(m: meteor.Client) -> None:
     assert values(orders, 9) == [b"nine", b"ten", b"eleven", b"twelve", b"thirteen"]
 
 
-def test_ring_written_by_0_1_still_names_what_it_has_dropped(m: meteor.Client) -> None:
+def test_records_dropped_under_0_1_are_reported_with_their_offsets(m: meteor.Client) -> None:
     with m.stream("ring", create=True).subscriber() as sub:
         sub.seek(0)
         with pytest.raises(meteor.RecordsLost) as lost:
@@ -115,7 +115,7 @@ def test_ring_written_by_0_1_still_names_what_it_has_dropped(m: meteor.Client) -
         assert list(sub.poll(5).offsets) == list(range(30, 40))
 
 
-def test_limits_apply_to_what_0_1_has_published(m: meteor.Client) -> None:
+def test_limits_apply_to_records_published_by_0_1(m: meteor.Client) -> None:
     orders = m.stream("orders")
     assert (orders.config.max_age, orders.config.max_bytes, orders.config.retain) == (None,) * 3
     assert orders.repair().healthy
@@ -162,7 +162,7 @@ def test_group_written_by_0_1_continues_at_its_confirmed_offset(m: meteor.Client
     assert orders.group("billing").confirmed == 11
 
 
-def test_group_that_0_1_only_started_begins_at_its_start(m: meteor.Client) -> None:
+def test_unconfirmed_group_written_by_0_1_begins_at_its_start(m: meteor.Client) -> None:
     orders = m.stream("orders", create=True)
     with pytest.raises(meteor.NoConfirmedOffset):
         orders.subscriber(group="audit", initial_offset="none")
@@ -201,7 +201,7 @@ def offsets_by_key(records: list[meteor.SharedRecord]) -> dict[bytes | None, lis
     return {key: [r.offset for r in records if r.key == key] for key in {r.key for r in records}}
 
 
-def test_shared_group_written_by_0_1_delivers_what_was_not_settled_once_and_in_key_order(
+def test_shared_group_written_by_0_1_delivers_unsettled_records_once_and_in_key_order(
     m: meteor.Client,
 ) -> None:
     carts = m.stream("carts", create=True)
@@ -260,7 +260,7 @@ def test_peer_group_written_by_0_1_has_its_settings_members_and_values(m: meteor
         assert group.term > 0
 
 
-def test_member_that_was_alive_under_0_1_expires_and_the_next_term_is_higher(
+def test_member_that_was_alive_under_0_1_expires_and_the_next_term_has_a_higher_number(
     m: meteor.Client,
 ) -> None:
     with m.peer_group("workers") as group:
@@ -313,7 +313,7 @@ def test_archiver_continues_where_0_1_stopped(m: meteor.Client, store: Path) -> 
     assert values(trades) == [b"trade %d" % n for n in range(60)]
 
 
-def test_lost_server_of_0_1_is_resumed_from_its_store(
+def test_stream_of_0_1_is_resumed_from_its_store_after_its_server_was_lost(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     m.redis.flushall()

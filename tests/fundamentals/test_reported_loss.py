@@ -1,10 +1,10 @@
-"""Reported loss: when records are gone, readers and publishers learn exactly which.
+"""Reported loss: if records are lost, readers and publishers learn exactly which ones.
 
-A ring drops its oldest records. A reader that was too slow gets ``RecordsLost`` with the first and
-last offset that it has missed. A server that crashes may come back without the records that it
+A ring drops its oldest records. A reader that is too slow gets ``RecordsLost`` with the first and
+last offset that it missed. A server that crashes may come back without the records that it
 acknowledged last. A client that has seen them gets ``LogTruncated`` with the first and last offset
-that the server has lost. Both are raised until ``skip_gap()`` is called; nothing is skipped
-silently.
+that the server has lost. Readers raise the error until ``skip_gap()`` is called; no record is
+skipped silently.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
         with stream.subscriber(initial_offset="earliest") as sub:
             assert [next(iter(sub)).offset for _ in range(20)] == list(range(20))
             server.kill()
-            server.restart()  # with the records that it has saved: 0 to 9
+            server.restart()  # with the records that it had saved: 0 to 9
             publish(stream, range(110, 115))  # other records get the offsets 10 to 14
             with pytest.raises(meteor.LogTruncated) as lost:
                 sub.poll(5)

@@ -1,4 +1,4 @@
-"""One fetch holds a bounded number of bytes, whatever the size of the frames before it."""
+"""One fetch returns a bounded number of bytes, whatever the size of earlier frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stream(url: str) -> Iterator[meteor.Stream]:
     with meteor.connect(url) as m:
         stream = m.stream("s", capacity=100_000)
         yield stream
-        stream.delete()  # a large value left behind would slow down the next test
+        stream.delete()  # large values left on the server would slow down the next test
 
 
 def publish_small(stream: meteor.Stream, frames: int = SMALL) -> None:
@@ -51,7 +51,7 @@ def fetches(stream: meteor.Stream) -> int:
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
 
 
-def test_fetch_is_bounded_when_frames_grow_after_the_last_one(stream: meteor.Stream) -> None:
+def test_fetch_is_bounded_when_frames_grow_after_the_last_fetch(stream: meteor.Stream) -> None:
     publish_small(stream)
     with stream.subscriber(initial_offset="earliest") as sub:
         fetch_sizes(sub, SMALL)
@@ -72,12 +72,12 @@ def test_fetch_is_bounded_if_an_older_release_has_written_the_frames(stream: met
     stream.client.redis.hdel(keys.meta("s"), "large")
     with stream.subscriber(initial_offset="earliest") as sub:
         assert max(fetch_sizes(sub, SMALL + BIG_FRAMES)) <= FETCH_BYTES_MAX
-    publish_small(stream, 1)  # this publish notes that frames before it may be large
+    publish_small(stream, 1)  # this publish records that earlier frames may be large
     with stream.subscriber(initial_offset="earliest") as sub:
         assert max(fetch_sizes(sub, SMALL + BIG_FRAMES + 1)) <= FETCH_BYTES_MAX
 
 
-def test_small_frames_are_fetched_together_after_large_ones(stream: meteor.Stream) -> None:
+def test_small_frames_are_fetched_together_after_large_frames(stream: meteor.Stream) -> None:
     with stream.publisher(max_record_bytes=len(BIG)) as pub:
         pub.publish(BIG).result(10)
     publish_small(stream, 8 * FETCH_FRAMES_MAX)

@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
     @rule(really=st.integers(0, 5))
     def kill(self, really: int) -> None:
         if really:
-            return  # a restart takes as long as a hundred other steps
+            return  # restart rarely: it takes as long as a hundred other steps
         self.restarts += 1
         self.server.kill()
         self.server.restart()
@@ -257,7 +257,7 @@ class Machine(RuleBasedStateMachine):
             self.tail.skip_gap()
             self.skipping = True
         else:
-            if self.skipping and batch:  # records dropped meanwhile are part of the gap
+            if self.skipping and batch:  # records dropped in the meantime are part of the gap
                 assert self.tail.skipped == skipped + batch.first_offset - position
                 position = max(position, self.model.first)
             self.skipping = False

@@ -1,4 +1,4 @@
-"""``stream.repair()``: removing entries that no publisher wrote from a log.
+"""``stream.repair()`` removes entries from a log that no publisher wrote.
 
 A foreign entry beyond the end stops publishing, even after it is deleted. A repair keeps every
 frame with its offset, while publishers and subscribers stay open.
@@ -83,7 +83,7 @@ def test_publishing_continues_after_an_entry_beyond_the_end_is_removed(
     assert stream.repair().healthy
 
 
-def test_publishing_continues_though_the_entry_was_deleted_by_hand(
+def test_publishing_continues_after_the_entry_was_deleted_by_hand(
     stream: meteor.Stream, plain: Any
 ) -> None:
     plain.xdel(LOG, plain.xadd(LOG, {"user": "1"}))
@@ -102,16 +102,14 @@ def test_foreign_entries_between_frames_are_removed(stream: meteor.Stream, plain
     ]
     for n, fields in enumerate(strange):
         plain.xadd(LOG, fields, id=f"9-{3 + n}")
-    plain.xadd(LOG, {"t": "1", "0v": "x"}, id="9-99")  # more records than there are
+    plain.xadd(LOG, {"t": "1", "0v": "x"}, id="9-99")  # claims more records than the log has
     publish(stream, 2)
     report = stream.repair(dry_run=False)
     assert (report.frames, report.foreign, report.blocked) == (6, 7, False)
     assert values(stream) == [*TEN, b"0", b"1"]
 
 
-def test_log_of_nothing_but_foreign_entries_becomes_empty(
-    client: meteor.Client, plain: Any
-) -> None:
+def test_log_with_only_foreign_entries_becomes_empty(client: meteor.Client, plain: Any) -> None:
     stream = client.stream("s", create=True)
     for _ in range(1_200):
         plain.xadd(LOG, {"user": "1"})

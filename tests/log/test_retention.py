@@ -1,7 +1,7 @@
 """Retention of the ring by age and by bytes: ``max_age`` and ``max_bytes`` of a stream.
 
 Publishing drops records that exceed a limit, in any mix of frames. It keeps the newest frame and
-records that are not archived. New limits also apply to the records that are in the ring already.
+records that are not archived. New limits also apply to records that are already in the ring.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_publishing_drops_records_older_than_max_age(client: meteor.Client, cloc
     assert stream.bounds() == (21, 22)
 
 
-def test_steady_publishing_keeps_records_for_max_age_and_a_32nd_more(
+def test_steady_publishing_drops_records_at_most_a_32nd_of_max_age_late(
     client: meteor.Client, clock: Clock
 ) -> None:
     stream = client.stream("s", max_age=3200)
@@ -158,7 +158,7 @@ def test_steady_publishing_keeps_records_for_max_age_and_a_32nd_more(
     assert 64 <= end - first <= 64 + 3
 
 
-def test_reader_gets_the_range_that_max_age_dropped(client: meteor.Client, clock: Clock) -> None:
+def test_reader_learns_which_records_max_age_dropped(client: meteor.Client, clock: Clock) -> None:
     stream = client.stream("s", max_age=10)
     with stream.subscriber() as sub:
         publish_each(stream, 10)
@@ -189,7 +189,7 @@ def test_one_publish_drops_a_bounded_number_of_records(client: meteor.Client, cl
 # Changing the limits
 
 
-def test_new_limit_of_bytes_applies_to_records_in_the_ring(client: meteor.Client) -> None:
+def test_new_byte_limit_applies_to_records_in_the_ring(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     publish_each(stream, 700)
     stream.configure(max_bytes=4_200)
@@ -201,9 +201,7 @@ def test_new_limit_of_bytes_applies_to_records_in_the_ring(client: meteor.Client
     assert 800 <= stream.bounds()[0] <= 812
 
 
-def test_new_limit_of_age_applies_to_records_in_the_ring(
-    client: meteor.Client, clock: Clock
-) -> None:
+def test_new_age_limit_applies_to_records_in_the_ring(client: meteor.Client, clock: Clock) -> None:
     stream = client.stream("s", create=True)
     for _ in range(10):
         publish_each(stream, 10)
@@ -240,7 +238,7 @@ def test_open_publisher_obeys_limits_set_later(client: meteor.Client) -> None:
     assert stream.bounds()[0] > 90
 
 
-def test_configure_that_dies_before_it_has_measured_the_ring_leaves_working_limits(
+def test_limits_work_even_if_configure_dies_before_it_has_measured_the_ring(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = client.stream("s", create=True)
@@ -277,7 +275,7 @@ def test_invalid_limits_are_refused(client: meteor.Client, name: str) -> None:
 # With a store
 
 
-def test_unarchived_records_outlive_every_limit(url: str, tmp_path: Path) -> None:
+def test_unarchived_records_are_kept_beyond_every_limit(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", store=tmp_path, archive=False, max_bytes=1_000, max_age=0.001)
         publish_each(stream, 300)
@@ -293,7 +291,7 @@ def test_unarchived_records_outlive_every_limit(url: str, tmp_path: Path) -> Non
         assert sum(len(batch) for batch in stream.read(0)) == 351
 
 
-def test_marks_stay_bounded_while_the_archiver_is_away(client: meteor.Client) -> None:
+def test_marks_stay_bounded_while_no_archiver_runs(client: meteor.Client) -> None:
     stream = client.stream("s", max_bytes=3_200)
     client.redis.hset(keys.meta("s"), mapping={"archived": 0, "max_unarchived": 10**6})
     publish_each(stream, 1_000, size=100)

@@ -1,7 +1,7 @@
-"""Records that the ring has dropped are read from the store: to any reader, both are one log.
+"""Readers get records that the ring has dropped from the store: ring and store are one log.
 
-The other files: missing records and unavailable stores (test_splice_gaps), prefetching
-(test_splice_ahead), groups, processes and failovers (test_splice_groups), random operations
+Other files cover missing records and unavailable stores (test_splice_gaps), prefetching
+(test_splice_ahead), groups, processes and failovers (test_splice_groups), and random operations
 (test_splice_model).
 """
 
@@ -89,7 +89,7 @@ def test_all_of_25_records_are_read_from_a_ring_of_ten_and_a_store(
             with stream.publisher() as pub:
                 for n in range(25):
                     pub.publish(value(n)).result()
-            assert read(stream) == list(range(25))  # in the ring, in the store, or in both
+            assert read(stream) == list(range(25))  # from ring, store or both
             assert stream.store.flush() == 25
         assert stream.describe().length == 10
         stream.seek_group("g", 0)
@@ -218,7 +218,7 @@ def test_records_of_every_shape_are_the_same_in_store_and_ring(
 # Moving
 
 
-def test_any_offset_in_store_or_ring_can_be_sought(stream: meteor.Stream) -> None:
+def test_seek_reaches_any_offset_in_store_and_ring(stream: meteor.Stream) -> None:
     fill_segments(stream, 4, 9, 3)
     fill(stream, 6, 3)
     with stream.subscriber() as sub:
@@ -264,7 +264,7 @@ def check_times(stream: meteor.Stream) -> None:
             assert sub.poll(timeout=0, max_records=1)[0].appended == record.appended
 
 
-def test_times_are_found_in_the_store_in_the_ring_and_between_them(
+def test_times_are_found_in_the_store_in_the_ring_and_where_they_meet(
     any_url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -308,7 +308,7 @@ def test_the_row_group_that_contains_a_time_is_found(
     check_times(stream)
 
 
-def test_a_description_has_the_first_readable_record_and_the_archived_bounds(
+def test_describe_returns_the_first_readable_offset_and_the_archived_bounds(
     stream: meteor.Stream,
 ) -> None:
     def seen() -> tuple[int, int, int, int | None]:
@@ -368,7 +368,7 @@ def test_only_readers_of_archived_records_notice_that_the_store_is_gone(
             assert drain(sub) == list(range(18, 28))
             sub.seek(17)
             for _ in range(2):
-                with pytest.raises(meteor.StoreMismatch, match="nothing is there"):
+                with pytest.raises(meteor.StoreMismatch, match="there is no store"):
                     sub.poll()
             assert sub.position == 17
             with pytest.raises(meteor.StoreMismatch):

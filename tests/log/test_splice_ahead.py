@@ -1,4 +1,4 @@
-"""A sequential reader of a store prefetches the next batch, and reads nothing more.
+"""A sequential reader of a store prefetches the next batch and nothing beyond it.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
 close or a change of the stream.
@@ -23,7 +23,7 @@ from meteor_py.store.storage import LocalStorage
 from tests.support.group_members import Process
 from tests.support.readers import background, check_values, drain, fill
 from tests.support.stored_streams import (
-    Watched,
+    ObservedStore,
     archive,
     fill_segments,
     kept,
@@ -39,12 +39,14 @@ END = 70
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Watched:
-    return Watched(tmp_path)
+def store(tmp_path: Path) -> ObservedStore:
+    return ObservedStore(tmp_path)
 
 
 @pytest.fixture
-def stream(url: str, store: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[meteor.Stream]:
+def stream(
+    url: str, store: ObservedStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[meteor.Stream]:
     """Segments of 30 records, row groups of five, and a ring of ten."""
     monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 5)
     with meteor.connect(url) as m:
@@ -65,7 +67,7 @@ def threads() -> list[str]:
 
 
 def test_sequential_reader_finds_the_next_batch_already_fetched(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         assert check_values(sub.poll(timeout=0)) == [0, 1, 2, 3, 4]
@@ -78,9 +80,9 @@ def test_sequential_reader_finds_the_next_batch_already_fetched(
 
 
 def test_reader_that_seeks_often_prefetches_nothing(
-    stream: meteor.Stream, store: Watched, rng: random.Random
+    stream: meteor.Stream, store: ObservedStore, rng: random.Random
 ) -> None:
-    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # no target continues a batch
+    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # never where a batch ends
     with stream.subscriber() as sub:
         for target in targets:
             sub.seek(target)
@@ -106,7 +108,7 @@ def test_a_seek_to_the_prefetched_offset_works(stream: meteor.Stream) -> None:
 
 
 def test_an_error_while_prefetching_is_raised_when_its_batch_is_due(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     def fail(first: int) -> None:
         if first == 10 and store.batches.count(10) == 1:
@@ -137,7 +139,7 @@ def test_two_subscribers_of_one_stream_object_do_not_interfere(
     assert seen == [list(range(END))] * 2
 
 
-def test_a_reply_to_a_fetch_sent_ahead_is_not_taken_for_the_reply_to_another_command(
+def test_a_reply_to_a_prefetch_is_not_mistaken_for_the_reply_to_another_command(
     url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(url) as m:
@@ -160,7 +162,7 @@ def test_a_reply_to_a_fetch_sent_ahead_is_not_taken_for_the_reply_to_another_com
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15, 30, 55])
 def test_ctrl_c_while_reading_the_store_neither_loses_nor_duplicates_a_record(
-    stream: meteor.Stream, store: Watched, when: int
+    stream: meteor.Stream, store: ObservedStore, when: int
 ) -> None:
     def interrupt(first: int) -> None:
         if first == when and store.batches.count(when) < 3:
@@ -218,7 +220,7 @@ def interrupt_main() -> None:
 
 
 def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
 
@@ -242,7 +244,7 @@ def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15])
 def test_close_in_another_thread_ends_a_poll_that_waits_for_the_store(
-    stream: meteor.Stream, store: Watched, when: int
+    stream: meteor.Stream, store: ObservedStore, when: int
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
 
@@ -277,11 +279,11 @@ FORK = """
 import os, sys, threading
 import meteor_py as meteor
 from tests.support.readers import check_values, drain
-from tests.support.stored_streams import Watched, read_ahead_of
+from tests.support.stored_streams import ObservedStore, read_ahead_of
 
 url, root, state = sys.argv[1:]
 parent, begun, finish = os.getpid(), threading.Event(), threading.Event()
-store = Watched(root)
+store = ObservedStore(root)
 
 def hold(first):
     if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
@@ -323,14 +325,14 @@ def test_after_a_fork_parent_and_child_continue_despite_a_prefetched_batch(
 # Reading no more than needed
 
 
-class Counted(io.FileIO):
+class CountingFile(io.FileIO):
     """A file that adds the bytes read to the total of all files."""
 
     total = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(-1 if size is None else size)
-        Counted.total += len(data)
+        CountingFile.total += len(data)
         return data
 
 
@@ -341,14 +343,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def open_counted(folder: LocalStorage, path: str) -> Any:
         paths.append(path)
-        return pa.PythonFile(Counted(folder._inside(path)), mode="r")
+        return pa.PythonFile(CountingFile(folder._inside(path)), mode="r")
 
     monkeypatch.setattr(LocalStorage, "open", open_counted)
-    monkeypatch.setattr(Counted, "total", 0)
+    monkeypatch.setattr(CountingFile, "total", 0)
     return paths
 
 
-def test_one_record_among_many_segments_opens_at_most_three_files(
+def test_reading_one_record_among_many_segments_opens_at_most_three_files(
     url: str, tmp_path: Path, opened: list[str], rng: random.Random
 ) -> None:
     with meteor.connect(url) as m:
@@ -361,7 +363,7 @@ def test_one_record_among_many_segments_opens_at_most_three_files(
             assert len(opened) <= 3
 
 
-def test_one_record_is_read_without_the_rest_of_its_file(
+def test_reading_one_record_does_not_read_the_rest_of_its_file(
     url: str, tmp_path: Path, opened: list[str], rng: random.Random
 ) -> None:
     values = [rng.randbytes(1_000) for _ in range(40_000)]  # incompressible
@@ -374,10 +376,10 @@ def test_one_record_is_read_without_the_rest_of_its_file(
         (path,) = segments(tmp_path)
         assert path.stat().st_size > 40_000_000
         for target in (0, 12_345, 39_000):
-            Counted.total = 0
+            CountingFile.total = 0
             (batch,) = stream.read(target, target + 1)
             assert batch.values() == [values[target]]
-            assert 0 < Counted.total < 6_000_000
+            assert 0 < CountingFile.total < 6_000_000
 
 
 def test_sequential_reader_does_not_open_a_file_for_each_batch(

@@ -41,7 +41,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def stream(client: meteor.Client, tmp_path: Path) -> meteor.Stream:
-    """The store has 0 to 49 in segments of ten, the ring 40 to 49."""
+    """The store holds offsets 0 to 49 in segments of ten; the ring holds 40 to 49."""
     stream = kept(client, tmp_path)
     fill_segments(stream, *[10] * 5)
     return stream
@@ -266,7 +266,7 @@ def test_damage_in_one_row_group_leaves_the_other_row_groups_readable(
 
 
 @pytest.mark.parametrize("damage", [fill_with_noise, partial(flip, name="appended")])
-def test_seeking_a_time_in_a_damaged_segment_is_a_clear_error(
+def test_seeking_a_time_in_a_damaged_segment_raises_a_clear_error(
     stream: meteor.Stream, segment: Path, rng: random.Random, damage: Damage
 ) -> None:
     (record,) = (record for batch in stream.read(15, 16) for record in batch)
@@ -381,7 +381,7 @@ def test_reader_waits_for_a_store_that_is_briefly_unavailable(
 
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
-def test_a_store_that_stays_unavailable_is_an_error_that_loses_nothing(
+def test_a_store_that_stays_unavailable_raises_an_error_and_loses_nothing(
     stream: meteor.Stream, tmp_path: Path, on_gap: OnGap
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -405,7 +405,7 @@ def test_a_store_that_stays_unavailable_is_an_error_that_loses_nothing(
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_store_that_returns_during_the_check_is_not_taken_for_an_empty_one(
+def test_a_store_that_returns_during_the_check_is_not_considered_empty(
     stream: meteor.Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -449,7 +449,7 @@ def test_reading_the_store_of_a_deleted_stream_raises_stream_not_found(
                 sub.poll(timeout=0)
 
 
-def test_a_recreated_stream_does_not_show_archived_records_of_the_old_one(
+def test_a_recreated_stream_does_not_return_archived_records_of_the_deleted_stream(
     client: meteor.Client, stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:

@@ -1,4 +1,4 @@
-"""Groups, processes and failovers over a store and a ring: each record once, from the right branch.
+"""With a store, groups get each record once and from the right branch, even after failovers.
 
 A group starts, is moved and continues in the store as it does in the ring. Readers in other
 processes keep up while the ring is trimmed. A batch from the store is delivered only if the stream
@@ -17,12 +17,12 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from tests.support.group_members import STREAM, Crew, Member
-from tests.support.proxied_stream import Pair, poll_until
+from tests.support.group_members import STREAM, GroupHarness, Member
+from tests.support.proxied_stream import ReplicatedStream, poll_until
 from tests.support.readers import background, check_values, value
 from tests.support.stored_streams import (
     NAME,
-    Watched,
+    ObservedStore,
     archive,
     archiving,
     fill_segments,
@@ -33,17 +33,17 @@ from tests.support.stored_streams import (
 
 
 @pytest.fixture
-def stored(url: str, tmp_path: Path) -> Iterator[Crew]:
-    """The store has 0 to 49 in segments of ten, the ring 40 to 49."""
-    with Crew(url, store=tmp_path, capacity=10, archive=False) as crew:
-        fill_segments(crew.stream, *[10] * 5)
-        yield crew
+def stored(url: str, tmp_path: Path) -> Iterator[GroupHarness]:
+    """The store holds offsets 0 to 49 in segments of ten; the ring holds 40 to 49."""
+    with GroupHarness(url, store=tmp_path, capacity=10, archive=False) as harness:
+        fill_segments(harness.stream, *[10] * 5)
+        yield harness
 
 
 # Positions of groups
 
 
-def test_a_new_group_begins_with_the_first_record_of_the_store(stored: Crew) -> None:
+def test_a_new_group_begins_with_the_first_record_of_the_store(stored: GroupHarness) -> None:
     stored.stream.store.expire(offset=20)
     sub = stored.subscriber()
     assert sub.position == 20
@@ -53,7 +53,7 @@ def test_a_new_group_begins_with_the_first_record_of_the_store(stored: Crew) -> 
     assert late.position == 50
 
 
-def test_a_group_moved_to_an_archived_offset_continues_there(stored: Crew) -> None:
+def test_a_group_moved_to_an_archived_offset_continues_there(stored: GroupHarness) -> None:
     stream = stored.stream
     time = datetime.fromtimestamp(records_of(stream, 25, 26)[0].appended / 1000, UTC)
     for place, first in ((48, 48), (13, 13), (time, stream.offset_at(time)), ("earliest", 0)):
@@ -70,7 +70,7 @@ def test_a_group_moved_to_an_archived_offset_continues_there(stored: Crew) -> No
 
 
 @pytest.mark.parametrize("at", [3, 27, 45])
-def test_a_checkpoint_is_resumed_in_ring_or_store(stored: Crew, at: int) -> None:
+def test_a_checkpoint_is_resumed_in_ring_or_store(stored: GroupHarness, at: int) -> None:
     stream = stored.stream
     with stream.subscriber() as reader:
         reader.seek(at)
@@ -86,15 +86,15 @@ def test_a_checkpoint_is_resumed_in_ring_or_store(stored: Crew, at: int) -> None
 def test_a_member_fenced_while_it_reads_the_store_delivers_nothing(
     url: str, tmp_path: Path
 ) -> None:
-    store = Watched(tmp_path, STREAM)
-    with Crew(url, store=store, capacity=10, archive=False) as crew:
-        fill_segments(crew.stream, *[10] * 5)
-        sub = crew.subscriber()
+    store = ObservedStore(tmp_path, STREAM)
+    with GroupHarness(url, store=store, capacity=10, archive=False) as harness:
+        fill_segments(harness.stream, *[10] * 5)
+        sub = harness.subscriber()
         assert check_values(sub.poll(timeout=5)) == list(range(10))
-        store.on_batch = lambda first: crew.take_away() if first == 10 else None
+        store.on_batch = lambda first: harness.take_away() if first == 10 else None
         assert not sub.poll(timeout=0.2)
         assert 10 in store.batches
-        assert crew.owner == "somebody"
+        assert harness.owner == "somebody"
 
 
 # Processes
@@ -144,10 +144,10 @@ def publish_all(stream: meteor.Stream, rng: random.Random) -> None:
 def test_two_processes_read_everything_while_the_ring_is_trimmed(
     url: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    with Crew(url, store=tmp_path, capacity=50, archive=False) as crew:
-        readers = [crew.program(READER, str(END), str(rng.random())) for _ in range(2)]
-        with archiving(crew.stream, segment_records=1):
-            publish_all(crew.stream, rng)
+    with GroupHarness(url, store=tmp_path, capacity=50, archive=False) as harness:
+        readers = [harness.program(READER, str(END), str(rng.random())) for _ in range(2)]
+        with archiving(harness.stream, segment_records=1):
+            publish_all(harness.stream, rng)
             for reader in readers:
                 end, changes = map(int, reader.read(60).split())
                 assert end == END
@@ -158,8 +158,8 @@ def test_two_processes_read_everything_while_the_ring_is_trimmed(
 def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_store(
     url: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    with Crew(url, store=tmp_path, capacity=50, archive=False) as crew:
-        members = crew.members(2, lease_ttl=0.5)
+    with GroupHarness(url, store=tmp_path, capacity=50, archive=False) as harness:
+        members = harness.members(2, lease_ttl=0.5)
         confirmed = 0
 
         def read(member: Member, until: int) -> None:
@@ -175,22 +175,22 @@ def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_s
                 begun = True
 
         with (
-            archiving(crew.stream, segment_records=1),
-            background(lambda _: publish_all(crew.stream, rng)),
+            archiving(harness.stream, segment_records=1),
+            background(lambda _: publish_all(harness.stream, rng)),
         ):
             first, second = members
-            if crew.owner == second.name:
+            if harness.owner == second.name:
                 first, second = second, first
             read(first, 3_000)
             first.poll(20, 10)  # not confirmed
             first.kill()
             read(second, 9_000)
             second.poll(20, 10)
-            third = crew.member(lease_ttl=0.5)
+            third = harness.member(lease_ttl=0.5)
             second.pause()
             read(third, END)
             second.resume()
-            assert crew.confirmed == END
+            assert harness.confirmed == END
             assert second.poll(0.2) == []
 
 
@@ -209,28 +209,28 @@ def publish(stream: meteor.Stream, branch: str, start: int, stop: int) -> None:
             assert pub.publish_many(values).result(10) == first
 
 
-def after_fail_over(pair: Pair) -> meteor.Stream:
-    pair.fail_over()
-    return pair.bench.client.stream(NAME, create=False)
+def after_fail_over(replicated: ReplicatedStream) -> meteor.Stream:
+    replicated.fail_over()
+    return replicated.proxied.client.stream(NAME, create=False)
 
 
 @pytest.fixture
-def lagging(pair: Pair, tmp_path: Path) -> Pair:
-    """The replica has 50 records, 40 of them archived; the primary 100, all archived."""
-    stream = kept(pair.bench.client, tmp_path, max_unarchived=1_000)
+def lagging(replicated: ReplicatedStream, tmp_path: Path) -> ReplicatedStream:
+    """The replica has 50 records, 40 of them archived. The primary has 100, all archived."""
+    stream = kept(replicated.proxied.client, tmp_path, max_unarchived=1_000)
     for first in range(0, 40, 10):
         publish(stream, "a", first, first + 10)
         archive(stream)
     publish(stream, "a", 40, 50)
-    pair.lag()
+    replicated.lag()
     publish(stream, "a", 50, 100)
     archive(stream)
-    return pair
+    return replicated
 
 
-def reader(pair: Pair, stack: ExitStack) -> meteor.Subscriber:
+def reader(replicated: ReplicatedStream, stack: ExitStack) -> meteor.Subscriber:
     """Return a subscriber that connects through the proxy, so it survives the failover."""
-    stream = pair.bench.through.stream(NAME, create=False)
+    stream = replicated.proxied.through.stream(NAME, create=False)
     return stack.enter_context(stream.subscriber(initial_offset="earliest"))
 
 
@@ -238,7 +238,9 @@ def read_to(sub: meteor.Subscriber, end: int) -> list[bytes]:
     return poll_until(sub, lambda _: sub.position >= end)
 
 
-def test_records_that_the_server_lost_are_not_read_from_the_store(lagging: Pair) -> None:
+def test_records_that_the_server_lost_are_not_read_from_the_store(
+    lagging: ReplicatedStream,
+) -> None:
     with ExitStack() as stack:
         subs = [reader(lagging, stack) for _ in range(3)]
         for sub, position in zip(subs, (10, 30, 40), strict=True):
@@ -257,7 +259,9 @@ def test_records_that_the_server_lost_are_not_read_from_the_store(lagging: Pair)
         assert [flaw for flaw in stream.store.verify() if not flaw.harmless] == []
 
 
-def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(lagging: Pair) -> None:
+def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(
+    lagging: ReplicatedStream,
+) -> None:
     with ExitStack() as stack:
         ahead, between = reader(lagging, stack), reader(lagging, stack)
         assert read_to(ahead, 100) == numbered("a", 0, 100)
@@ -275,7 +279,9 @@ def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(laggin
             assert read_to(sub, 200) == numbered("b", 50, 200)
 
 
-def test_a_failover_does_not_affect_a_reader_of_older_archived_records(lagging: Pair) -> None:
+def test_a_failover_does_not_affect_a_reader_of_older_archived_records(
+    lagging: ReplicatedStream,
+) -> None:
     with ExitStack() as stack:
         sub = reader(lagging, stack)
         values: list[bytes] = []
@@ -325,7 +331,7 @@ def test_a_batch_prefetched_in_an_old_epoch_is_not_delivered_after_a_seek(
 def test_a_batch_read_before_a_new_epoch_is_not_delivered(
     url: str, tmp_path: Path, when: int
 ) -> None:
-    store = Watched(tmp_path)
+    store = ObservedStore(tmp_path)
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=10, store=store, archive=False)
         fill_segments(stream, *[10] * 5)

@@ -1,4 +1,4 @@
-"""Random operations: after any publishing, archiving, merging and expiring, reading matches a list.
+"""After any sequence of publishing, archiving, merging and expiring, reading matches a list.
 
 One test reads random ranges of a million records. State machines apply all operations to small
 streams in any order, and compare the result with lists.
@@ -53,13 +53,13 @@ def values(start: int, stop: int) -> pa.Array:
 
 offsets = st.one_of(
     st.integers(0, MILLION),
-    st.integers(MILLION - 15_000, MILLION - 5_000),  # around the seam
+    st.integers(MILLION - 15_000, MILLION - 5_000),  # where the ring begins
 )
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(start=offsets, length=st.one_of(st.integers(0, 100), st.integers(0, 60_000)))
-def test_any_range_of_a_million_records_is_read_as_it_was_published(
+def test_any_range_of_a_million_records_is_read_exactly_as_published(
     million: meteor.Stream, start: int, length: int
 ) -> None:
     stop = min(start + length, MILLION)
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         assert ack.result() == first
         while self.tail.position < span.stop:
             batch = self.tail.poll(timeout=5)
-            self.model.records += batch  # as they are in the ring
+            self.model.records += batch  # as the ring returns them
         assert self.model.next == span.stop
         for i, record in zip(span, self.model.records[first:], strict=True):
             assert (record.offset, record.value) == (i, b"%d" % i * (i % 50))
@@ -295,7 +295,7 @@ def test_a_stream_with_a_store_matches_a_list(
     url: str, monkeypatch: pytest.MonkeyPatch, in_files: bool
 ) -> None:
     monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 16)
-    monkeypatch.setattr("meteor_py.archive.archive_term._LOOK_S", 0.005)
+    monkeypatch.setattr("meteor_py.archive.archive_term._REFRESH_S", 0.005)
     monkeypatch.setattr("meteor_py.archive.admin._POLL_S", 0.002)
     machine = type("Model", (Machine,), {"url": url, "in_files": in_files})
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""Two servers continue one stream after a split; clients of one move to the other."""
+"""After a split brain, clients of the lost branch learn which records are gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.read_ahead import StoreReadAhead
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair, discard, poll_until
+from tests.support.proxied_stream import NAME, ReplicatedStream, discard, poll_until
 from tests.support.servers import Replica
 from tests.support.waiting import eventually
 
@@ -29,7 +29,7 @@ AHEAD = 4_000_000_000_000
 
 @dataclass
 class Split:
-    """Clients of a lost branch, whose next call reaches the surviving one.
+    """Clients of a lost branch, whose next call reaches the surviving branch.
 
     Both branches have the same first 100 records. Then the lost branch gets 10 more. The
     surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
@@ -48,26 +48,26 @@ class Split:
 def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Split]:
     kind: Literal["valkey", "redis"] = "redis" if request.param == "redis" else "valkey"
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(*DURABLE, kind=kind))
-        bench, survivor = pair.bench, pair.replica
+        replicated = ReplicatedStream(stack, private_server(*DURABLE, kind=kind))
+        proxied, survivor = replicated.proxied, replicated.replica
         if request.param == "skew":
             epoch = {"epoch": f"{AHEAD}", "epochs": f"{AHEAD}:0"}
-            bench.direct.hset(keys.meta(NAME), mapping=epoch)  # type: ignore[arg-type]
-        with bench.stream.publisher() as publisher:
+            proxied.direct.hset(keys.meta(NAME), mapping=epoch)  # type: ignore[arg-type]
+        with proxied.stream.publisher() as publisher:
             publisher.publish_many([b"both"] * 100).result()
-        member = bench.subscriber(group="g", lease_ttl=60)
+        member = proxied.subscriber(group="g", lease_ttl=60)
         poll_until(member, lambda values: len(values) >= 100)
         member.confirm().result(10)
-        pair.lag()
+        replicated.lag()
         eventually(lambda: has_written_its_log(survivor))
         survivor.promote()
         with meteor.connect(survivor.url) as client:
             publish(client, b"kept", 20)
-        bench.server.kill()
-        bench.server.restart()
-        publisher = bench.publisher()
+        proxied.server.kill()
+        proxied.server.restart()
+        publisher = proxied.publisher()
         assert publisher.publish_many([b"lost"] * 10).result(10) == 100
-        reader = bench.subscriber(initial_offset="earliest")
+        reader = proxied.subscriber(initial_offset="earliest")
         for subscriber, count in ((reader, 110), (member, 10)):
             poll_until(subscriber, lambda values, enough=count: len(values) >= enough)  # type: ignore[misc]
         for records in (0, 5):
@@ -76,8 +76,8 @@ def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iter
             with meteor.connect(survivor.url) as client:
                 publish(client, b"kept", records)
         checkpoint = reader.checkpoint
-        bench.move_to(survivor)
-        yield Split(publisher, reader, member, checkpoint, bench.stream)
+        proxied.move_to(survivor)
+        yield Split(publisher, reader, member, checkpoint, proxied.stream)
         discard(publisher)
 
 
@@ -134,13 +134,13 @@ KEPT = f"{TRUNK},+7:100,+9:120"
         pytest.param(9, 131, "", 130, id="end-of-log"),
     ],
 )
-def test_a_position_survives_as_far_as_it_shares_epochs_with_the_server(
+def test_a_position_is_valid_up_to_the_end_of_its_last_shared_epoch(
     epoch: int, offset: int, known: str, expected: int | None
 ) -> None:
     assert diverged_at(Position("i", epoch, offset, known), KEPT, 130) == expected
 
 
-def test_tables_of_earlier_versions_are_judged_by_the_order_of_numbers() -> None:
+def test_epoch_tables_of_earlier_versions_are_compared_by_epoch_number() -> None:
     table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two, without empty epochs
     assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was dropped
     assert diverged_at(Position("i", 3, 51), table, 130) == 50

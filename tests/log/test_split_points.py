@@ -1,4 +1,4 @@
-"""Where a stream can be split, and positions that were stored outside it."""
+"""Streams can be split at frame ends, and stored positions are validated."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.log.split_points import split_points
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 
 
 @pytest.fixture
 def stream(any_url: str) -> meteor.Stream:
-    """Frames of 3, 1 and 4 records; a ring that has dropped the first."""
+    """A stream with frames of 3, 1 and 4 records, of which the ring has dropped the first."""
     stream = meteor.connect(any_url).stream("orders", capacity=5)
     with stream.publisher() as pub:
         for size in (3, 1, 4):
@@ -72,17 +72,19 @@ def test_a_position_of_an_older_incarnation_is_refused(url: str) -> None:
             sub.seek(kept)
 
 
-def test_a_position_above_lost_records_is_refused_with_their_range(pair: Pair) -> None:
-    bench = pair.bench
-    with bench.stream.publisher() as pub:
+def test_a_position_beyond_lost_records_is_refused_with_their_range(
+    replicated: ReplicatedStream,
+) -> None:
+    proxied = replicated.proxied
+    with proxied.stream.publisher() as pub:
         pub.publish_many([b"x"] * 3).result()
-        pair.lag()
+        replicated.lag()
         pub.publish_many([b"x"] * 2).result()
-    kept = bench.stream.end()
-    pair.fail_over()
-    with bench.stream.publisher() as pub:
+    kept = proxied.stream.end()
+    replicated.fail_over()
+    with proxied.stream.publisher() as pub:
         pub.publish_many([b"y"] * 9).result()
-    with bench.stream.subscriber() as sub, pytest.raises(meteor.LogTruncated) as error:
+    with proxied.stream.subscriber() as sub, pytest.raises(meteor.LogTruncated) as error:
         sub.seek(kept)
     assert (error.value.first, error.value.last) == (3, 4)
 

@@ -16,7 +16,7 @@ from tests.conftest import ServerFactory
 from tests.support.mailing import NAME, Gate, Post, Record, abandon, inbox_length, result
 from tests.support.mailing import post as post
 from tests.support.peering import on_key
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
@@ -153,15 +153,17 @@ def test_messages_continue_after_a_server_outage(private_server: ServerFactory) 
         assert list(dict.fromkeys(gate.bodies)) == [0, 1, 2]
 
 
-def test_messages_on_a_promoted_replica_are_read_even_if_others_were_lost(pair: Pair) -> None:
-    with Post(pair.bench.proxy.url) as post:
+def test_messages_on_a_promoted_replica_are_read_even_if_others_were_lost(
+    replicated: ReplicatedStream,
+) -> None:
+    with Post(replicated.proxied.proxy.url) as post:
         group, other = post.group(ttl=2), post.group()
         got = Record(lambda message: message.body)
         other.join("a").on("q")(got)
         assert result(group.member("a").ask("q", "before")) == "before"
-        pair.lag()
+        replicated.lag()
         assert result(group.member("a").ask("q", "not replicated")) == "not replicated"
-        pair.fail_over()
+        replicated.fail_over()
         for n in range(3):
             assert group.member("a").ask("q", n, timeout=60).result(60) == n
         assert [body for body in got.bodies if isinstance(body, int)] == [0, 1, 2]

@@ -32,7 +32,7 @@ from tests.support.mailing import (
 from tests.support.mailing import post as post
 from tests.support.peering import LONG_S, Open
 from tests.support.peering import open_group as open_group
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
@@ -103,17 +103,19 @@ def test_messages_stay_in_order_and_get_replies_while_connections_are_cut(
         assert firsts == list(range(100))
 
 
-def test_future_completes_if_a_failover_loses_the_message_or_its_reply(pair: Pair) -> None:
-    url = pair.bench.proxy.url
+def test_future_completes_if_a_failover_loses_the_message_or_its_reply(
+    replicated: ReplicatedStream,
+) -> None:
+    url = replicated.proxied.proxy.url
     with Post(url) as post:
         got = Record(lambda message: message.body)
         group, other = post.group(ttl=2), post.group()
         other.join("a").on("q")(got)
         assert result(group.member("a").ask("q", "before")) == "before"
-        pair.lag()
+        replicated.lag()
         # The primary executes this request; its replica never receives it.
         assert result(group.member("a").ask("q", "lost with the primary")) is not None
-        pair.fail_over()
+        replicated.fail_over()
         assert group.member("a").ask("q", "after", timeout=60).result(60) == "after"
         assert got.bodies[-1] == "after"
 

@@ -27,7 +27,7 @@ from tests.conftest import ServerFactory
 from tests.support.mailing import SOON_S
 from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, ids, watching
 from tests.support.peering import open_group as open_group
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.waiting import eventually
@@ -255,20 +255,22 @@ def test_resignation_that_did_not_reach_the_server_is_repeated(
 # A server that lost state
 
 
-def test_terms_continue_after_a_failover_to_a_lagging_replica(pair: Pair, open_group: Open) -> None:
-    bench = pair.bench
-    one, two = open_group(bench.proxy.url, ttl=2.0), open_group(bench.proxy.url)
+def test_terms_continue_after_a_failover_to_a_lagging_replica(
+    replicated: ReplicatedStream, open_group: Open
+) -> None:
+    proxied = replicated.proxied
+    one, two = open_group(proxied.proxy.url, ttl=2.0), open_group(proxied.proxy.url)
     first, second = one.join("a"), two.join("b")
     eventually(lambda: ids(one) == ["a", "b"])
     heard = Heard(two)
-    pair.lag()
+    replicated.lag()
     lost_on_the_way = one.join("c")  # the replica never gets this member or the next terms
     first.resign()
     eventually(lambda: second.term is not None)
     second.resign()
     eventually(lambda: lost_on_the_way.term is not None)
     known = max(one.term, two.term)
-    pair.fail_over()
+    replicated.fail_over()
     eventually(lambda: heard.count("reset") >= 1, 20)
     eventually(lambda: set(ids(one)) == set(ids(two)) == {"a", "b", "c"}, 20)
     eventually(

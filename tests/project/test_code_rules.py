@@ -1,4 +1,4 @@
-"""Code rules that no linter checks: short functions, and no dependence on error text."""
+"""Rules that no linter checks: functions are short, and no code parses error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common fixtures: seeds repeat, servers are empty, and leaked threads fail a test."""
+"""The common fixtures: seeds are repeatable, servers are empty, leaked threads fail a test."""
 
 import os
 import random
@@ -77,7 +77,7 @@ def test_unlucky(rng):
     assert f"assert {random.Random('12345 test_it.py::test_unlucky').random()} > 1" in output
 
 
-def test_random_numbers_depend_only_on_seed_and_test(
+def test_random_numbers_depend_only_on_the_seed_and_the_test_name(
     rng: random.Random, request: pytest.FixtureRequest
 ) -> None:
     again = random.Random(f"{os.environ['METEOR_SEED']} {request.node.nodeid}")
@@ -127,7 +127,7 @@ def test_eventually_fails_with_its_message() -> None:
         eventually(lambda: False, timeout_s=0.05, message="no luck")
 
 
-def test_one_worker_runs_shared_spark_tests_and_another_those_that_start_spark() -> None:
+def test_one_worker_runs_tests_that_share_spark_and_another_runs_tests_that_start_it() -> None:
     def group(nodeid: str) -> str:
         return group_of(f"tests/{nodeid}", ROOT)
 

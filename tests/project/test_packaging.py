@@ -1,4 +1,4 @@
-"""Contents of the wheel, sizes of files, imports and exports of the library."""
+"""The wheel is complete, files are short, and imports and exports follow the rules."""
 
 import ast
 import json
@@ -148,7 +148,7 @@ def test_documented_error_tree_matches_the_classes() -> None:
 
 
 def test_each_lua_script_has_a_complete_header() -> None:
-    """A header has purpose, KEYS, ARGV, replies, and why the script must be atomic."""
+    """A header states the purpose, KEYS, ARGV, replies, and why the script must be atomic."""
     for path in lua_files():
         if path.stem.startswith("_") or re.match("[2-9]_", path.stem):
             continue  # a library, or a later part of a script

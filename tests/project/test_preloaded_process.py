@@ -40,26 +40,26 @@ def both(arguments: list[str], folder: Path, given: bytes = b"in") -> list[Any]:
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_program_behaves_the_same(what: str, tmp_path: Path) -> None:
+def test_forked_program_behaves_like_a_started_one(what: str, tmp_path: Path) -> None:
     forked, started = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
     assert forked == started
 
 
-def test_scripts_and_modules_behave_the_same(tmp_path: Path) -> None:
+def test_forked_scripts_and_modules_behave_like_started_ones(tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(PROGRAMS["arguments"].replace("sys.path[0]", "__file__"))
     for arguments in (["-m", "told", "1"], [str(tmp_path / "told.py"), "1"]):
         forked, started = both(arguments, tmp_path)
         assert forked == started
 
 
-def test_error_and_ctrl_c_end_a_process_like_any_other(tmp_path: Path) -> None:
+def test_errors_and_ctrl_c_end_a_forked_process_like_a_started_one(tmp_path: Path) -> None:
     for code in ("raise ValueError('x')", "import os; os.kill(os.getpid(), 2)"):
         (code_forked, out, words), (code_started, _, _) = both(["-c", code], tmp_path)
         assert (code_forked, out) == (code_started, b"")
         assert words.startswith(b"Traceback")
 
 
-def test_large_input_and_output_pass_at_once(tmp_path: Path) -> None:
+def test_large_input_and_output_do_not_deadlock(tmp_path: Path) -> None:
     forked, started = both(
         ["-c", PROGRAMS["bytes"].replace("100_000", "3")], tmp_path, b"x" * 1_000_000
     )
@@ -88,6 +88,8 @@ def test_each_process_has_its_own_random_numbers() -> None:
     assert len({run(command, input=b"", timeout=PATIENCE_S).stdout for _ in range(3)}) == 3
 
 
-def test_process_that_cannot_start_raises_and_does_not_affect_others(tmp_path: Path) -> None:
+def test_process_that_cannot_start_raises_and_does_not_affect_other_processes(
+    tmp_path: Path,
+) -> None:
     assert run(["-c", "print()"], input=b"", timeout=PATIENCE_S, cwd=tmp_path / "no").returncode
     assert not run(["-c", "print()"], input=b"", timeout=PATIENCE_S).returncode

@@ -1,4 +1,4 @@
-"""Each fault of the proxy, with a real server and a plain client."""
+"""Each fault of the test proxy works as documented, with a real server and a plain client."""
 
 import socket
 import time
@@ -64,7 +64,7 @@ def test_cut_ends_open_connections_and_allows_new_ones(proxy: Proxy, client: red
     assert proxy.counters.connections == 2
 
 
-def test_lost_reply_is_an_error_for_the_client_and_takes_effect_on_the_server(
+def test_request_with_a_lost_reply_fails_for_the_client_and_takes_effect(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_after_request()
@@ -75,7 +75,7 @@ def test_lost_reply_is_an_error_for_the_client_and_takes_effect_on_the_server(
     assert proxy.counters.cuts == 1
 
 
-def test_lost_request_is_an_error_for_the_client_and_has_no_effect(
+def test_lost_request_fails_for_the_client_and_has_no_effect(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_before_request()
@@ -162,7 +162,7 @@ def test_stalled_requests_do_not_reach_the_server_until_resumed(
     assert proxy.counters.cuts == 0
 
 
-def test_stalled_replies_arrive_after_resume_but_take_effect_before(
+def test_requests_with_stalled_replies_take_effect_before_the_resume(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("replies")
@@ -223,7 +223,9 @@ def test_dead_server_resets_the_connection(private_server: ServerFactory) -> Non
 
 
 @pytest.mark.parametrize("direction", ["requests", "replies"])
-def test_delay_adds_at_least_its_seconds(proxy: Proxy, client: redis.Redis, direction: Any) -> None:
+def test_delay_lasts_at_least_as_long_as_requested(
+    proxy: Proxy, client: redis.Redis, direction: Any
+) -> None:
     proxy.delay(0.1, direction)
     begin = time.monotonic()
     assert client.ping()
@@ -264,7 +266,7 @@ def test_client_reads_one_byte_chunks_correctly(proxy: Proxy, client: redis.Redi
     assert client.get("key") == bytes(range(256))
 
 
-def test_chaos_loses_replies_but_never_an_effect(
+def test_chaos_loses_replies_but_no_effects_of_requests(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.3)
@@ -279,7 +281,7 @@ def test_chaos_loses_replies_but_never_an_effect(
     assert 20 <= errors <= 100
 
 
-def test_chaos_of_all_kinds_leaves_each_call_either_done_or_failed(
+def test_each_call_either_succeeds_or_fails_under_chaos_of_all_kinds(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.2, ["lost_reply", "torn_reply", "late_reply", "lost_request"])
@@ -343,8 +345,10 @@ def test_retarget_connects_new_clients_to_another_server(
 def test_stalled_replication_link_makes_the_replica_lag_and_loses_acknowledged_writes(
     private_server: ServerFactory,
 ) -> None:
-    """An asynchronous failover. SIGSTOP of the replica cannot simulate it: the writes would wait
-    in its socket buffer."""
+    """Simulates an asynchronous failover.
+
+    Stopping the replica would not suffice, because the writes would wait in its socket buffer.
+    """
     master = private_server()
     with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
         client = master.client()

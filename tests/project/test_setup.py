@@ -1,4 +1,4 @@
-"""The set-up scripts on machines that lack programs, simulated with a short PATH."""
+"""The setup scripts work on machines that lack programs, simulated with a short PATH."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Machine:
         path.chmod(0o755)
 
     def add_apt(self, package: str, java: str) -> None:
-        """Act as root on a Debian that has this package, which installs this Java."""
+        """Simulate root on a Debian machine, where this package installs this version of Java."""
         self.add("id", "#!/bin/sh\necho 0\n")
         self.add("java.package", java)
         install = f'*" {package}") cat {self.programs}/java.package >{self.programs}/java'
@@ -50,7 +50,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_recent_java_is_used_unchanged(machine: Machine) -> None:
+def test_recent_java_is_used(machine: Machine) -> None:
     machine.add("java", JAVA.format(21))
     assert machine.run("java.sh").stdout == "Java 21 is ready.\n"
 

@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-#: New major versions of these appear often and keep what we use.
+#: New major versions of these appear often, and do not break the parts that we use.
 UNBOUNDED = {"pyarrow"}
 
 
@@ -33,7 +33,7 @@ def test_every_locked_package_has_one_version_and_hashes_and_names_no_index() ->
     assert not re.search(r"://|--index|--find-links", (ROOT / "requirements-dev.txt").read_text())
 
 
-def test_the_lock_satisfies_what_the_project_declares() -> None:
+def test_locked_versions_satisfy_the_declared_dependencies() -> None:
     pins = {requirement.name.lower(): str(requirement.specifier)[2:] for requirement, _ in locked()}
     settings = project()
     groups = settings["dependency-groups"]
@@ -42,7 +42,7 @@ def test_the_lock_satisfies_what_the_project_declares() -> None:
         assert requirement.specifier.contains(pins[requirement.name.lower()]), text
 
 
-def test_dependencies_of_users_have_an_upper_bound() -> None:
+def test_runtime_dependencies_have_an_upper_bound() -> None:
     settings = project()["project"]
     extras = [text for group in settings["optional-dependencies"].values() for text in group]
     for text in [*settings["dependencies"], *extras]:

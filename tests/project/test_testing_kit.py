@@ -1,4 +1,4 @@
-"""The testing kit as users see it: pytest runs in a directory with its own conftest.py."""
+"""The testing kit works for users: pytest runs in a directory with its own conftest.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(server):
 
 
 def command(*options: str) -> list[str]:
-    # Without our settings, and with warnings as errors: the kit must not cause any.
+    # Run without our settings and with warnings as errors: the kit must cause no warning.
     plain = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-W", "error"]
     return [sys.executable, "-m", "pytest", *plain, *options]
 
@@ -183,7 +183,9 @@ import meteor_py.testing.fixtures
     assert last.startswith("ImportError: meteor_py.testing.fixtures needs pytest. Install it with")
 
 
-def test_fixtures_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_dependency_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = """
 def test_fake(meteor_fake):
     pass
@@ -196,7 +198,7 @@ def test_real(meteor_client):
     output = run_pytest(tmp_path, program, conftest=missing + CONFTEST)
     assert "2 errors" in output
     assert re.search("ImportError: fake:// needs fakeredis[.;] [Ii]nstall it with: pip", output)
-    assert "METEOR_SERVER names 'no-such-server', which is not a program" in output
+    assert "METEOR_SERVER is 'no-such-server', which is not an executable program" in output
 
 
 # The server
@@ -255,7 +257,7 @@ def test_pause_kill_and_close_may_be_repeated(server: Server) -> None:
     server.close()
 
 
-def test_wrong_use_raises(server: Server) -> None:
+def test_wrong_use_of_a_server_raises(server: Server) -> None:
     with pytest.raises(RuntimeError, match="is already running"):
         server.start()
     os.kill(server.pid, signal.SIGKILL)
@@ -271,7 +273,7 @@ def test_wrong_use_raises(server: Server) -> None:
 def test_server_that_does_not_start_says_why_at_once() -> None:
     with pytest.raises(meteor.ServerStartFailed, match=r"ended while starting(.|\n)*no-such"):
         Server("--no-such-option", "1").__enter__()
-    with pytest.raises(meteor.ServerStartFailed, match="asks for a password"):
+    with pytest.raises(meteor.ServerStartFailed, match="requires a password"):
         Server("--requirepass", "secret").__enter__()
     with pytest.raises(meteor.ServerStartFailed, match="cannot be started"):
         Server(program="/no/such/program").__enter__()
@@ -286,9 +288,9 @@ def test_kill_also_kills_forked_children(server: Server) -> None:
     if not children.exists():
         pytest.skip("This system does not list the children of a process.")
     (child,) = eventually(lambda: children.read_text().split())
-    os.kill(int(child), signal.SIGSTOP)  # otherwise it might notice the death of its parent
+    os.kill(int(child), signal.SIGSTOP)  # otherwise the child might notice the death of its parent
     server.kill()
-    eventually(lambda: is_gone(int(child)), 10, "its child is still running")
+    eventually(lambda: is_gone(int(child)), 10, "the server's child is still running")
 
 
 # The guide, docs/testing.md

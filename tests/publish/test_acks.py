@@ -24,45 +24,47 @@ import meteor_py as meteor
 from meteor_py.records.config import FRAME_RECORDS_MAX
 from tests.conftest import ServerFactory
 from tests.support.forking import exit_code, fork
-from tests.support.proxied_stream import NAME, Bench, Pair, failure
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream, failure
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def bench(server: Server, url: str) -> Iterator[Bench]:
-    with Bench(server) as running:
+def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
+    with ProxiedStream(server) as running:
         yield running
 
 
 @pytest.fixture
-def pub(bench: Bench) -> meteor.Publisher:
-    return bench.publisher()
+def pub(proxied: ProxiedStream) -> meteor.Publisher:
+    return proxied.publisher()
 
 
 # Acks
 
 
-def test_an_ack_has_the_offset_once_it_is_known(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+def test_an_ack_returns_the_offset_once_the_server_has_replied(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     assert (ack.done(), ack.offset) == (False, None)
     assert "pending" in repr(ack)
     with pytest.raises(TimeoutError, match="No reply arrived within"):
         ack.result(timeout=0.02)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert (ack.result(5), ack.done(), ack.offset, ack.exception()) == (1, True, 1, None)
     assert "offset 1" in repr(ack)
 
 
-def test_callbacks_are_called_once_before_and_after_the_outcome(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_callbacks_added_before_and_after_the_outcome_are_called_once(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher()
     called: list[tuple[str, int | None]] = []
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     ack.add_done_callback(lambda done: called.append(("early", done.offset)))
-    bench.proxy.resume()
+    proxied.proxy.resume()
     eventually(lambda: called)
     ack.add_done_callback(lambda done: called.append(("late", done.offset)))
     assert called == [("early", 1), ("late", 1)]
@@ -70,18 +72,18 @@ def test_callbacks_are_called_once_before_and_after_the_outcome(bench: Bench) ->
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(1)])
 def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
-    bench: Bench, caplog: pytest.LogCaptureFixture, error: BaseException
+    proxied: ProxiedStream, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     def fail(ack: meteor.Ack) -> None:
         raise error
 
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     called: list[meteor.Ack] = []
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     ack.add_done_callback(fail)
     ack.add_done_callback(called.append)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert ack.result(5) == 1
     assert pub.publish(b"y").result(5) == 2
     pub.close()
@@ -89,11 +91,11 @@ def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
     assert [type(error)] == [r.exc_info[0] for r in caplog.records if r.exc_info]
 
 
-# Failures that no one waits for
+# Failures of records whose acks are not checked
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    words = "their Acks are not being checked"
+    words = "the application has not checked their Acks"
     return [r.message for r in caplog.records if r.levelname == "WARNING" and words in r.message]
 
 
@@ -103,18 +105,18 @@ def check_all_fail(acks: list[meteor.Ack]) -> None:
 
 
 def test_unchecked_failures_are_logged_once_until_records_succeed_again(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    proxied: ProxiedStream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.3)
+    pub = proxied.warm_publisher(delivery_timeout=0.3)
     for outage in (1, 2):
-        bench.proxy.stall("requests")
+        proxied.proxy.stall("requests")
         acks = [pub.publish(b"lost")]
         eventually(lambda: pub._sender.window.sent)
         acks.append(pub.publish(b"in the next batch"))
         check_all_fail(acks)
         assert len(warnings_in(caplog)) == outage
         assert f"1 records to stream {NAME!r} failed" in warnings_in(caplog)[-1]
-        bench.proxy.resume()
+        proxied.proxy.resume()
         assert pub.publish(b"again").result(10) >= 1
     assert len(warnings_in(caplog)) == 2
     with pytest.raises(meteor.MeteorError):
@@ -122,10 +124,10 @@ def test_unchecked_failures_are_logged_once_until_records_succeed_again(
 
 
 def test_failures_that_a_thread_or_callback_waits_for_are_not_logged(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    proxied: ProxiedStream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.5)
-    bench.proxy.stall("requests")
+    pub = proxied.warm_publisher(delivery_timeout=0.5)
+    proxied.proxy.stall("requests")
     awaited = pub.publish(b"lost")
     with pytest.raises(TimeoutError):
         awaited.result(0.01)
@@ -135,71 +137,73 @@ def test_failures_that_a_thread_or_callback_waits_for_are_not_logged(
     assert isinstance(failure(awaited), meteor.MeteorError)
     eventually(lambda: called)
     assert warnings_in(caplog) == []
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.close()
 
 
 def test_on_error_is_called_before_flush_returns_and_its_errors_are_not_raised_again(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    proxied: ProxiedStream, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[meteor.MeteorError] = []
-    pub = bench.warm_publisher(delivery_timeout=0.3, on_error=seen.append)
-    bench.proxy.stall("requests")
+    pub = proxied.warm_publisher(delivery_timeout=0.3, on_error=seen.append)
+    proxied.proxy.stall("requests")
     ack = pub.publish(b"lost")
     pub.flush()
     assert [type(error) for error in seen] == [type(failure(ack))]
-    assert seen[0] is not failure(ack)  # a copy: raising it keeps nothing alive
-    bench.proxy.resume()
+    assert seen[0] is not failure(ack)  # a copy, so that raising it keeps nothing alive
+    proxied.proxy.resume()
     pub.close()
     assert warnings_in(caplog) == []
 
 
 def test_on_error_that_raises_is_logged_and_has_no_other_effect(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    proxied: ProxiedStream, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(error: meteor.MeteorError) -> None:
         raise ZeroDivisionError
 
-    pub = bench.warm_publisher(delivery_timeout=0.3, on_error=fail)
-    bench.proxy.stall("requests")
+    pub = proxied.warm_publisher(delivery_timeout=0.3, on_error=fail)
+    proxied.proxy.stall("requests")
     pub.publish(b"lost")
     pub.flush()
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert pub.publish(b"again").result(10) >= 1
     assert [ZeroDivisionError] == [r.exc_info[0] for r in caplog.records if r.exc_info]
 
 
 @pytest.mark.parametrize("n", [200, 4_000])
 def test_on_error_is_called_for_records_that_publish_many_could_not_accept(
-    bench: Bench, n: int
+    proxied: ProxiedStream, n: int
 ) -> None:
     seen: list[tuple[meteor.MeteorError, bool]] = []
 
     def on_error(error: meteor.MeteorError) -> None:
         seen.append((error, publisher._accumulator._work.is_mine()))
 
-    publisher = bench.warm_publisher(
+    publisher = proxied.warm_publisher(
         delivery_timeout=1.0, max_pending_bytes=100_000, on_error=on_error
     )
-    bench.proxy.stall("requests")
+    proxied.proxy.stall("requests")
     many = publisher.publish_many([bytes(1_000)] * n)
     assert isinstance(failure(many), meteor.MeteorError)
     assert meteor.PublisherFull in [type(error) for error, _ in seen]
-    assert not any(locked for _, locked in seen)  # so it may publish
-    bench.proxy.resume()
+    assert not any(locked for _, locked in seen)  # no lock is held, so the callback may publish
+    proxied.proxy.resume()
     publisher.close()
 
 
-def test_on_error_must_be_callable(bench: Bench) -> None:
-    with pytest.raises(TypeError, match="on_error needs a function"):
-        bench.publisher(on_error="log")
+def test_on_error_must_be_callable(proxied: ProxiedStream) -> None:
+    with pytest.raises(TypeError, match="on_error must be a function"):
+        proxied.publisher(on_error="log")
 
 
 # Callbacks
 
 
-def test_waiting_inside_a_callback_raises_and_publishing_there_works(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_waiting_inside_a_callback_raises_and_publishing_there_works(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher()
     raised: list[str] = []
 
     def callback(ack: meteor.Ack) -> None:
@@ -210,18 +214,20 @@ def test_waiting_inside_a_callback_raises_and_publishing_there_works(bench: Benc
             except RuntimeError as error:
                 raised.append(str(error))
 
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     ack.add_done_callback(callback)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     eventually(lambda: len(raised) == 3)
     assert all("must not wait" in text for text in raised)
     pub.flush(5)
-    assert bench.values() == [b"first", b"x", b"from a callback"]
+    assert proxied.values() == [b"first", b"x", b"from a callback"]
 
 
-def test_publishing_in_a_callback_fails_at_once_when_there_is_no_room(bench: Bench) -> None:
-    pub = bench.warm_publisher(max_pending_bytes=2_000, delivery_timeout=20)
+def test_publishing_in_a_callback_fails_at_once_when_there_is_no_room(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher(max_pending_bytes=2_000, delivery_timeout=20)
     outcome: list[Exception | float] = []
 
     def callback(ack: meteor.Ack) -> None:
@@ -232,17 +238,17 @@ def test_publishing_in_a_callback_fails_at_once_when_there_is_no_room(bench: Ben
         except meteor.PublisherFull as error:
             outcome.extend([error, time.monotonic() - begun])
 
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     ack.add_done_callback(callback)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     eventually(lambda: len(outcome) == 2)
     assert isinstance(outcome[1], float)
     assert outcome[1] < 5
     pub.flush(5)
 
 
-def test_acks_can_be_awaited(bench: Bench, pub: meteor.Publisher) -> None:
+def test_acks_can_be_awaited(proxied: ProxiedStream, pub: meteor.Publisher) -> None:
     async def main() -> list[int]:
         acks = [pub.publish(b"%d" % n) for n in range(100)]
         many = pub.publish_many([b"a", b"b"])
@@ -251,11 +257,11 @@ def test_acks_can_be_awaited(bench: Bench, pub: meteor.Publisher) -> None:
     assert asyncio.run(main()) == [*range(100), 100, 100]
 
 
-def test_an_awaited_failure_is_raised_even_after_a_cancelled_wait(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.3)
+def test_an_awaited_failure_is_raised_even_after_a_cancelled_wait(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.3)
 
     async def main() -> None:
-        bench.proxy.stall()
+        proxied.proxy.stall()
         ack = pub.publish(b"x")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_wait_for(ack), 0.01)
@@ -268,9 +274,11 @@ def test_an_awaited_failure_is_raised_even_after_a_cancelled_wait(bench: Bench) 
     asyncio.run(main())
 
 
-def test_raising_one_error_for_many_acks_does_not_accumulate_tracebacks(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.2)
-    bench.proxy.stall()
+def test_raising_one_error_for_many_acks_does_not_accumulate_tracebacks(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.2)
+    proxied.proxy.stall()
     acks = [pub.publish(b"%d" % n) for n in range(500)]
     lengths = set()
     for ack in acks[1:]:
@@ -283,12 +291,12 @@ def test_raising_one_error_for_many_acks_does_not_accumulate_tracebacks(bench: B
 # Flushing and closing
 
 
-def test_closing_delivers_all_published_records(bench: Bench) -> None:
-    pub = bench.publisher()
+def test_closing_delivers_all_published_records(proxied: ProxiedStream) -> None:
+    pub = proxied.publisher()
     acks = [pub.publish(b"%d" % n) for n in range(10_000)]
     pub.close()
     assert all(ack.done() for ack in acks)
-    assert bench.next == 10_000
+    assert proxied.next == 10_000
     assert (pub.closed, "closed" in repr(pub)) == (True, True)
     pub.close()
     pub.flush()
@@ -298,26 +306,26 @@ def test_closing_delivers_all_published_records(bench: Bench) -> None:
 
 
 def test_closing_again_after_an_interrupt_still_delivers(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(timeout: float) -> bool:
         raise KeyboardInterrupt
 
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     with monkeypatch.context() as patch:
         patch.setattr(pub._accumulator, "wait_empty", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pub.close()
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.close()
     assert (ack.done(), ack.offset) == (True, 1)
 
 
-def test_closing_without_a_server_fails_the_remaining_records(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.stall()
+def test_closing_without_a_server_fails_the_remaining_records(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall()
     sent = pub.publish(b"sent")
     eventually(lambda: pub._sender.window.sent)
     unsent = pub.publish(b"unsent")
@@ -330,25 +338,27 @@ def test_closing_without_a_server_fails_the_remaining_records(bench: Bench) -> N
     pub.close()
 
 
-def test_a_with_block_that_raises_still_delivers_and_keeps_its_exception(bench: Bench) -> None:
+def test_a_with_block_that_raises_still_delivers_and_keeps_its_exception(
+    proxied: ProxiedStream,
+) -> None:
     def publish(value: bytes, **options: Any) -> None:
-        with bench.publisher(**options) as pub:
+        with proxied.publisher(**options) as pub:
             pub.publish(value)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:
         publish(b"x")
     assert not hasattr(caught.value, "__notes__")
-    assert bench.values() == [b"x"]
-    bench.proxy.refuse()
+    assert proxied.values() == [b"x"]
+    proxied.proxy.refuse()
     with pytest.raises(ZeroDivisionError) as caught:
         publish(b"y", delivery_timeout=0.2)
-    assert "While closing the publisher" in caught.value.__notes__[0]
+    assert "Closing the publisher also failed" in caught.value.__notes__[0]
 
 
-def test_flush_raises_each_unseen_error_once_and_no_seen_error(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.2)
-    bench.proxy.stall()
+def test_flush_raises_each_unseen_error_once_and_no_seen_error(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.2)
+    proxied.proxy.stall()
     seen = pub.publish(b"seen")
     assert failure(seen)
     unseen = pub.publish(b"unseen")
@@ -364,8 +374,8 @@ def test_flush_raises_each_unseen_error_once_and_no_seen_error(bench: Bench) -> 
     pub.close()
 
 
-def test_flush_waits_only_for_records_published_before_it(bench: Bench) -> None:
-    pub = bench.publisher()
+def test_flush_waits_only_for_records_published_before_it(proxied: ProxiedStream) -> None:
+    pub = proxied.publisher()
     stop = threading.Event()
 
     def publish() -> None:
@@ -376,7 +386,7 @@ def test_flush_waits_only_for_records_published_before_it(bench: Bench) -> None:
     for thread in threads:
         thread.start()
     try:
-        bench.wait_for_next(1000)
+        proxied.wait_for_next(1000)
         for _ in range(3):
             ack = pub.publish(b"mine")
             pub.flush(timeout=20)
@@ -387,22 +397,24 @@ def test_flush_waits_only_for_records_published_before_it(bench: Bench) -> None:
             thread.join(10)
 
 
-def test_flush_times_out_and_the_records_are_still_delivered(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+def test_flush_times_out_and_the_records_are_still_delivered(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     with pytest.raises(TimeoutError, match="still unacknowledged"):
         pub.flush(timeout=0.05)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert ack.result(5) == 1
 
 
 # Forks and interpreter exit
 
 
-def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    ahead, many = bench.queue_behind_one(pub, [[b"waits"] * 10])
+def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher()
+    ahead, many = proxied.queue_behind_one(pub, [[b"waits"] * 10])
     called: list[int] = []
     many.add_done_callback(lambda _: called.append(os.getpid()))
     with warnings.catch_warnings():
@@ -417,17 +429,17 @@ def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(bench:
             except meteor.PublisherClosed as error:
                 errors.append(error)
             pub.close()
-            with bench.stream.publisher() as own:
+            with proxied.stream.publisher() as own:
                 own.publish(b"from the child").result(5)
             right = all("parent process" in str(error) for error in errors)
             code = 0 if right and not called else 2
         finally:
             os._exit(code)
     assert exit_code(child) == 0
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert pub.publish(b"parent").result(5)
     assert (ahead.result(5), len(many.ranges)) == (1, 1)
-    assert bench.values() == [b"first", b"ahead", b"from the child", *[b"waits"] * 10, b"parent"]
+    assert proxied.values() == [b"first", b"ahead", b"from the child", *[b"waits"] * 10, b"parent"]
     assert called == [os.getpid()]
 
 
@@ -445,15 +457,15 @@ else:
 
 @pytest.mark.parametrize("publisher", ["kept", "dropped"])
 def test_a_program_that_ends_without_closing_delivers_its_records(
-    bench: Bench, publisher: str
+    proxied: ProxiedStream, publisher: str
 ) -> None:
-    bench.proxy.delay(0.1)
+    proxied.proxy.delay(0.1)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORGETFUL, bench.proxy.url, publisher],
+        [sys.executable, "-W", "ignore", "-c", FORGETFUL, proxied.proxy.url, publisher],
         check=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stderr == ""
-    assert bench.values() == [b"%d" % n for n in range(9_000)]
+    assert proxied.values() == [b"%d" % n for n in range(9_000)]
 
 
 def test_a_program_that_ends_without_closing_delivers_to_its_embedded_server(
@@ -505,15 +517,15 @@ for publisher in publishers:
 
 
 def test_a_publisher_that_fails_at_exit_does_not_keep_others_from_delivering(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAILING, bench.server.url],
+        [sys.executable, "-W", "ignore", "-c", FAILING, proxied.server.url],
         check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert "does not exist any more" in done.stderr
+    assert "no longer exists" in done.stderr
     for n in (0, 2, 4):
-        (*_, last) = bench.client.stream(f"s{n}", create=False).read()
+        (*_, last) = proxied.client.stream(f"s{n}", create=False).read()
         assert last.values()[-1] == b"y"
 
 
@@ -521,46 +533,50 @@ def test_a_publisher_that_fails_at_exit_does_not_keep_others_from_delivering(
 
 
 @pytest.fixture(params=["valkey", "redis"])
-def replicated(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Pair]:
+def replicated(
+    request: pytest.FixtureRequest, private_server: ServerFactory
+) -> Iterator[ReplicatedStream]:
     with ExitStack() as stack:
-        yield Pair(stack, private_server(kind=request.param))
+        yield ReplicatedStream(stack, private_server(kind=request.param))
 
 
-def test_acks_wait_until_the_replica_has_the_record(replicated: Pair) -> None:
-    bench = replicated.bench
-    pub = bench.warm_publisher(acks=1)
+def test_acks_wait_until_the_replica_has_the_record(replicated: ReplicatedStream) -> None:
+    proxied = replicated.proxied
+    pub = proxied.warm_publisher(acks=1)
     replicated.link.stall()
     ack = pub.publish(b"x")
-    eventually(lambda: bench.direct.info("clients")["blocked_clients"] == 1)
-    assert (bench.next, ack.done()) == (2, False)
+    eventually(lambda: proxied.direct.info("clients")["blocked_clients"] == 1)
+    assert (proxied.next, ack.done()) == (2, False)
     replicated.link.resume()
     assert ack.result(10) == 1
 
 
-def test_without_the_replica_acks_fail_with_the_offset_of_their_record_in_the_log(
-    replicated: Pair,
+def test_acks_fail_with_the_offset_of_their_record_if_the_replica_is_gone(
+    replicated: ReplicatedStream,
 ) -> None:
-    bench = replicated.bench
-    pub = bench.warm_publisher(acks=1, delivery_timeout=0.6)
+    proxied = replicated.proxied
+    pub = proxied.warm_publisher(acks=1, delivery_timeout=0.6)
     replicated.link.stall()
     for ack, offset in ((pub.publish_many([b"0", b"1"]), 1), (pub.publish(b"2"), 3)):
         error = failure(ack)
         assert isinstance(error, meteor.NotReplicated)
         assert error.offset == offset
         assert f"Record {offset} of" in str(error)
-    assert bench.values() == [b"first", b"0", b"1", b"2"]
+    assert proxied.values() == [b"first", b"0", b"1", b"2"]
     replicated.link.resume()
     assert pub.publish(b"later").result(10) == 4
 
 
-def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(replicated: Pair) -> None:
-    bench = replicated.bench
-    pub = bench.warm_publisher(acks=1)
+def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(
+    replicated: ReplicatedStream,
+) -> None:
+    proxied = replicated.proxied
+    pub = proxied.warm_publisher(acks=1)
     replicated.link.stall()
-    bench.proxy.cut_after_request(match=b"EVALSHA")
+    proxied.proxy.cut_after_request(match=b"EVALSHA")
     ack = pub.publish(b"x")
-    eventually(lambda: bench.direct.info("clients")["blocked_clients"] == 1)
-    assert (bench.proxy.counters.cuts, bench.next, ack.done()) == (1, 2, False)
+    eventually(lambda: proxied.direct.info("clients")["blocked_clients"] == 1)
+    assert (proxied.proxy.counters.cuts, proxied.next, ack.done()) == (1, 2, False)
     replicated.link.resume()
     assert ack.result(10) == 1
 
@@ -568,14 +584,14 @@ def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(replicated: Pai
 def test_a_server_that_refuses_to_wait_for_replicas_causes_no_duplicates(
     private_server: ServerFactory,
 ) -> None:
-    with Bench(private_server()) as bench:
-        pub = bench.warm_publisher()
-        bench.direct.execute_command("ACL", "SETUSER", "default", "-wait")
-        impatient = bench.publisher(acks=1)
+    with ProxiedStream(private_server()) as proxied:
+        pub = proxied.warm_publisher()
+        proxied.direct.execute_command("ACL", "SETUSER", "default", "-wait")
+        impatient = proxied.publisher(acks=1)
         acks = [impatient.publish(b"begin")]
         assert failure(acks[0])
-        acks += bench.queue_behind_one(impatient, [[b"x"] * FRAME_RECORDS_MAX] * 4)
-        bench.proxy.resume()
+        acks += proxied.queue_behind_one(impatient, [[b"x"] * FRAME_RECORDS_MAX] * 4)
+        proxied.proxy.resume()
         for ack in acks:
             assert isinstance(failure(ack), meteor.NotReplicated)
         assert pub.publish(b"last").result(5) == 3 + 4 * FRAME_RECORDS_MAX

@@ -1,4 +1,4 @@
-"""The fast path as a data structure: the records that a grant of bytes covers, and the counters."""
+"""The fast path accepts records up to the granted bytes, and counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-flight window as a data structure: order, numbers, progress and doubts."""
+"""The in-flight window keeps order, numbers and progress, and knows which batches are in doubt."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_replies_belong_to_the_batches_in_the_order_of_sending() -> None:
     assert (window.acknowledged, window.sent) == (1, 3)
 
 
-def test_popping_the_oldest_keeps_the_progress_of_the_others() -> None:
+def test_removing_the_oldest_batch_keeps_the_progress_of_the_others() -> None:
     window, batches = filled(4, sent=3)
     window.mark_acknowledged(10)
     window.mark_acknowledged(11)
@@ -69,7 +69,7 @@ def test_a_rewound_window_is_sent_again_under_the_same_numbers() -> None:
     assert (numbers(batches), window.epoch) == ([0, 1, 2], 0)
 
 
-def test_only_sent_batches_become_doubtful() -> None:
+def test_only_sent_batches_can_be_in_doubt() -> None:
     window, batches = filled(3, sent=2)
     window.doubt_sent()
     assert doubts(batches) == [True, True, False]
@@ -79,7 +79,7 @@ def test_only_sent_batches_become_doubtful() -> None:
     assert doubts(batches) == [False, False, False]
 
 
-def test_a_refusal_without_doubt_leaves_later_batches_without_doubt() -> None:
+def test_a_definite_refusal_leaves_no_later_batch_in_doubt() -> None:
     window, batches = filled(3, sent=3)
     window.mark_acknowledged(10)
     window.rewind_to_acknowledged()

@@ -1,4 +1,4 @@
-"""The warning of a publisher whose ring drops records that a group has not confirmed."""
+"""A publisher warns when the ring drops records that a group has not confirmed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_publisher_that_stays_open_warns_while_it_publishes(
     assert len(warnings(caplog)) == 1
 
 
-def test_publisher_warns_of_shared_groups_too(
+def test_publisher_also_warns_about_shared_groups(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", capacity=100, ordering_key="key")
@@ -75,7 +75,7 @@ def test_publisher_warns_of_shared_groups_too(
     assert "'workers'" in text
 
 
-def test_limits_of_bytes_are_watched_too(
+def test_publisher_warns_of_records_dropped_by_max_bytes(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", max_bytes=1_000)

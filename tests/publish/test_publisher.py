@@ -1,4 +1,4 @@
-"""The publisher without faults: batching, order, columns, limits, memory, wrong input.
+"""A publisher without faults: batching, order, columns, limits, memory, invalid input.
 
 Outcomes are in test_acks.py, faults in test_publisher_faults.py, test_publisher_outages.py and
 test_publisher_model.py.
@@ -24,51 +24,53 @@ from meteor_py.records.config import (
     RECORD_BYTES_MAX,
 )
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, failure
+from tests.support.proxied_stream import NAME, ProxiedStream, failure
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def bench(server: Server, url: str) -> Iterator[Bench]:
-    with Bench(server) as running:
+def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
+    with ProxiedStream(server) as running:
         yield running
 
 
 @pytest.fixture
-def pub(bench: Bench) -> meteor.Publisher:
-    return bench.publisher()
+def pub(proxied: ProxiedStream) -> meteor.Publisher:
+    return proxied.publisher()
 
 
 # Batching and order
 
 
-def test_records_collect_in_one_frame_while_another_is_in_flight(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    ahead, gathered = bench.queue_behind_one(pub, [[b"%d" % n for n in range(10)]])
+def test_records_are_collected_in_one_frame_while_another_is_in_flight(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher()
+    ahead, gathered = proxied.queue_behind_one(pub, [[b"%d" % n for n in range(10)]])
     single = pub.publish(b"10")
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert [ahead.result(5), gathered.result(5), single.result(5)] == [1, 2, 12]
-    assert bench.frames() == [1, 1, 11]
+    assert proxied.frames() == [1, 1, 11]
 
 
-def test_five_full_batches_are_in_flight_at_a_time(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.queue_behind_one(pub, [[b"x"] * (8 * FRAME_RECORDS_MAX)])
-    bench.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-    sent = bench.proxy.counters.requests
-    bench.proxy.resume()
-    eventually(lambda: bench.proxy.counters.requests == sent + 5)
+def test_five_full_batches_are_in_flight_at_a_time(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.queue_behind_one(pub, [[b"x"] * (8 * FRAME_RECORDS_MAX)])
+    proxied.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+    sent = proxied.proxy.counters.requests
+    proxied.proxy.resume()
+    eventually(lambda: proxied.proxy.counters.requests == sent + 5)
     for _ in range(50):  # long enough to send a sixth
-        bench.direct.ping()
-    assert bench.proxy.counters.requests == sent + 5
-    bench.direct.execute_command("CLIENT", "UNPAUSE")
+        proxied.direct.ping()
+    assert proxied.proxy.counters.requests == sent + 5
+    proxied.direct.execute_command("CLIENT", "UNPAUSE")
     pub.flush(10)
-    assert bench.frames() == [1, 1] + [FRAME_RECORDS_MAX] * 8
+    assert proxied.frames() == [1, 1] + [FRAME_RECORDS_MAX] * 8
 
 
-def test_each_thread_finds_its_records_in_the_order_of_its_calls(bench: Bench) -> None:
-    pub = bench.publisher()
+def test_records_of_each_thread_are_in_the_order_of_its_calls(proxied: ProxiedStream) -> None:
+    pub = proxied.publisher()
     acks: dict[bytes, meteor.Ack] = {}
 
     def publish(thread: int) -> None:
@@ -82,14 +84,16 @@ def test_each_thread_finds_its_records_in_the_order_of_its_calls(bench: Bench) -
     for thread in threads:
         thread.join()
     pub.flush(10)
-    values = bench.values()
+    values = proxied.values()
     assert [values[ack.result()] for ack in acks.values()] == list(acks)
     for number in range(4):
         mine = [value for value in values if value.startswith(b"%d:" % number)]
         assert mine == [b"%d:%d" % (number, n) for n in range(500)]
 
 
-def test_mixed_calls_keep_their_order(bench: Bench, pub: meteor.Publisher, rng: Random) -> None:
+def test_mixed_calls_keep_their_order(
+    proxied: ProxiedStream, pub: meteor.Publisher, rng: Random
+) -> None:
     expected: list[bytes] = []
     for _ in range(150):
         values = [b"%d" % (len(expected) + n) for n in range(rng.choice([1, 2, 50, 5000]))]
@@ -105,7 +109,7 @@ def test_mixed_calls_keep_their_order(bench: Bench, pub: meteor.Publisher, rng: 
                 pub.publish_many(values, keys=[None if n % 2 else b"k" for n in range(len(values))])
         expected += values
     pub.flush(20)
-    assert bench.values() == expected
+    assert proxied.values() == expected
 
 
 # publish_many
@@ -136,18 +140,18 @@ def as_values(count: int) -> list[bytes]:
 )
 @pytest.mark.parametrize("count", [1, 9_000])
 def test_publish_many_takes_iterables_and_arrow_arrays(
-    bench: Bench, pub: meteor.Publisher, form: Callable[[list[bytes]], Any], count: int
+    proxied: ProxiedStream, pub: meteor.Publisher, form: Callable[[list[bytes]], Any], count: int
 ) -> None:
     values = as_values(count)
     ack = pub.publish_many(form(values))
     assert ack.result(10) == 0
     assert ack.ranges == [range(count)]
-    assert bench.values() == values
+    assert proxied.values() == values
 
 
 @pytest.mark.parametrize("arrow", [False, True])
 def test_keys_headers_and_timestamps_stay_with_their_records(
-    bench: Bench, pub: meteor.Publisher, arrow: bool
+    proxied: ProxiedStream, pub: meteor.Publisher, arrow: bool
 ) -> None:
     count = 100
     rows: list[tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]] = [
@@ -169,7 +173,7 @@ def test_keys_headers_and_timestamps_stay_with_their_records(
     for value, key, header, timestamp in rows:
         pub.publish(value, key=key, headers=header, timestamp=timestamp)
     pub.flush(10)
-    records = [record for batch in bench.stream.read() for record in batch]
+    records = [record for batch in proxied.stream.read() for record in batch]
     assert [record.offset for record in records] == list(range(2 * count))
     for record, (value, key, header, timestamp) in zip(records, rows * 2, strict=True):
         assert (record.value, record.key) == (value, key)
@@ -177,74 +181,78 @@ def test_keys_headers_and_timestamps_stay_with_their_records(
         assert record.timestamp == (record.appended if timestamp is None else timestamp)
 
 
-def test_arrow_timestamps_of_any_unit_become_ms(bench: Bench, pub: meteor.Publisher) -> None:
+def test_arrow_timestamps_of_any_unit_become_ms(
+    proxied: ProxiedStream, pub: meteor.Publisher
+) -> None:
     moment = datetime(2024, 5, 6, 7, 8, 9, tzinfo=UTC)
     for unit in ("s", "ms", "us", "ns"):
         column = pa.array([moment], pa.timestamp(unit, tz="UTC"))
         pub.publish_many(pa.array([b"x"]), timestamps=column)
     pub.flush(5)
-    times = [record.time for batch in bench.stream.read() for record in batch]
+    times = [record.time for batch in proxied.stream.read() for record in batch]
     assert times == [moment] * 4
     with pytest.raises(ValueError, match="timezone"):
         pub.publish_many(pa.array([b"x"]), timestamps=pa.array([moment], pa.timestamp("us")))
 
 
-def test_ranges_shows_where_another_publisher_published_in_between(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+def test_ranges_show_where_another_publisher_published_in_between(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     many = pub.publish_many([b"m"] * (8 * FRAME_RECORDS_MAX))
-    bench.wait_for_next(1 + FRAME_RECORDS_MAX)
-    with bench.stream.publisher() as other:
+    proxied.wait_for_next(1 + FRAME_RECORDS_MAX)
+    with proxied.stream.publisher() as other:
         between = other.publish(b"other").result(5)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert many.result(10) == 1
     assert many.ranges == [range(1, between), range(between + 1, 2 + 8 * FRAME_RECORDS_MAX)]
-    assert bench.values()[between] == b"other"
+    assert proxied.values()[between] == b"other"
 
 
 # Frames and their limits
 
 
-def test_a_frame_holds_at_most_4096_records(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.queue_behind_one(pub, [[b""] * 5000, pa.array([b""] * 5000)])
+def test_a_frame_holds_at_most_4096_records(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.queue_behind_one(pub, [[b""] * 5000, pa.array([b""] * 5000)])
     for _ in range(5000):
         pub.publish(b"")
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.flush(10)
-    assert bench.frames() == [1, 1, 4096, 904, 4096, 904, 4096, 904]
+    assert proxied.frames() == [1, 1, 4096, 904, 4096, 904, 4096, 904]
 
 
-def test_a_frame_holds_at_most_1_mib_and_a_large_record_gets_its_own_frame(bench: Bench) -> None:
+def test_a_frame_holds_at_most_1_mib_and_a_large_record_gets_its_own_frame(
+    proxied: ProxiedStream,
+) -> None:
     values = [bytes(400_000)] * 3 + [bytes(RECORD_BYTES_MAX), b"", bytes(RECORD_BYTES_MAX - 1)]
-    pub = bench.warm_publisher()
-    bench.queue_behind_one(pub, [values, pa.array(values)])
+    pub = proxied.warm_publisher()
+    proxied.queue_behind_one(pub, [values, pa.array(values)])
     for value in values:
         pub.publish(value)
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.flush(10)
-    assert bench.values() == [b"first", b"ahead", *values, *values, *values]
-    for _, fields in bench.entries():
+    assert proxied.values() == [b"first", b"ahead", *values, *values, *values]
+    for _, fields in proxied.entries():
         assert max(map(len, fields.values())) <= FRAME_BYTES_MAX + 1024
-    assert max(bench.frames()) == 2
+    assert max(proxied.frames()) == 2
 
 
 def test_a_frame_holds_at_most_capacity_records(private_server: ServerFactory) -> None:
-    with Bench(private_server(), capacity=10) as bench:
-        pub = bench.warm_publisher()
-        bench.queue_behind_one(pub, [[b"%d" % n for n in range(25)]])
-        bench.proxy.resume()
+    with ProxiedStream(private_server(), capacity=10) as proxied:
+        pub = proxied.warm_publisher()
+        proxied.queue_behind_one(pub, [[b"%d" % n for n in range(25)]])
+        proxied.proxy.resume()
         pub.flush(10)
-        assert bench.frames() == [10, 5]
+        assert proxied.frames() == [10, 5]
         pub.publish_many(pa.array([b"%d" % n for n in range(25)]))
         pub.flush(10)
-        assert bench.frames() == [10, 5]
-        assert bench.values() == [b"%d" % n for n in range(10, 25)]
+        assert proxied.frames() == [10, 5]
+        assert proxied.values() == [b"%d" % n for n in range(10, 25)]
 
 
-def test_many_threads_cannot_make_a_frame_too_large(bench: Bench) -> None:
-    pub = bench.warm_publisher(max_pending_bytes=400_000)
-    bench.proxy.delay(0.01)
+def test_many_threads_cannot_make_a_frame_too_large(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher(max_pending_bytes=400_000)
+    proxied.proxy.delay(0.01)
 
     def publish_many() -> None:
         for _ in range(3):
@@ -259,38 +267,38 @@ def test_many_threads_cannot_make_a_frame_too_large(bench: Bench) -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    bench.proxy.heal()
+    proxied.proxy.heal()
     pub.flush(10)
-    assert max(bench.frames()) <= FRAME_RECORDS_MAX
-    assert bench.next == 1 + 2 * 3 * 4096 + 2 * 3000
+    assert max(proxied.frames()) <= FRAME_RECORDS_MAX
+    assert proxied.next == 1 + 2 * 3 * 4096 + 2 * 3000
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_frames_are_compressed(bench: Bench, compression: meteor.Compression) -> None:
+def test_frames_are_compressed(proxied: ProxiedStream, compression: meteor.Compression) -> None:
     values = [b"the same words again and again %d" % n for n in range(1000)]
-    with bench.stream.publisher(compression=compression) as pub:
+    with proxied.stream.publisher(compression=compression) as pub:
         pub.publish_many(values)
-    assert bench.formats() == [b"1v." + compression.encode()]
-    size = sum(len(field) for _, fields in bench.entries() for field in fields.values())
+    assert proxied.formats() == [b"1v." + compression.encode()]
+    size = sum(len(field) for _, fields in proxied.entries() for field in fields.values())
     assert size < sum(map(len, values)) / 2
-    assert bench.values() == values
+    assert proxied.values() == values
 
 
 # Lingering, memory
 
 
-def test_lingering_collects_records_until_the_time_is_up(bench: Bench) -> None:
-    pub = bench.publisher(linger=0.3)
+def test_linger_time_collects_records_into_one_frame(proxied: ProxiedStream) -> None:
+    pub = proxied.publisher(linger=0.3)
     begun = time.monotonic()
     acks = [pub.publish(b"%d" % n) for n in range(20)]
     assert acks[-1].result(5) == 19
     assert time.monotonic() - begun > 0.25
-    assert bench.frames() == [20]
+    assert proxied.frames() == [20]
 
 
 @pytest.mark.parametrize("end", ["flush", "close", "fill", "fill with a list"])
-def test_flush_close_and_a_full_frame_end_the_lingering(bench: Bench, end: str) -> None:
-    pub = bench.publisher(linger=60)
+def test_flush_close_and_a_full_frame_end_the_linger_time(proxied: ProxiedStream, end: str) -> None:
+    pub = proxied.publisher(linger=60)
     ack: meteor.Ack | meteor.ManyAck = pub.publish(b"x")
     begun = time.monotonic()
     match end:
@@ -308,11 +316,11 @@ def test_flush_close_and_a_full_frame_end_the_lingering(bench: Bench, end: str) 
 
 
 def test_publishing_blocks_at_max_pending_bytes_and_continues_when_there_is_room(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
     limit = 100_000
-    pub = bench.warm_publisher(max_pending_bytes=limit)
-    bench.proxy.stall("replies")
+    pub = proxied.warm_publisher(max_pending_bytes=limit)
+    proxied.proxy.stall("replies")
     taken: list[int] = []
 
     def publish() -> None:
@@ -322,32 +330,32 @@ def test_publishing_blocks_at_max_pending_bytes_and_continues_when_there_is_room
 
     thread = threading.Thread(target=publish)
     thread.start()
-    bench.wait_for_next(2)
+    proxied.wait_for_next(2)
     eventually(lambda: limit - 2 * 1064 < len(taken) * 1064 <= limit)
     for _ in range(50):
-        bench.direct.ping()
+        proxied.direct.ping()
     assert len(taken) * 1064 <= limit
-    bench.proxy.resume()
+    proxied.proxy.resume()
     thread.join(10)
     pub.flush(10)
-    assert bench.next == 401
+    assert proxied.next == 401
 
 
-def hold_sender(bench: Bench, pub: meteor.Publisher) -> threading.Event:
+def hold_sender(proxied: ProxiedStream, pub: meteor.Publisher) -> threading.Event:
     """Stop a publisher's sender in a callback until the event is set."""
     release = threading.Event()
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     pub.publish(b"x").add_done_callback(lambda _: release.wait(10))
-    bench.wait_for_next(2)
-    bench.proxy.resume()
+    proxied.wait_for_next(2)
+    proxied.proxy.resume()
     return release
 
 
-def test_publisher_full_is_raised_if_nothing_is_settled_within_the_delivery_timeout(
-    bench: Bench,
+def test_publisher_full_is_raised_if_no_record_is_settled_within_the_delivery_timeout(
+    proxied: ProxiedStream,
 ) -> None:
-    pub = bench.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
-    hold = hold_sender(bench, pub)
+    pub = proxied.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
+    hold = hold_sender(proxied, pub)
     partly = pub.publish_many([bytes(1000)] * 50)  # room for nine
     begun = time.monotonic()
     with pytest.raises(meteor.PublisherFull, match="max_pending_bytes") as caught:
@@ -357,13 +365,13 @@ def test_publisher_full_is_raised_if_nothing_is_settled_within_the_delivery_time
     assert not partly.done()  # nine are still pending
     hold.set()
     assert isinstance(failure(partly), meteor.PublisherFull)
-    assert partly.ranges == []  # those nine have timed out, too
-    assert pub.publish(b"later").result(5) == bench.next - 1
+    assert partly.ranges == []  # those nine have timed out too
+    assert pub.publish(b"later").result(5) == proxied.next - 1
 
 
-def test_flush_reports_the_part_of_publish_many_that_found_no_room(bench: Bench) -> None:
-    pub = bench.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
-    hold = hold_sender(bench, pub)
+def test_flush_reports_the_part_of_publish_many_that_found_no_room(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
+    hold = hold_sender(proxied, pub)
     pub.publish_many([bytes(1000)] * 50)
     hold.set()
     with pytest.raises(meteor.PublisherFull):
@@ -429,7 +437,7 @@ def broken() -> Iterator[bytes]:
     ],
 )
 def test_wrong_input_raises_and_nothing_is_written(
-    bench: Bench,
+    proxied: ProxiedStream,
     pub: meteor.Publisher,
     call: Callable[[meteor.Publisher], object],
     error: type[Exception],
@@ -437,7 +445,7 @@ def test_wrong_input_raises_and_nothing_is_written(
     with pytest.raises(error):
         call(pub)
     pub.flush(5)
-    assert (bench.entries(), bench.producer_keys()) == ([], [])
+    assert (proxied.entries(), proxied.producer_keys()) == ([], [])
     assert pub.publish(b"fine").result(5) == 0
 
 
@@ -448,9 +456,11 @@ def test_wrong_input_raises_and_nothing_is_written(
         ("delivery_timeout", float("inf")), ("max_pending_bytes", 0), ("compression", "gzip"),
     ],
 )  # fmt: skip
-def test_wrong_settings_are_refused_by_name(bench: Bench, setting: str, value: Any) -> None:
+def test_wrong_settings_are_refused_by_name(
+    proxied: ProxiedStream, setting: str, value: Any
+) -> None:
     with pytest.raises(ValueError, match=setting):
-        bench.stream.publisher(**{setting: value})
+        proxied.stream.publisher(**{setting: value})
 
 
 @pytest.mark.parametrize(

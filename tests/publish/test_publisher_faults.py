@@ -18,9 +18,9 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, failure, poll_until
-from tests.support.proxied_stream import bench as bench
+from tests.support.proxied_stream import NAME, ProxiedStream, failure, poll_until
 from tests.support.proxied_stream import private as private
+from tests.support.proxied_stream import proxied as proxied
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
@@ -79,10 +79,12 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_with_replies_lost_repeatedly_every_record_is_in_the_log_once_and_in_order(
+def test_every_record_is_in_the_log_once_and_in_order_if_replies_are_lost_repeatedly(
     private_server: ServerFactory, rng: Random, kind: Kind
 ) -> None:
-    with Bench(private_server(kind=kind), capacity=20) as small:  # frames of 20: a full window
+    with ProxiedStream(
+        private_server(kind=kind), capacity=20
+    ) as small:  # frames of 20 records fill the window
         pub = small.publisher()
         small.stream.configure(capacity=1_000_000)
         faults = ("lost_reply", "torn_reply", "late_reply", "lost_request")
@@ -96,27 +98,29 @@ def test_with_replies_lost_repeatedly_every_record_is_in_the_log_once_and_in_ord
 def test_a_cut_after_any_batch_of_the_window_loses_and_duplicates_nothing(
     server: Server, url: str, rng: Random
 ) -> None:
-    with Bench(server, capacity=5) as bench:
-        pub = bench.warm_publisher()
-        bench.stream.configure(capacity=1_000_000)
+    with ProxiedStream(server, capacity=5) as proxied:
+        pub = proxied.warm_publisher()
+        proxied.stream.configure(capacity=1_000_000)
         count = 1
         for which in range(1, 6):
-            for cut in (bench.proxy.cut_after_request, bench.proxy.cut_before_request):
+            for cut in (proxied.proxy.cut_after_request, proxied.proxy.cut_before_request):
                 values = [b"%d" % n for n in range(count + 1, count + 31)]
-                ahead, many = bench.queue_behind_one(pub, [values])
+                ahead, many = proxied.queue_behind_one(pub, [values])
                 cut(which, match=b"EVAL")
-                bench.proxy.resume()
+                proxied.proxy.resume()
                 assert (ahead.result(10), many.result(10)) == (count, count + 1)
                 assert many.ranges == [range(count + 1, count + 31)]
                 count += 31
-        assert bench.proxy.counters.cuts == 10
+        assert proxied.proxy.counters.cuts == 10
         numbers = [n for n in range(1, count) if n % 31 != 1]
-        assert [v for v in bench.values() if v.isdigit()] == [b"%d" % n for n in numbers]
+        assert [v for v in proxied.values() if v.isdigit()] == [b"%d" % n for n in numbers]
 
 
-def test_an_interrupted_connection_does_not_reconnect_without_the_sender(bench: Bench) -> None:
-    # redis-py would reconnect at the next send, and a reply would be taken for another batch's.
-    link = bench.through._connector.open_connection()
+def test_an_interrupted_connection_does_not_reconnect_without_the_sender(
+    proxied: ProxiedStream,
+) -> None:
+    # redis-py would reconnect at the next send, and replies would be assigned to the wrong batch.
+    link = proxied.through._connector.open_connection()
     assert link.call("PING") == b"PONG"
     link.interrupt()
     with pytest.raises(meteor.ConnectionFailed):
@@ -125,72 +129,74 @@ def test_an_interrupted_connection_does_not_reconnect_without_the_sender(bench: 
     link.close()
 
 
-def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.refuse()
-    bench.proxy.cut_after_request(match=b"EVAL")
+def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.refuse()
+    proxied.proxy.cut_after_request(match=b"EVAL")
     acks = [pub.publish(b"%d" % n) for n in range(100)]
-    eventually(lambda: bench.proxy.counters.refused >= 3)
-    bench.proxy.accept()
+    eventually(lambda: proxied.proxy.counters.refused >= 3)
+    proxied.proxy.accept()
     assert [ack.result(10) for ack in acks] == list(range(1, 101))
-    assert bench.values()[1:] == [b"%d" % n for n in range(100)]
+    assert proxied.values()[1:] == [b"%d" % n for n in range(100)]
 
 
 # The producer's state, the script
 
 
-def test_a_publisher_forgotten_by_the_server_with_nothing_in_doubt_does_not_notice(
-    bench: Bench,
+def test_a_publisher_without_batches_in_doubt_continues_if_the_server_forgets_it(
+    proxied: ProxiedStream,
 ) -> None:
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     for offset in range(1, 6):
-        bench.forget_producers()
+        proxied.forget_producers()
         assert pub.publish(b"%d" % offset).result(5) == offset
-    bench.forget_producers()
+    proxied.forget_producers()
     assert pub.publish_many(FULL * 6).result(5) == 6
     pub.close()
-    assert bench.next == 6 + 6 * 4096
+    assert proxied.next == 6 + 6 * 4096
 
 
-def test_a_publisher_forgotten_with_batches_in_doubt_fails_those_and_delivers_the_rest(
-    bench: Bench,
+def test_a_publisher_forgotten_by_the_server_fails_only_the_batches_in_doubt(
+    proxied: ProxiedStream,
 ) -> None:
-    pub = bench.warm_publisher()
-    ahead, sent = bench.queue_behind_one(pub, [FULL * 5])
+    pub = proxied.warm_publisher()
+    ahead, sent = proxied.queue_behind_one(pub, [FULL * 5])
     unsent = pub.publish_many(FULL)
-    bench.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-    requests = bench.proxy.counters.requests
-    bench.proxy.resume()
+    proxied.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+    requests = proxied.proxy.counters.requests
+    proxied.proxy.resume()
     assert ahead.result(5) == 1
-    eventually(lambda: bench.proxy.counters.requests == requests + 5)
-    bench.proxy.stall("replies")
-    bench.direct.execute_command("CLIENT", "UNPAUSE")
-    bench.wait_for_next(2 + 5 * 4096)
-    bench.proxy.refuse()
-    bench.proxy.cut()
-    bench.forget_producers()
-    bench.proxy.heal()
+    eventually(lambda: proxied.proxy.counters.requests == requests + 5)
+    proxied.proxy.stall("replies")
+    proxied.direct.execute_command("CLIENT", "UNPAUSE")
+    proxied.wait_for_next(2 + 5 * 4096)
+    proxied.proxy.refuse()
+    proxied.proxy.cut()
+    proxied.forget_producers()
+    proxied.proxy.heal()
     assert isinstance(failure(sent), meteor.OutcomeUnknown)
     assert not sent.ranges
     assert unsent.result(5) == 2 + 5 * 4096
-    assert pub.publish(b"last").result(5) == bench.next - 1
+    assert pub.publish(b"last").result(5) == proxied.next - 1
 
 
-def test_a_script_that_is_flushed_repeatedly_is_sent_again(bench: Bench, rng: Random) -> None:
-    pub = bench.publisher()
-    with meanwhile(bench.direct.script_flush):
+def test_a_script_that_is_flushed_repeatedly_is_sent_again(
+    proxied: ProxiedStream, rng: Random
+) -> None:
+    pub = proxied.publisher()
+    with meanwhile(proxied.direct.script_flush):
         offsets = publish_bursts(pub, rng, 3000)
-    assert bench.values() == [b"%d" % n for n in range(3000)]
+    assert proxied.values() == [b"%d" % n for n in range(3000)]
     assert offsets == {b"%d" % n: n for n in range(3000)}
 
 
-def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
-    private: Bench,
+def test_a_batch_after_a_refused_repeat_keeps_its_number(
+    private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
     ahead, behind = private.queue_behind_one(pub, [FULL])
     private.direct.execute_command("ACL", "SETUSER", "default", "-evalsha")
-    private.proxy.chunk(1000, 0.02)  # the batch behind arrives in half a second
+    private.proxy.chunk(1000, 0.02)  # the next batch arrives half a second later
     private.proxy.cut()
     private.proxy.resume()
     eventually(lambda: "errorstat_NOPERM" in private.direct.info("errorstats"))
@@ -204,29 +210,29 @@ def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
 # Permanent refusals
 
 
-def test_only_a_permanently_refused_batch_fails_and_the_next_ones_follow_in_a_new_epoch(
+def test_only_a_permanently_refused_batch_fails_and_later_batches_follow_in_a_new_epoch(
     server: Server, url: str
 ) -> None:
-    with Bench(server, capacity=4) as bench:
-        pub = bench.warm_publisher()
-        bench.set_meta(next=OFFSET_MAX - 6)  # the last valid offset is OFFSET_MAX - 1
-        bench.direct.delete(keys.log(NAME))
-        ahead, fits, refused = bench.queue_behind_one(pub, [[b"a"] * 4, [b"b"] * 4])
+    with ProxiedStream(server, capacity=4) as proxied:
+        pub = proxied.warm_publisher()
+        proxied.set_meta(next=OFFSET_MAX - 6)  # the last valid offset is OFFSET_MAX - 1
+        proxied.direct.delete(keys.log(NAME))
+        ahead, fits, refused = proxied.queue_behind_one(pub, [[b"a"] * 4, [b"b"] * 4])
         behind = pub.publish(b"c")
-        bench.proxy.resume()
+        proxied.proxy.resume()
         assert (ahead.result(5), fits.result(5)) == (OFFSET_MAX - 6, OFFSET_MAX - 5)
         error = failure(refused)
         assert isinstance(error, meteor.ServerRefused)
         assert "used up its offsets" in str(error)
         assert behind.result(5) == OFFSET_MAX - 1
-        producer = bench.producer()
+        producer = proxied.producer()
         assert (producer[b"epoch"], producer[b"last"]) == (b"1", b"0")
         assert isinstance(failure(pub.publish(b"d")), meteor.ServerRefused)
-        assert bench.values() == [b"a"] * 4 + [b"c"]
+        assert proxied.values() == [b"a"] * 4 + [b"c"]
 
 
-def test_a_publisher_without_permission_fails_and_continues_once_it_is_granted(
-    private: Bench,
+def test_a_publisher_without_permission_fails_until_the_permission_is_granted(
+    private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
     private.direct.execute_command("ACL", "SETUSER", "default", "-xadd")
@@ -243,9 +249,11 @@ def test_a_publisher_without_permission_fails_and_continues_once_it_is_granted(
 # Deadlines
 
 
-def test_at_the_deadline_sent_records_are_unknown_and_unsent_ones_failed(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.4)
-    bench.proxy.stall("requests")
+def test_at_the_deadline_sent_records_are_unknown_and_unsent_records_have_failed(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.4)
+    proxied.proxy.stall("requests")
     sent = pub.publish(b"sent")
     eventually(lambda: pub._sender.window.sent)
     unsent = pub.publish(b"unsent")
@@ -253,27 +261,27 @@ def test_at_the_deadline_sent_records_are_unknown_and_unsent_ones_failed(bench: 
     assert isinstance(failure(sent), meteor.OutcomeUnknown)
     error = failure(unsent)
     assert isinstance(error, meteor.ConnectionFailed)
-    assert str(bench.proxy.port) in str(error)
+    assert str(proxied.proxy.port) in str(error)
     assert time.monotonic() - begun < 1.5
-    bench.proxy.resume()
-    assert pub.publish(b"later").result(5) == bench.next - 1
-    assert bench.values() in ([b"first", b"later"], [b"first", b"sent", b"later"])
+    proxied.proxy.resume()
+    assert pub.publish(b"later").result(5) == proxied.next - 1
+    assert proxied.values() in ([b"first", b"later"], [b"first", b"sent", b"later"])
 
 
-def test_a_batch_that_arrives_after_its_deadline_is_fenced_off(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.3)
-    bench.proxy.delay(1.0, "requests")
+def test_a_batch_that_arrives_after_its_deadline_is_fenced_off(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.3)
+    proxied.proxy.delay(1.0, "requests")
     late = pub.publish(b"late")
     assert isinstance(failure(late), meteor.OutcomeUnknown)
-    bench.proxy.delay(0)
+    proxied.proxy.delay(0)
     assert pub.publish(b"next").result(5) == 1
-    calls = bench.direct.info("commandstats")["cmdstat_evalsha"]["calls"]
-    eventually(lambda: bench.direct.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    calls = proxied.direct.info("commandstats")["cmdstat_evalsha"]["calls"]
+    eventually(lambda: proxied.direct.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
     assert pub.publish(b"last").result(5) == 2
-    assert bench.values() == [b"first", b"next", b"last"]
+    assert proxied.values() == [b"first", b"next", b"last"]
 
 
-def test_a_brief_pause_of_the_server_changes_nothing(private: Bench) -> None:
+def test_a_brief_pause_of_the_server_changes_nothing(private: ProxiedStream) -> None:
     pub = private.warm_publisher()
     sub = private.subscriber(initial_offset="earliest")
     private.server.pause()
@@ -287,7 +295,7 @@ def test_a_brief_pause_of_the_server_changes_nothing(private: Bench) -> None:
 
 
 def test_a_pause_longer_than_the_socket_timeout_duplicates_nothing(
-    private: Bench, monkeypatch: pytest.MonkeyPatch
+    private: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meteor_py.publish.sender.SOCKET_TIMEOUT_S", 0.2)
     pub = private.warm_publisher()

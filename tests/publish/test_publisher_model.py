@@ -1,4 +1,4 @@
-"""Publishers and subscribers under random faults: their reports must match the log.
+"""Under random faults, the reports of publishers and subscribers match the log.
 
 An acknowledged record is in the log once, at the offset of its ack. A failed record is not there. A
 record with an unknown outcome is there at most once. All are in the order of publishing. After
@@ -19,7 +19,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import Bench, Pair
+from tests.support.proxied_stream import ProxiedStream, ReplicatedStream
 from tests.support.proxy_link import Fault
 from tests.support.servers import Replica, binaries
 from tests.support.waiting import eventually
@@ -32,8 +32,8 @@ UNSURE = (meteor.OutcomeUnknown, meteor.NotReplicated)
 class Faults:
     """Injects faults into a server and the connections to it."""
 
-    def __init__(self, bench: Bench, rng: random.Random) -> None:
-        self.bench = bench
+    def __init__(self, proxied: ProxiedStream, rng: random.Random) -> None:
+        self.proxied = proxied
         self.rng = rng
 
     def happen(self) -> str:
@@ -53,66 +53,66 @@ class Faults:
 
     def chaos(self) -> None:
         faults: list[Fault] = ["lost_reply", "torn_reply", "late_reply", "lost_request"]
-        self.bench.proxy.chaos(random.Random(self.rng.random()), 0.4, faults)
+        self.proxied.proxy.chaos(random.Random(self.rng.random()), 0.4, faults)
         self.wait(0.5)
-        self.bench.proxy.heal()
+        self.proxied.proxy.heal()
 
     def cut(self) -> None:
         cut = self.rng.choice(
-            [self.bench.proxy.cut_after_request, self.bench.proxy.cut_before_request]
+            [self.proxied.proxy.cut_after_request, self.proxied.proxy.cut_before_request]
         )
         cut(self.rng.randint(1, 6), match=b"EVAL")
         self.wait()
 
     def refuse(self) -> None:
-        self.bench.proxy.refuse()
-        self.bench.proxy.cut()
+        self.proxied.proxy.refuse()
+        self.proxied.proxy.cut()
         self.wait(0.6)
-        self.bench.proxy.accept()
+        self.proxied.proxy.accept()
 
     def flush_scripts(self) -> None:
         for _ in range(self.rng.randint(1, 20)):
-            self.bench.direct.script_flush()
+            self.proxied.direct.script_flush()
 
     def forbid(self) -> None:
         command = self.rng.choice(["evalsha", "eval", "xadd", "hmget", "info"])
         with self._rule(f"-{command}", f"+{command}"):
             if self.rng.random() < 0.5:
-                self.bench.direct.script_flush()
+                self.proxied.direct.script_flush()
             if self.rng.random() < 0.5:
-                self.bench.proxy.cut()
+                self.proxied.proxy.cut()
             self.wait(0.05)
 
     @contextmanager
     def _rule(self, begin: str, end: str) -> Iterator[None]:
-        self.bench.direct.execute_command("ACL", "SETUSER", "app", begin)
+        self.proxied.direct.execute_command("ACL", "SETUSER", "app", begin)
         yield
-        self.bench.direct.execute_command("ACL", "SETUSER", "app", end)
+        self.proxied.direct.execute_command("ACL", "SETUSER", "app", end)
 
     def fill_up(self) -> None:
-        self.bench.set_meta(archived=0, max_unarchived=max(self.bench.next, 0))
+        self.proxied.set_meta(archived=0, max_unarchived=max(self.proxied.next, 0))
         self.wait(0.6)
-        self.bench.set_meta(max_unarchived=10**9)
+        self.proxied.set_meta(max_unarchived=10**9)
 
     def fill_memory(self) -> None:
-        self.bench.direct.config_set("maxmemory", 1)
+        self.proxied.direct.config_set("maxmemory", 1)
         self.wait(0.6)
-        self.bench.direct.config_set("maxmemory", 0)
+        self.proxied.direct.config_set("maxmemory", 0)
 
     def pause(self) -> None:
-        self.bench.server.pause()
+        self.proxied.server.pause()
         self.wait(0.6)
-        self.bench.server.resume()
+        self.proxied.server.resume()
 
     def stall(self) -> None:
-        self.bench.proxy.stall(self.rng.choice(["requests", "replies", "both"]))
+        self.proxied.proxy.stall(self.rng.choice(["requests", "replies", "both"]))
         self.wait(0.6)
-        self.bench.proxy.resume()
+        self.proxied.proxy.resume()
 
     def kill(self) -> None:
-        self.bench.server.kill()
+        self.proxied.server.kill()
         self.wait(0.3)
-        self.bench.server.start()
+        self.proxied.server.start()
 
 
 def check(log: list[bytes], acks: list[meteor.Ack]) -> dict[str, int]:
@@ -146,12 +146,12 @@ def test_under_random_faults_acks_are_correct_and_nothing_is_duplicated_or_reord
     published: list[meteor.Ack] = []
     stop = threading.Event()
     with ExitStack() as stack:
-        # Frames of seven records, so that the window is full.
-        bench = stack.enter_context(Bench(server, capacity=7, user="app"))
-        pub = bench.publisher(acks=acks, delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
+        # Small frames of seven records keep the window full.
+        proxied = stack.enter_context(ProxiedStream(server, capacity=7, user="app"))
+        pub = proxied.publisher(acks=acks, delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
         if acks:
             stack.enter_context(Replica(server))
-        bench.stream.configure(capacity=10_000_000)
+        proxied.stream.configure(capacity=10_000_000)
 
         def publish() -> None:
             chooser = random.Random(rng.random())
@@ -162,13 +162,13 @@ def test_under_random_faults_acks_are_correct_and_nothing_is_duplicated_or_reord
 
         thread = threading.Thread(target=publish)
         thread.start()
-        faults = Faults(bench, rng)
+        faults = Faults(proxied, rng)
         try:
             happened = [faults.happen() for _ in range(FAULTS)]
         finally:
             stop.set()
             thread.join()
-            bench.proxy.heal()
+            proxied.proxy.heal()
         with suppress(meteor.MeteorError):  # some records have failed
             pub.flush(20)
 
@@ -177,19 +177,19 @@ def test_under_random_faults_acks_are_correct_and_nothing_is_duplicated_or_reord
             return published[-1].exception(10) is None
 
         eventually(delivers, 20, "the publisher did not recover")
-        outcomes = check(bench.values(), published)
+        outcomes = check(proxied.values(), published)
         print(kind, dict(sorted(outcomes.items())), happened)
         # With acks=1, most records are NotReplicated if the replica is usually disconnected.
         assert outcomes["NoneType"] + outcomes.get("NotReplicated", 0) > 10
 
 
-class Follower:
-    """A subscriber that keeps the records it read, and removes those reported lost."""
+class TrackingSubscriber:
+    """A subscriber that stores the records it has read, and removes those reported as lost."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, proxied: ProxiedStream) -> None:
         self.seen: dict[int, bytes] = {}
         self.losses: list[tuple[int, int]] = []
-        self._sub = bench.subscriber(initial_offset="earliest")
+        self._sub = proxied.subscriber(initial_offset="earliest")
 
     def knows(self, log: dict[int, bytes]) -> bool:
         self.poll()
@@ -211,16 +211,16 @@ class Follower:
                 self.seen[record.offset] = record.value
 
 
-class Teller:
-    """A publisher that keeps acknowledged records, and removes those reported lost."""
+class TrackingPublisher:
+    """A publisher that stores acknowledged records, and removes those reported as lost."""
 
-    def __init__(self, bench: Bench, name: str, acks: int) -> None:
+    def __init__(self, proxied: ProxiedStream, name: str, acks: int) -> None:
         self.acked: dict[int, bytes] = {}
         self.losses: list[tuple[int, int]] = []
         self._name = name
         self._number = 0
         self._waiting: list[tuple[bytes, meteor.Ack]] = []
-        self._pub = bench.publisher(acks=acks)
+        self._pub = proxied.publisher(acks=acks)
 
     def publish(self) -> None:
         try:
@@ -259,14 +259,20 @@ class Teller:
             self.acked.pop(offset, None)
 
 
-def test_after_random_failovers_clients_know_exactly_what_the_log_holds(
+def test_after_random_failovers_clients_know_exactly_which_records_are_in_the_log(
     private_server: ServerFactory, rng: random.Random
 ) -> None:
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(kind="redis" if "redis" in binaries() else "valkey"))
-        bench = pair.bench
-        tellers = [Teller(bench, "a", 0), Teller(bench, "b", 0), Teller(bench, "c", 1)]
-        followers = [Follower(bench) for _ in range(3)]
+        replicated = ReplicatedStream(
+            stack, private_server(kind="redis" if "redis" in binaries() else "valkey")
+        )
+        proxied = replicated.proxied
+        tellers = [
+            TrackingPublisher(proxied, "a", 0),
+            TrackingPublisher(proxied, "b", 0),
+            TrackingPublisher(proxied, "c", 1),
+        ]
+        followers = [TrackingSubscriber(proxied) for _ in range(3)]
 
         def live(steps: int, busy: float) -> None:
             for _ in range(steps):
@@ -277,14 +283,14 @@ def test_after_random_failovers_clients_know_exactly_what_the_log_holds(
 
         for _ in range(3):
             live(rng.randint(0, 60), 0.8)
-            pair.lag()
+            replicated.lag()
             live(rng.randint(0, 60), rng.choice([0.2, 0.8]))
-            pair.fail_over()
+            replicated.fail_over()
             live(rng.randint(0, 60), rng.choice([0.0, 0.5]))
-            pair.link, pair.replica = pair.add_replica()
+            replicated.link, replicated.replica = replicated.add_replica()
         for teller in tellers:
             teller.finish()
-        log = {record.offset: record.value for batch in bench.stream.read() for record in batch}
+        log = {record.offset: record.value for batch in proxied.stream.read() for record in batch}
         for follower in followers:
             eventually(partial(follower.knows, log), message="a subscriber does not match the log")
         for teller in tellers:

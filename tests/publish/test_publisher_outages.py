@@ -1,4 +1,4 @@
-"""Publishers wait for a server that is full, busy or gone, and fail if that lasts too long.
+"""Publishers wait for a server that is full, busy or gone, and fail after the deadline.
 
 They write nothing to a stream that was deleted or recreated.
 """
@@ -20,42 +20,44 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PUBLISH
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, discard, failure, poll_until
-from tests.support.proxied_stream import bench as bench
+from tests.support.proxied_stream import NAME, ProxiedStream, discard, failure, poll_until
 from tests.support.proxied_stream import private as private
+from tests.support.proxied_stream import proxied as proxied
 from tests.support.waiting import eventually
 
 # A server that is full
 
 
 def test_a_stream_full_of_unarchived_records_blocks_until_archiving_advances(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = bench.warm_publisher()
-    bench.set_meta(archived=0, max_unarchived=3)
+    pub = proxied.warm_publisher()
+    proxied.set_meta(archived=0, max_unarchived=3)
     assert [pub.publish(b"0").result(5), pub.publish(b"1").result(5)] == [1, 2]
     blocked = pub.publish(b"2")
     with pytest.raises(TimeoutError):
         blocked.result(0.2)
-    bench.set_meta(archived=3)
+    proxied.set_meta(archived=3)
     assert blocked.result(5) == 3
-    assert bench.values() == [b"first", b"0", b"1", b"2"]
+    assert proxied.values() == [b"first", b"0", b"1", b"2"]
 
 
-def test_publishing_to_a_full_stream_fails_at_the_deadline_and_works_later(bench: Bench) -> None:
-    pub = bench.warm_publisher(delivery_timeout=0.4)
-    bench.set_meta(archived=0, max_unarchived=1)
+def test_publishing_to_a_full_stream_fails_at_the_deadline_and_works_later(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher(delivery_timeout=0.4)
+    proxied.set_meta(archived=0, max_unarchived=1)
     error = failure(pub.publish(b"x"))
     assert isinstance(error, meteor.StreamFull)
     assert error.retriable
     assert "archiver" in str(error)
-    bench.set_meta(archived=1)
+    proxied.set_meta(archived=1)
     assert pub.publish(b"y").result(5) == 1
-    assert bench.values() == [b"first", b"y"]
+    assert proxied.values() == [b"first", b"y"]
 
 
 def test_a_server_out_of_memory_refuses_until_there_is_room(
-    private: Bench,
+    private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher(delivery_timeout=0.4)
     patient = private.publisher()
@@ -73,7 +75,7 @@ def test_a_server_out_of_memory_refuses_until_there_is_room(
 
 
 def test_on_a_full_server_a_repeat_gets_its_reply_and_a_new_batch_leaves_no_trace(
-    private: Bench,
+    private: ProxiedStream,
 ) -> None:
     history = private.meta("history")
 
@@ -109,7 +111,7 @@ NOT_NOW = [
 
 @pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
 def test_publisher_waits_for_a_server_that_briefly_refuses_writes(
-    private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
+    private: ProxiedStream, begin: tuple[str, ...], end: tuple[str, ...], word: str
 ) -> None:
     pub = private.warm_publisher()
     private.direct.execute_command(*begin)
@@ -121,8 +123,8 @@ def test_publisher_waits_for_a_server_that_briefly_refuses_writes(
 
 
 @pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
-def test_a_server_that_keeps_refusing_writes_is_an_error_and_nothing_is_in_doubt(
-    private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
+def test_records_fail_with_a_known_outcome_if_the_server_keeps_refusing_writes(
+    private: ProxiedStream, begin: tuple[str, ...], end: tuple[str, ...], word: str
 ) -> None:
     pub = private.warm_publisher(delivery_timeout=0.4)
     private.direct.execute_command(*begin)
@@ -134,7 +136,7 @@ def test_a_server_that_keeps_refusing_writes_is_an_error_and_nothing_is_in_doubt
     assert private.values() == [b"first", b"y"]
 
 
-def test_publisher_waits_for_a_server_busy_with_a_script(private: Bench) -> None:
+def test_publisher_waits_for_a_server_busy_with_a_script(private: ProxiedStream) -> None:
     pub = private.warm_publisher()
     private.direct.config_set("busy-reply-threshold", 20)
 
@@ -164,12 +166,12 @@ def test_publisher_waits_for_a_server_busy_with_a_script(private: Bench) -> None
 
 def test_publisher_waits_for_a_server_that_loads_its_data(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--key-load-delay", "300")
-    with Bench(server) as bench:
-        pub = bench.warm_publisher()
-        bench.direct.config_set("loading-process-events-interval-bytes", 1024)
-        bench.direct.mset({f"k{n}": n for n in range(10)})
+    with ProxiedStream(server) as proxied:
+        pub = proxied.warm_publisher()
+        proxied.direct.config_set("loading-process-events-interval-bytes", 1024)
+        proxied.direct.mset({f"k{n}": n for n in range(10)})
         for start in range(0, 3000, 100):
-            with bench.direct.pipeline(transaction=False) as pipe:
+            with proxied.direct.pipeline(transaction=False) as pipe:
                 for n in range(start, start + 100):
                     pipe.set(f"key{n}", n)
                 pipe.execute()
@@ -182,7 +184,7 @@ def test_publisher_waits_for_a_server_that_loads_its_data(private_server: Server
 # No server, wrong server
 
 
-def test_a_connection_refused_is_one_clear_sentence_without_the_password(
+def test_a_refused_connection_is_reported_in_one_sentence_without_the_password(
     private_server: ServerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -215,30 +217,30 @@ def test_a_connection_refused_is_one_clear_sentence_without_the_password(
     assert not [text for text in shown if secret in text]
 
 
-def test_publishing_to_a_deleted_stream_fails_at_once(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.stream.delete()
+def test_publishing_to_a_deleted_stream_fails_at_once(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.stream.delete()
     for _ in range(2):
         error = failure(pub.publish(b"x"))
         assert isinstance(error, meteor.StreamNotFound)
-    assert bench.client.streams() == []
-    assert bench.direct.keys("meteor:*") == []
+    assert proxied.client.streams() == []
+    assert proxied.direct.keys("meteor:*") == []
 
 
-def test_old_publisher_writes_nothing_to_a_recreated_stream(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    sub = bench.subscriber(initial_offset="earliest")
+def test_old_publisher_writes_nothing_to_a_recreated_stream(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    sub = proxied.subscriber(initial_offset="earliest")
     assert sub.poll().values() == [b"first"]
-    bench.stream.delete()
-    bench.stream = bench.client.stream(NAME, create=True)
+    proxied.stream.delete()
+    proxied.stream = proxied.client.stream(NAME, create=True)
     error = failure(pub.publish(b"x"))
     assert isinstance(error, meteor.LogTruncated)
     assert (error.first, error.last) == (0, 0)
     with pytest.raises(meteor.LogTruncated) as caught:
         sub.poll()
     assert (caught.value.first, caught.value.last) == (0, 0)
-    assert bench.values() == []
-    with bench.stream.publisher() as recreated:
+    assert proxied.values() == []
+    with proxied.stream.publisher() as recreated:
         assert recreated.publish(b"new").result(5) == 0
     sub.skip_gap()
     assert sub.poll().values() == [b"new"]
@@ -248,11 +250,11 @@ def test_kill_and_restart_with_an_append_only_file_lose_nothing(
     private_server: ServerFactory, rng: Random
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
-    with Bench(server) as bench:
-        pub = bench.publisher()
-        sub = bench.subscriber(initial_offset="earliest")
+    with ProxiedStream(server) as proxied:
+        pub = proxied.publisher()
+        sub = proxied.subscriber(initial_offset="earliest")
         acks: list[meteor.Ack] = []
-        epochs = [bench.meta("epoch")]
+        epochs = [proxied.meta("epoch")]
         for _ in range(3):
             acks += [pub.publish(b"%d" % n) for n in range(len(acks), len(acks) + 500)]
             if rng.random() < 0.7:
@@ -261,24 +263,24 @@ def test_kill_and_restart_with_an_append_only_file_lose_nothing(
             acks += [pub.publish(b"%d" % n) for n in range(len(acks), len(acks) + 500)]
             server.start()
             assert acks[-1].result(20) == len(acks) - 1
-            epochs.append(bench.meta("epoch"))
+            epochs.append(proxied.meta("epoch"))
         assert [ack.result(5) for ack in acks] == list(range(len(acks)))
         expected = [b"%d" % n for n in range(len(acks))]
-        assert bench.values() == expected
+        assert proxied.values() == expected
         assert poll_until(sub, lambda values: len(values) >= len(acks)) == expected
         assert len(set(epochs)) == 4
 
 
-def test_an_entry_above_the_end_is_reported_as_the_cause_that_stops_publishing(url: str) -> None:
+def test_publish_error_names_an_entry_beyond_the_end_as_the_cause(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", create=True)
         with m.redis as client:
             client.xadd("meteor:{s}:log", {"user": "1"})
-        with stream.publisher() as pub, pytest.raises(meteor.CorruptStream, match="beyond its"):
+        with stream.publisher() as pub, pytest.raises(meteor.CorruptStream, match="beyond the end"):
             pub.publish(b"x").result()
 
 
-def test_publishers_of_a_closed_client_give_up_a_hung_server_together(
+def test_publishers_of_a_closed_client_give_up_on_a_hung_server_together(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -287,9 +289,9 @@ def test_publishers_of_a_closed_client_give_up_a_hung_server_together(
     pubs = [stream.publisher(delivery_timeout=1.0) for _ in range(6)]
     for pub in pubs:
         pub.publish(b"x").result(10)
-    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each pub must check
+    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each must check
     server.pause()
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 10.0  # one after another: three seconds each
+    assert time.monotonic() - started < 10.0  # one after another, each would take three seconds
     server.resume()

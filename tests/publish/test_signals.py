@@ -19,8 +19,8 @@ import meteor_py as meteor
 from meteor_py.runtime import completion
 from meteor_py.runtime.locks import SignalSafeEvent
 from tests.support.interrupts import Interrupts, interrupt_at, interrupt_everywhere
-from tests.support.proxied_stream import Bench
-from tests.support.proxied_stream import bench as bench
+from tests.support.proxied_stream import ProxiedStream
+from tests.support.proxied_stream import proxied as proxied
 from tests.support.waiting import ends, eventually, running_threads
 
 SECONDS = 1.0
@@ -83,9 +83,9 @@ def test_interrupted_close_can_be_repeated(stream: meteor.Stream, rng: Random) -
         assert interrupts.count > 20
 
 
-def test_flush_may_be_interrupted_at_any_moment(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+def test_flush_may_be_interrupted_at_any_moment(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
 
     def flush() -> None:
@@ -94,7 +94,7 @@ def test_flush_may_be_interrupted_at_any_moment(bench: Bench) -> None:
 
     for _ in interrupt_everywhere(flush):
         assert not pub._accumulator._room.is_mine(), "the interrupt has left it locked"
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.flush(5)
     assert ack.offset == 1
 
@@ -207,9 +207,11 @@ def test_flush_in_a_handler_that_interrupts_publish_keeps_every_record_of_every_
     assert len(set(offsets)) == len(offsets)
 
 
-def test_publish_of_another_thread_during_a_handler_keeps_both_records(bench: Bench) -> None:
+def test_publish_of_another_thread_during_a_handler_keeps_both_records(
+    proxied: ProxiedStream,
+) -> None:
     """Both records are for the same open batch, because the sender waits for a reply."""
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     acks: list[tuple[bytes, meteor.Ack]] = []
 
     def publish(value: bytes) -> None:
@@ -222,32 +224,32 @@ def test_publish_of_another_thread_during_a_handler_keeps_both_records(bench: Be
             with pytest.raises(TimeoutError):
                 pub.flush(0.001)
 
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     pub.publish(b"without a reply")
     eventually(lambda: pub._sender.window.sent)
     for moment in itertools.count(1):
         value = b"%d" % moment
         if not interrupt_at(moment, publish_in_another_thread, partial(publish, value)):
             break
-    bench.proxy.resume()
+    proxied.proxy.resume()
     offsets = [ack.result(10) for _, ack in acks]
-    log = bench.values()
+    log = proxied.values()
     assert [log[offset] for offset in offsets] == [value for value, _ in acks]
     assert len(set(offsets)) == 2 * moment - 1
 
 
 @pytest.mark.parametrize("how", ["wait", "callback"])
 def test_handler_may_close_the_publisher_while_a_thread_starts_to_wait_for_an_ack(
-    bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedStream, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupted code holds the lock of all completions, which the sender must not need."""
-    pub = bench.warm_publisher()
-    bench.proxy.stall("replies")
+    pub = proxied.warm_publisher()
+    proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
     called: list[meteor.Ack] = []
 
     def handle(*_: object) -> None:
-        bench.proxy.resume()
+        proxied.proxy.resume()
         pub.close(5)
 
     class InterruptedEvent(SignalSafeEvent):

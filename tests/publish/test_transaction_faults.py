@@ -12,7 +12,7 @@ import meteor_py as meteor
 from meteor_py.publish import transaction
 from meteor_py.publish.transaction import commit
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
 from tests.support.servers import Server
 from tests.support.transactions import begin, contents, fence, lasting, numbers, stage
 
@@ -24,30 +24,30 @@ def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench(server: Server, url: str) -> Iterator[Bench]:
-    with Bench(server) as bench:
-        bench.through.load_scripts()
-        yield bench
+def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
+    with ProxiedStream(server) as proxied:
+        proxied.through.load_scripts()
+        yield proxied
 
 
 @pytest.mark.parametrize("call", range(1, 7))  # plan, three moves, plan, discard
 @pytest.mark.parametrize("cut", ["before", "after"])
 def test_a_lost_request_or_reply_changes_nothing(
-    bench: Bench, frame_by_frame: None, cut: str, call: int
+    proxied: ProxiedStream, frame_by_frame: None, cut: str, call: int
 ) -> None:
-    stream = bench.through.stream(NAME, create=True)
+    stream = proxied.through.stream(NAME, create=True)
     staged = [stage(stream, "a", "0", "1"), stage(stream, "b", "2 3")]
-    getattr(bench.proxy, f"cut_{cut}_request")(call, match=b"EVALSHA")
+    getattr(proxied.proxy, f"cut_{cut}_request")(call, match=b"EVALSHA")
     assert commit(stream._handle, "w", 1, staged)
-    assert bench.proxy.counters.cuts == 1
-    assert contents(bench.stream) == numbers(4)
+    assert proxied.proxy.counters.cuts == 1
+    assert contents(proxied.stream) == numbers(4)
     assert not commit(stream._handle, "w", 1, staged)
 
 
 def test_randomly_lost_replies_change_nothing(
-    bench: Bench, frame_by_frame: None, rng: Random
+    proxied: ProxiedStream, frame_by_frame: None, rng: Random
 ) -> None:
-    stream = bench.through.stream(NAME, create=True)
+    stream = proxied.through.stream(NAME, create=True)
     versions = 15
 
     def until_done(work: Callable[[], Any]) -> Any:
@@ -57,7 +57,7 @@ def test_randomly_lost_replies_change_nothing(
             except meteor.ConnectionFailed:
                 pass
 
-    bench.proxy.chaos(rng, 0.2, ("lost_reply", "torn_reply", "lost_request"))
+    proxied.proxy.chaos(rng, 0.2, ("lost_reply", "torn_reply", "lost_request"))
     for version in range(versions):
         first = 3 * version
 
@@ -67,18 +67,20 @@ def test_randomly_lost_replies_change_nothing(
             commit(stream._handle, "w", version, [stage(stream, name, *frames)])
 
         until_done(write)
-    bench.proxy.heal()
-    assert contents(bench.stream) == numbers(3 * versions)
-    assert all(bench.direct.pttl(key) > 0 for key in bench.direct.scan_iter("*stage*"))
+    proxied.proxy.heal()
+    assert contents(proxied.stream) == numbers(3 * versions)
+    assert all(proxied.direct.pttl(key) > 0 for key in proxied.direct.scan_iter("*stage*"))
 
 
-def test_a_worker_disconnected_while_staging_leaves_no_key_without_expiry(bench: Bench) -> None:
-    stream = bench.through.stream(NAME, create=True)
-    bench.proxy.cut_before_request(match=b"PEXPIRE")
-    bench.proxy.refuse()
+def test_a_worker_disconnected_while_staging_leaves_no_key_without_expiry(
+    proxied: ProxiedStream,
+) -> None:
+    stream = proxied.through.stream(NAME, create=True)
+    proxied.proxy.cut_before_request(match=b"PEXPIRE")
+    proxied.proxy.refuse()
     with pytest.raises(meteor.ConnectionFailed):
         stage(stream, "a", "0")
-    assert list(bench.direct.scan_iter("*stage*")) == []
+    assert list(proxied.direct.scan_iter("*stage*")) == []
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
@@ -93,7 +95,7 @@ def test_a_server_out_of_memory_finishes_a_commit_and_stages_nothing(
         plain.config_set("maxmemory", 1)
         with pytest.raises(meteor.OutOfMemory):
             stage(stream, "b", "x")
-        assert commit(stream._handle, "w", 1, [a])  # which frees the memory of the stage
+        assert commit(stream._handle, "w", 1, [a])  # the commit frees the memory of the stage
         assert fence(stream) == b"1:3:3:4"
         plain.config_set("maxmemory", 0)
         assert contents(stream) == numbers(4)
@@ -118,23 +120,25 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
         assert stream.describe().epoch > epoch
 
 
-def test_a_version_confirmed_by_replicas_outlives_the_primary(pair: Pair) -> None:
-    stream = pair.bench.stream
+def test_a_version_confirmed_by_replicas_survives_the_loss_of_the_primary(
+    replicated: ReplicatedStream,
+) -> None:
+    stream = replicated.proxied.stream
     assert commit(stream._handle, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
-    pair.lag()
-    pair.fail_over()
-    with meteor.connect(pair.replica.url) as m:
+    replicated.lag()
+    replicated.fail_over()
+    with meteor.connect(replicated.replica.url) as m:
         stream = m.stream(NAME, create=False)
         assert contents(stream) == numbers(2)
         assert not commit(stream._handle, "w", 1, [stage(stream, "b", "x")])
 
 
-def test_a_lagging_replica_is_reported_for_a_repeated_version_too(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def test_a_lagging_replica_is_also_reported_for_a_repeated_version(
+    replicated: ReplicatedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
-    stream = pair.bench.stream
-    pair.lag()
+    stream = replicated.proxied.stream
+    replicated.lag()
     for name in ("a", "again"):
         with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
             commit(stream._handle, "w", 1, [stage(stream, name, "0", "1")], replicas=1)

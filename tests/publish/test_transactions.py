@@ -1,4 +1,4 @@
-"""Committed frames are in the log exactly once, even if committers die, repeat or come late."""
+"""Committed frames are in the log exactly once, even if committers die, repeat or are late."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=moves)
-    with pytest.raises(VersionDiffers, match="has it with 3 records, not 2") as caught:
+    with pytest.raises(VersionDiffers, match="with 3 records instead of 2") as caught:
         commit(stream._handle, "w", 1, [stage(stream, "b", "x y")], records=2)
     assert (caught.value.known, caught.value.records) == (3, 2)
     assert contents(stream) == numbers(3)
@@ -102,7 +102,7 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
     assert contents(stream) == numbers(5)
 
 
-def test_a_fence_of_a_release_that_did_not_count_records_is_finished_and_not_compared(
+def test_a_version_is_finished_without_a_comparison_if_its_fence_has_no_record_count(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=1)
@@ -160,7 +160,7 @@ def test_only_the_fences_remain_and_pending_stages_expire(
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])
-def test_the_plan_of_a_dead_committer_is_finished_by_the_next_one(
+def test_the_next_committer_finishes_the_plan_of_a_dead_committer(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
@@ -226,7 +226,7 @@ def test_a_late_committer_of_an_old_version_moves_nothing(
     assert contents(stream) == numbers(4)
 
 
-def test_a_plan_that_a_failover_has_lost_is_made_again(
+def test_a_plan_lost_in_a_failover_is_made_again(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(stream._handle, "w", 1, [stage(stream, "a", "0 1")])
@@ -279,7 +279,8 @@ def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
 ) -> None:
     a, b = stage(stream, "a", "0 1"), stage(stream, "b", "2", "3")
     plain = stream.client.redis
-    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):  # some frames, then all
+    # Lose some frames, then all.
+    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):
         plain.hdel(keys.stage("s", "b"), *fields)
         with pytest.raises(meteor.PublishError, match=r"are gone \(b\).*Write them again"):
             commit(stream._handle, "w", 1, [a, b])
@@ -291,13 +292,13 @@ def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
 
 @pytest.mark.parametrize("moves", [0, 1])
 @pytest.mark.parametrize("key", [keys.stage("s", "a"), keys.plan("s", "w")])
-def test_a_plan_whose_frames_are_gone_is_reported_and_miscounts_nothing(
+def test_a_plan_whose_frames_are_gone_is_reported_and_can_be_resolved(
     stream: meteor.Stream, frame_by_frame: None, key: str, moves: int
 ) -> None:
     a = stage(stream, "a", "0 1", "2 3", "4")
     begin(stream, 1, a, moves=moves)
     stream.client.redis.delete(key)
-    for version in (1, 2):  # a later version must not overtake it
+    for version in (1, 2):  # a later version must not be written first
         words = f"{moves} of 3 frames are in the log"
         with pytest.raises(meteor.PublishError, match=words) as caught:
             commit(stream._handle, "w", version, [stage(stream, "b", "x")])
@@ -319,7 +320,7 @@ def test_a_deleted_or_recreated_stream_is_not_written_to(stream: meteor.Stream) 
     with pytest.raises(meteor.StreamNotFound):
         commit(stream._handle, "w", 1, [a])
     recreated = stream.client.stream("s", create=True)
-    with pytest.raises(meteor.LogTruncated, match="created again"):
+    with pytest.raises(meteor.LogTruncated, match="recreated"):
         commit(stream._handle, "w", 1, [a])
     with pytest.raises(meteor.PublishError, match="are gone"):
         commit(recreated._handle, "w", 1, [a])
@@ -374,7 +375,7 @@ def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_la
             for _ in range(2):
                 with pytest.raises(meteor.StreamFull, match="archiver"):
                     commit(stream._handle, "w", 1, [a])
-                discard(stream._handle, "w", ["a"])  # as the engine does
+                discard(stream._handle, "w", ["a"])  # as Spark's engine does
         assert contents(stream) == numbers(20)
         assert stream.describe().first == 0
         with stream.archiver(segment_age=0.0).start():
@@ -386,7 +387,7 @@ def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_la
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_committed_frames_equal_those_of_a_publisher(
+def test_committed_frames_are_identical_to_published_frames(
     stream: meteor.Stream, compression: Any, checksum: bool
 ) -> None:
     m = stream.client
@@ -442,14 +443,14 @@ def test_concurrent_readers_and_publishers_see_dense_offsets(
 # Stages of processes that died
 
 
-def test_next_run_deletes_stages_that_dead_runs_left(stream: meteor.Stream) -> None:
+def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Stream) -> None:
     plain = stream.client.redis
     for run in ("1", "2", "3"):
         owner = StageOwner("w", 17, run)
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
-        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "those of one run"
-    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # deletes no newer stages
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "the stages of one run"
+    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
     assert plain.keys("*stage*") == []
@@ -488,7 +489,7 @@ def test_plan_that_has_begun_keeps_its_stages_when_the_next_run_cleans_up(
     assert stream.client.redis.keys("*stage*") == []
 
 
-def test_worker_that_gives_up_leaves_neither_stage_nor_entry(stream: meteor.Stream) -> None:
+def test_worker_that_gives_up_leaves_no_stage_and_no_list_entry(stream: meteor.Stream) -> None:
     given_up = Stage(stream._handle, "a", owner=StageOwner("w", 1, "run"))
     given_up.write(Columns([b"x"]))
     given_up.finish()
@@ -517,7 +518,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
         let_expire(handle, "kept", 100.0)
     assert plain.hkeys(keys.fences("s")) == [b"kept"]
     assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
-    assert write("t0", 100.0), "it was forgotten"
+    assert write("t0", 100.0), "the fence has expired"
 
 
 def test_fence_of_a_deleted_stream_leaves_nothing(stream: meteor.Stream) -> None:

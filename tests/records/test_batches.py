@@ -1,4 +1,4 @@
-"""A RecordBatch is a sequence of records, whatever frames it came in, and copies nothing.
+"""A RecordBatch is a sequence of records, however they were framed, and copies nothing.
 
 Each test runs on batches of every kind: small frames merged into lists, one Arrow frame, several
 of both, sliced or not. All of them must behave the same.
@@ -26,7 +26,7 @@ MS = pa.timestamp("ms", tz="UTC")
 
 
 def expected(offset: int) -> Record:
-    """The record of this offset in all batches here."""
+    """Returns the record that all batches here have at this offset."""
     appended = APPENDED + offset // 50
     explicit = None if offset % 3 == 0 else APPENDED - offset
     return Record(
@@ -51,7 +51,7 @@ def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
     return b"%d-%d" % (first + n - 1, n), fields
 
 
-# Frames begin and end where the append time changes, so that it is the same in all of them.
+# The append time changes only between frames, so that it is the same in all kinds of batches.
 MAKES = {
     "one record": [1],
     "lists": [1, 3, 1, 32, 13],
@@ -70,7 +70,7 @@ def make(sizes: Sequence[int], codec: Codec | None = None) -> RecordBatch:
 
 
 def as_sliced(batch: RecordBatch) -> RecordBatch:
-    """The same batch, cut out of a larger one."""
+    """Returns an equal batch that is a slice of a larger one."""
     whole = make([*MAKES["both"], 50, 50, 50])
     part = whole[: len(batch)]
     assert isinstance(part, RecordBatch)
@@ -140,7 +140,7 @@ def test_a_batch_is_a_sequence(batch: RecordBatch) -> None:
         assert batch.count(records[0]) == 1
 
 
-def test_values_and_keys_are_those_of_the_records(batch: RecordBatch) -> None:
+def test_values_and_keys_equal_those_of_the_records(batch: RecordBatch) -> None:
     assert batch.values() == [expected(offset).value for offset in batch.offsets]
     assert batch.keys() == [expected(offset).key for offset in batch.offsets]
 
@@ -223,7 +223,7 @@ def test_a_value_that_the_codec_cannot_decode_is_reported_with_the_raw_record(
         assert caught.value.record.value == b"value-%d" % FIRST
 
 
-def test_with_a_codec_keys_and_arrow_stay_bytes_and_slices_decode() -> None:
+def test_codec_does_not_change_keys_and_arrow_columns_and_applies_to_slices() -> None:
     batch = make([50, 10], find_codec("text"))
     assert batch.values() == [f"value-{offset}" for offset in batch.offsets]
     assert batch[5].value == "value-1005"
@@ -233,7 +233,7 @@ def test_with_a_codec_keys_and_arrow_stay_bytes_and_slices_decode() -> None:
 
 
 def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
-    class Moody:
+    class FailingCodec:
         def encode(self, value: Any) -> bytes:
             raise NotImplementedError
 
@@ -242,7 +242,7 @@ def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
                 raise KeyError(data)
             return data
 
-    batch = make([50], Moody())
+    batch = make([50], FailingCodec())
     with pytest.raises(meteor.DecodeError) as caught:
         batch.values()
     assert caught.value.record.offset == FIRST + 3

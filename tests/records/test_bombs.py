@@ -131,14 +131,14 @@ def test_a_bomb_is_refused_before_it_unpacks(bomb: str) -> None:
 
 @pytest.mark.parametrize("bomb", [name for name in BOMBS if name.startswith("Arrow")])
 def test_pyarrow_would_unpack_the_bomb(bomb: str) -> None:
-    """Otherwise the test above would prove nothing."""
+    """Prove that the bombs of the test above are real."""
     schema = pa.schema([pa.field("value", pa.binary(), nullable=False)])
     batch = pa.ipc.read_record_batch(pa.py_buffer(BOMBS[bomb][1]()), schema)
     assert batch.nbytes > 40 * MIB
 
 
 def test_messages_in_the_old_layout_of_arrow_are_refused() -> None:
-    """The old layout keeps its tables where the check for hidden compression does not look."""
+    """The check for hidden compression does not understand the old layout."""
     payload = arrow_message({"value": pa.array([b"a", b"b"])}, use_legacy_format=True)
     assert (
         pa.ipc.read_record_batch(
@@ -151,7 +151,7 @@ def test_messages_in_the_old_layout_of_arrow_are_refused() -> None:
 
 
 def test_one_fetch_does_not_unpack_all_of_many_compressed_frames(rng: random.Random) -> None:
-    # 20 MiB, far more than a publisher sends, but only fifty times the compressed size.
+    # 20 MiB: far more than a publisher sends, but only fifty times the compressed size
     one = Columns([rng.randbytes(16_384) * 64 for _ in range(20)])
     message = bytes(one.to_arrow("v").serialize())
     payload = packed("lz4", message, len(message))

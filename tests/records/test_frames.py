@@ -1,4 +1,4 @@
-"""Frames are decoded as they were encoded, and bytes that are not a frame raise a typed error.
+"""Decoding restores the encoded records, and bytes that are not a frame raise a typed error.
 
 Covers the round trip of every layout, thousands of broken frames (flipped bits, cut ends, spliced
 halves), frames of a newer version, and foreign entries. ``test_bombs.py`` has decompression bombs,
@@ -47,7 +47,7 @@ def batch_of(*entries: Entry) -> RecordBatch:
 
 
 def sample(n: int, *, c: bool = False, h: bool = False, k: bool = False) -> Columns:
-    """Columns with occasional nulls, and values that compress well enough."""
+    """Returns columns with occasional nulls, and values that compress well."""
     return Columns(
         [b"value-%d" % i * 5 for i in range(n)],
         [None if i % 3 == 2 else b"key-%d" % (i % 7) for i in range(n)] if k else None,
@@ -75,7 +75,7 @@ def records_of(columns: Columns, first: int) -> list[Record]:
 
 
 def check_well_formed(batch: RecordBatch) -> None:
-    """Use everything a batch offers."""
+    """Call every method of a batch."""
     records = list(batch)
     assert [r.offset for r in records] == list(batch.offsets)
     assert [r.value for r in records] == batch.values()
@@ -131,7 +131,7 @@ def test_every_layout_is_decoded_as_it_was_encoded(
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("c", "h", "k"), PRESENT)
-def test_the_name_of_a_frame_says_its_columns_and_compression(
+def test_the_name_of_a_frame_encodes_its_columns_and_compression(
     compression: Compression, c: bool, h: bool, k: bool
 ) -> None:
     letters = "c" * c + "h" * h + "k" * k + "v"
@@ -148,7 +148,7 @@ def test_a_bare_record_is_encoded_as_its_value() -> None:
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_frame_that_readers_would_take_for_a_bomb_is_not_compressed(
+def test_a_frame_that_readers_would_mistake_for_a_bomb_is_not_compressed(
     compression: Compression,
 ) -> None:
     columns = Columns([bytes(1000)] * 500)
@@ -219,18 +219,18 @@ def mutate(rng: random.Random, payload: bytes, other: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_mutant_is_a_typed_error_with_offsets_or_a_well_formed_batch(
+def test_a_mutated_frame_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     base: str, rng: random.Random
 ) -> None:
     refused = decode_mutants(base, rng, 150)
     for each in refused:
         assert (each.stream, each.first) == ("s", 100)
         assert f"{each.first} to {each.last}" in str(each)
-    assert refused or base == "1 of 0v"  # whose bytes are all value
+    assert refused or base == "1 of 0v"  # every byte of which belongs to the value
 
 
 def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.CorruptFrame]:
-    """Decode mutants of a frame, check what is decoded, and return the errors of the others."""
+    """Decode mutants of a frame; check those that can be decoded, and return the others' errors."""
     entry_id, fields = BASES[base]
     other = rng.choice(list(BASES.values()))[1][3]
     refused: list[meteor.CorruptFrame] = []
@@ -245,7 +245,7 @@ def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.Cor
     return refused
 
 
-def test_a_mutant_of_the_whole_entry_is_a_typed_error_or_a_well_formed_batch(
+def test_a_mutated_entry_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     rng: random.Random,
 ) -> None:
     for _ in range(3000):
@@ -275,7 +275,7 @@ def test_a_checksum_detects_a_flipped_bit_in_a_well_formed_frame(at: int) -> Non
 
 
 @pytest.mark.parametrize(("name", "n"), [("0v", 2), ("0kv", 2), ("1v", 4), ("1v", 6), ("1v", 1)])
-def test_a_wrong_number_of_records_is_corrupt(name: str, n: int) -> None:
+def test_a_frame_with_a_wrong_number_of_records_is_corrupt(name: str, n: int) -> None:
     columns = sample(1 if name.startswith("0") else 5, k=name == "0kv")
     _, payload = encode(columns, "none")
     with pytest.raises(meteor.CorruptFrame) as caught:

@@ -1,4 +1,4 @@
-"""The outcome of an operation: waiting for it, callbacks, and whether its error was seen."""
+"""The outcome of an operation can be awaited, runs callbacks, and tracks observed errors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_forked_child_does_not_call_the_callbacks_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize("prefix", [SENDER_PREFIX, SESSION_PREFIX])
-def test_a_thread_that_settles_operations_must_not_wait_for_one(
+def test_a_thread_that_settles_operations_must_not_wait_for_an_operation(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading.current_thread(), "name", f"{prefix}-orders")

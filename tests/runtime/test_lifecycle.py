@@ -15,7 +15,7 @@ class Opened:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of closed and abandoned objects, without the library's own registries."""
+    """The names of closed and abandoned objects. The library's own registries are replaced."""
     monkeypatch.setattr(lifecycle, "_registries", [])
     return []
 

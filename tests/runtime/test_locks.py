@@ -19,7 +19,7 @@ from tests.support.waiting import ends, eventually
 SECONDS = 1.0
 
 
-class Rival:
+class RepeatingThread:
     """A thread that calls a function repeatedly, and counts the calls."""
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -33,7 +33,7 @@ class Rival:
             self._work()
             self.rounds += 1
 
-    def __enter__(self) -> Rival:
+    def __enter__(self) -> RepeatingThread:
         self._thread.start()
         return self
 
@@ -106,10 +106,10 @@ def test_condition_is_neither_left_locked_nor_released_twice_by_an_interrupt(rng
         with condition:
             condition.notify_all()
 
-    with Rival(notify) as rival, fuzzing(rng) as (interrupts, time_left):
+    with RepeatingThread(notify) as rival, fuzzing(rng) as (interrupts, time_left):
         while time_left():
             interrupts.during(rng.choice((wait, wait, notify)))
-            assert not condition.is_mine(), "the interrupt has left it locked"
+            assert not condition.is_mine(), "the interrupt left the lock held"
         rival.must_advance()
     assert not condition._waiters
 
@@ -131,10 +131,12 @@ def test_notify_wakes_every_waiting_thread_even_if_it_is_interrupted(rng: Random
             condition.notify_all()
 
     with ExitStack() as stack:
-        rivals = [stack.enter_context(Rival(waiter(index))) for index in range(3)]
+        rivals = [stack.enter_context(RepeatingThread(waiter(index))) for index in range(3)]
         with fuzzing(rng) as (interrupts, time_left):
             while time_left():
-                eventually(lambda: len(condition._waiters) == 3, 5, "an interrupt left some asleep")
+                eventually(
+                    lambda: len(condition._waiters) == 3, 5, "an interrupt left threads waiting"
+                )
                 interrupts.during(notify, 3e-5)
                 notify()
         for rival in rivals:
@@ -160,7 +162,7 @@ def test_event_can_be_set_after_a_wait_for_it_was_interrupted(rng: Random) -> No
         unset.append(event)
         event.wait(5)
 
-    with Rival(set_oldest), fuzzing(rng) as (interrupts, time_left):
+    with RepeatingThread(set_oldest), fuzzing(rng) as (interrupts, time_left):
         while time_left():
             event = SignalSafeEvent()
             interrupted = interrupts.during(partial(wait, event), 1e-4)
@@ -168,17 +170,17 @@ def test_event_can_be_set_after_a_wait_for_it_was_interrupted(rng: Random) -> No
         eventually(lambda: not unset, 5, "the thread that sets events waits forever")
 
 
-def test_run_locked_leaves_nothing_locked(rng: Random) -> None:
+def test_interrupted_run_locked_leaves_nothing_locked(rng: Random) -> None:
     lock = threading.RLock()
 
-    def rivals_turn() -> None:
+    def other_thread_advances() -> None:
         with lock:
             pass
 
-    with Rival(rivals_turn) as rival, fuzzing(rng) as (interrupts, time_left):
+    with RepeatingThread(other_thread_advances) as rival, fuzzing(rng) as (interrupts, time_left):
         while time_left():
             interrupts.during(lambda: run_locked(lock, 1.0, lambda: None), 2e-5)
-            assert not lock._is_owned(), "the interrupt has left it locked"  # type: ignore[attr-defined]
+            assert not lock._is_owned(), "the interrupt left the lock held"  # type: ignore[attr-defined]
         rival.must_advance()
 
 

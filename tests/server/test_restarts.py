@@ -60,7 +60,9 @@ def starts(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("victim", ["server", "supervisor", "both"])
-def test_publishers_and_subscribers_continue_after_a_kill(kept: Path, victim: str) -> None:
+def test_publishers_and_subscribers_continue_after_the_server_was_killed(
+    kept: Path, victim: str
+) -> None:
     with meteor.connect(f"embedded://{kept}") as m:
         stream = m.stream("s", create=True)
         with (
@@ -75,14 +77,14 @@ def test_publishers_and_subscribers_continue_after_a_kill(kept: Path, victim: st
             victims = {"server": [server], "supervisor": [supervisor_of(server)]}
             for pid in victims.get(victim, [supervisor_of(server), server]):
                 os.kill(pid, signal.SIGKILL)
-            wait_for_end(server)  # without a supervisor, it replies for another moment
+            wait_for_end(server)  # without its supervisor, the server still replies for a moment
             began = time.monotonic()
             assert pub.publish(b"after").result(WAIT_S) == 1000
             for reader in (sub, member):
                 assert reader.poll(timeout=WAIT_S).values() == [b"after"]
             paused_s = time.monotonic() - began
             member.confirm()
-        assert paused_s < 5.0  # a tenth of a second on an idle machine
+        assert paused_s < 5.0  # takes a tenth of a second on an idle machine
         assert server_of(m) != server
         assert [v for batch in stream.read() for v in batch.values()] == [
             *(b"%d" % n for n in range(1000)),
@@ -208,12 +210,12 @@ def test_publisher_waits_for_a_server_program_that_is_missing(
             patch.setenv("METEOR_SERVER", "/nowhere/valkey-server")
             kill(server_of(m))
             ack = pub.publish(b"after")
-            with pytest.raises(meteor.ConnectionFailed, match="METEOR_SERVER names '/nowhere/"):
+            with pytest.raises(meteor.ConnectionFailed, match="METEOR_SERVER is '/nowhere/"):
                 m.streams()
         assert ack.result(WAIT_S) == 1
 
 
-def test_pause_before_a_restart_grows_and_ends(
+def test_pause_before_a_restart_grows_to_a_limit_and_is_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_000_000.0
@@ -226,17 +228,17 @@ def test_pause_before_a_restart_grows_and_ends(
         now += waits[-1]
         assert limit.wait_s(tmp_path) <= 0.001
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    now -= 3600  # the clock was set
+    now -= 3600  # the clock was set back
     assert limit.wait_s(tmp_path) <= 0
     now += 3600 + limit.WINDOW_S
     assert limit.wait_s(tmp_path) <= 0
     limit.record(tmp_path)
     assert len((tmp_path / limit.RESTARTS).read_text().splitlines()) == 1
-    (tmp_path / limit.RESTARTS).write_text("12\n3")  # cut off by a full disk
+    (tmp_path / limit.RESTARTS).write_text("12\n3")  # a full disk truncated the file
     assert limit.wait_s(tmp_path) <= 0
 
 
-def test_server_whose_files_cannot_be_written_comes_back_later(kept: Path) -> None:
+def test_server_that_cannot_write_its_files_comes_back_later(kept: Path) -> None:
     with meteor.connect(f"embedded://{kept}", timeout=0.5) as m:
         stream = m.stream("s", create=True)
         with stream.publisher() as pub:
@@ -313,11 +315,11 @@ def listener(port: int) -> socket.socket:
     return found
 
 
-def test_tcp_url_stays_the_same(kept: Path) -> None:
+def test_tcp_url_survives_a_restart(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server, open_embedded(kept) as other:
         url, socket_url = server.url, other.url
         kill(server.pid)
-        other.reach(WAIT_S)  # this user did not ask for TCP, but its restart keeps the port
+        other.reach(WAIT_S)  # this user did not request TCP, but a restart keeps the port
         server.reach(WAIT_S)
         assert (server.url, other.url) == (url, socket_url)
         assert ask(server, "PING")
@@ -335,7 +337,7 @@ def test_restart_chooses_another_port_if_a_program_took_it(kept: Path) -> None:
         assert ask(server, "PING")
 
 
-def test_socket_of_a_deep_directory_stays_the_same(tmp_path: Path) -> None:
+def test_socket_of_a_server_with_a_long_path_survives_a_restart(tmp_path: Path) -> None:
     with open_embedded(tmp_path / ("d" * 120)) as server:
         before = server.socket_path
         kill(server.pid)
@@ -394,7 +396,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     run(script)
 
 
-def test_program_that_ends_restarts_nothing(kept: Path) -> None:
+def test_exiting_program_restarts_no_server(kept: Path) -> None:
     script = f"""
 import atexit, meteor_py as meteor, os, signal
 m = meteor.connect("embedded://{kept}")
@@ -409,7 +411,7 @@ sub.poll(0)
 
 
 def test_server_program_is_looked_up_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that was upgraded while a program runs has another path."""
+    """The path changes if the package is upgraded while a program runs."""
     with open_embedded(kept) as server:
         link = kept.parent / "another-server"
         link.symlink_to(find_server())

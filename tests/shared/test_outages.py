@@ -16,7 +16,7 @@ import meteor_py as meteor
 from meteor_py.shared.record import Standing
 from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
 from tests.support.servers import plain_client
 from tests.support.sharing import GROUP, Queue, discard, expire, offsets
 from tests.support.waiting import eventually
@@ -99,13 +99,13 @@ def wait_until_settled(stream: meteor.Stream, timeout_s: float = 60) -> meteor.S
 def test_each_record_is_processed_once_despite_lost_requests_and_replies(
     private_server: ServerFactory, rng: random.Random
 ) -> None:
-    with Bench(private_server(), ordering_key="key") as bench:
-        publish(bench.stream, RECORDS)
-        through = bench.through.stream(NAME, create=False)
+    with ProxiedStream(private_server(), ordering_key="key") as proxied:
+        publish(proxied.stream, RECORDS)
+        through = proxied.through.stream(NAME, create=False)
         with Witness(through, 3, lease_ttl=60.0, prefetch=7) as witness:
-            bench.proxy.chaos(rng, 0.15, ("lost_reply", "torn_reply", "lost_request"))
-            state = wait_until_settled(bench.stream)
-            bench.proxy.heal()
+            proxied.proxy.chaos(rng, 0.15, ("lost_reply", "torn_reply", "lost_request"))
+            state = wait_until_settled(proxied.stream)
+            proxied.proxy.heal()
         assert not witness.flaws, witness.flaws[:5]
         # No consumer died and no record changed hands, so each must be processed exactly once.
         assert witness.fenced == state.reaped == 0
@@ -115,9 +115,9 @@ def test_each_record_is_processed_once_despite_lost_requests_and_replies(
         for group, offset in witness.done:
             assert offset > by_group.get(group, -1)
             by_group[group] = offset
-        assert bench.stream.shared_group(GROUP).fsck() == []
-        print(bench.proxy.counters)
-        assert bench.proxy.counters.cuts > 20
+        assert proxied.stream.shared_group(GROUP).fsck() == []
+        print(proxied.proxy.counters)
+        assert proxied.proxy.counters.cuts > 20
 
 
 @pytest.mark.parametrize("lost_s", ["nothing", "a part"])
@@ -125,25 +125,25 @@ def test_failover_leaves_nothing_stuck_and_lost_settlements_are_redelivered(
     private_server: ServerFactory, lost_s: str
 ) -> None:
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(), ordering_key="key")
-        bench = pair.bench
-        publish(bench.stream, RECORDS)
-        through = bench.through.stream(NAME, create=False)
+        replicated = ReplicatedStream(stack, private_server(), ordering_key="key")
+        proxied = replicated.proxied
+        publish(proxied.stream, RECORDS)
+        through = proxied.through.stream(NAME, create=False)
         with Witness(through, 3, lease_ttl=1.0, prefetch=20) as witness:
             eventually(lambda: len(witness.done) > RECORDS // 10, 30)
             if lost_s == "a part":
-                pair.lag()
+                replicated.lag()
                 seen = len(witness.done)
                 eventually(lambda: len(witness.done) > seen + RECORDS // 10, 30)
             else:
-                pair.replica.wait_in_sync()
-            pair.fail_over()
-            state = wait_until_settled(bench.stream)
+                replicated.replica.wait_in_sync()
+            replicated.fail_over()
+            state = wait_until_settled(proxied.stream)
         flaws = [flaw for flaw in witness.flaws if "is with" not in flaw]
         assert not flaws, flaws[:5]
         assert {offset for _, offset in witness.done} == set(range(RECORDS))
         assert state.acked == RECORDS
-        assert bench.stream.shared_group(GROUP).fsck() == []
+        assert proxied.stream.shared_group(GROUP).fsck() == []
         print(f"{len(witness.done) - RECORDS} repeated, {witness.fenced} times fenced")
 
 
@@ -151,22 +151,22 @@ def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(), ordering_key="key")
-        bench = pair.bench
-        publish(bench.stream, 1)
-        bench.client.stream("dead")
+        replicated = ReplicatedStream(stack, private_server(), ordering_key="key")
+        proxied = replicated.proxied
+        publish(proxied.stream, 1)
+        proxied.client.stream("dead")
         published: list[str] = []
 
         def bury_and_fail_over(*args: Any, **options: Any) -> str:
             if not published:
-                pair.lag()
+                replicated.lag()
             published.append(bury(*args, **options))
             if len(published) == 1:
-                pair.fail_over()
+                replicated.fail_over()
             return published[-1]
 
         monkeypatch.setattr("meteor_py.shared.prefetcher.bury", bury_and_fail_over)
-        through = bench.through.stream(NAME, create=False)
+        through = proxied.through.stream(NAME, create=False)
         consumer = through.shared_subscriber(GROUP, lease_ttl=1.0, dead_letter="dead")
         stack.callback(discard, consumer)
         (record,) = consumer.poll(10)
@@ -175,10 +175,10 @@ def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
         def settled() -> bool:
             with suppress(meteor.ConnectionFailed):
                 consumer.poll(0.1)
-            return bench.stream.shared_group(GROUP).describe().dead == 1
+            return proxied.stream.shared_group(GROUP).describe().dead == 1
 
         eventually(settled, 30)
-        (letters,) = bench.client.stream("dead").read()
+        (letters,) = proxied.client.stream("dead").read()
         assert len(letters) == 1
         assert len(set(published)) == 2, "each in the history of its server"
 

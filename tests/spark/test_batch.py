@@ -1,4 +1,4 @@
-"""Streams as tables in Spark: ranges of offsets and of time, and all columns."""
+"""Spark reads streams as tables, by ranges of offsets or time, with all columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def table(spark: SparkSession, url: str) -> Table:
     return Table(spark, url)
 
 
-def test_columns_hold_what_was_published(table: Table, client: meteor.Client) -> None:
+def test_columns_contain_the_published_values(table: Table, client: meteor.Client) -> None:
     stream = client.stream("orders", capacity=1000)
     large = bytes(range(256)) * (MIB // 256)
     with stream.publisher() as pub:
@@ -145,6 +145,6 @@ def test_unreadable_range_fails_with_a_clear_error(table: Table, client: meteor.
     lenient = table.offsets(startingOffsets='{"orders": 0}', failOnDataLoss="false")
     assert lenient == [*range(first, end)]
     assert "beyond the end" in table.refusal(startingOffsets='{"orders": 5000}')
-    assert "group has no meaning here" in table.refusal(group="g")
+    assert "group does not apply here" in table.refusal(group="g")
     assert "has no option 'startingoffset'" in table.refusal(startingOffset="earliest")
     assert "contradict each other" in table.refusal(endingOffsets="latest", endingTimestamp="1")

@@ -1,4 +1,4 @@
-"""A source reads from the store only the columns of the query's schema."""
+"""From the store, a source reads only the columns of the query's schema."""
 
 from __future__ import annotations
 

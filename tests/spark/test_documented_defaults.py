@@ -1,4 +1,4 @@
-"""The defaults in the option tables of docs/spark.md are those of the connector."""
+"""The defaults in the option tables of docs/spark.md equal those of the connector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN = {"url": "redis://127.0.0.1:6379", "stream": "orders"}
 
 
 def documented(kind: str) -> dict[str, str]:
-    """The options whose documented default is a single value, with that value."""
+    """Returns the options whose documented default is a single value, with that value."""
     found: dict[str, str] = {}
     for names, default in rows("spark.md", f"option of the {kind}"):
         value = default.strip("`").replace(",", "")
@@ -27,7 +27,7 @@ def documented(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("option", sorted(documented("source")))
-def test_documented_default_of_a_source_option_changes_nothing(option: str) -> None:
+def test_source_option_with_its_documented_default_changes_nothing(option: str) -> None:
     given = GIVEN | ({"minOffsetsPerTrigger": "5"} if option == "maxTriggerDelay" else {})
     value = documented("source")[option]
     assert parse(given | {option: value}) == parse(given)
@@ -38,13 +38,13 @@ def parse(given: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("option", sorted({*documented("sink")} - {"capacity"}))
-def test_documented_default_of_a_sink_option_changes_nothing(option: str) -> None:
+def test_sink_option_with_its_documented_default_changes_nothing(option: str) -> None:
     value = documented("sink")[option]
     explicit = parse_sink(GIVEN | {option: value}, VALUES, streaming=True)
     assert explicit == parse_sink(GIVEN, VALUES, streaming=True)
 
 
-def test_documented_capacity_of_new_streams_is_that_of_a_stream() -> None:
+def test_documented_capacity_of_new_streams_is_the_default_capacity() -> None:
     assert int(documented("sink")["capacity"]) == StreamConfig().capacity
 
 

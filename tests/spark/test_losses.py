@@ -1,4 +1,4 @@
-"""Queries whose server has lost records or streams, without Spark.
+"""Queries report records and streams that the server has lost. Runs without Spark.
 
 ``tests.support.spark_engine`` stands in for Spark's engine in this process; servers are real.
 """
@@ -16,7 +16,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from pyspark_meteor import membership
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.spark_engine import Checkpoint, Engine, own_process
 from tests.support.waiting import eventually
@@ -38,15 +38,15 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 
 class Lagging:
-    """A query over a failover that loses records 20 to 29, and their confirms."""
+    """A query during a failover that loses records 20 to 29 and their confirms."""
 
-    def __init__(self, pair: Pair, group: str) -> None:
-        self.pair = pair
+    def __init__(self, replicated: ReplicatedStream, group: str) -> None:
+        self.replicated = replicated
         self.kept = Checkpoint()
-        self.given = {"url": pair.bench.proxy.url}
+        self.given = {"url": replicated.proxied.proxy.url}
         if group:
             self.given["group"] = group
-        fill(pair.bench.stream, 20)
+        fill(replicated.proxied.stream, 20)
 
     def engine(self, **given: str) -> Engine:
         return Engine(self.kept, **self.given | {"failOnDataLoss": "false"} | given)
@@ -54,41 +54,43 @@ class Lagging:
     def begin(self, engine: Engine) -> None:
         assert engine.batch() == [*range(20)]
         assert engine.batch() == []
-        self.pair.lag()
-        fill(self.pair.bench.stream, 10)
+        self.replicated.lag()
+        fill(self.replicated.proxied.stream, 10)
 
     def wait_until_confirmed(self, offset: int) -> None:
-        stream, group = self.pair.bench.stream, self.given.get("group")
+        stream, group = self.replicated.proxied.stream, self.given.get("group")
         if group:
             eventually(
                 lambda: stream.group(group).confirmed == offset, 10, f"{offset} is not confirmed"
             )
 
     def fail_over(self, more: int) -> None:
-        self.pair.fail_over()
-        fill(self.pair.bench.stream, more)
+        self.replicated.fail_over()
+        fill(self.replicated.proxied.stream, more)
 
 
 @pytest.fixture(params=["", "g"])
-def lagging(pair: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lagging:
+def lagging(
+    replicated: ReplicatedStream, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Lagging:
     monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica never learns of the release
-    return Lagging(pair, request.param)
+    return Lagging(replicated, request.param)
 
 
-def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
+def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
     lagging: Lagging, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.batch() == [*range(20, 30)]
-        assert engine.batch() == []  # its start confirms the last batch
+        assert engine.batch() == []  # starting the query confirms the last batch
         lagging.wait_until_confirmed(30)
         lagging.fail_over(more=5)
         assert engine.batch() == [], "the step back goes into the checkpoint first"
         assert engine.batch() == [*range(20, 25)]
         assert engine.batch() == []
         lagging.wait_until_confirmed(25)
-        fill(lagging.pair.bench.stream, 25)
+        fill(lagging.replicated.proxied.stream, 25)
         assert engine.batch() == [*range(25, 50)]
         assert engine.batch() == []
     assert "20 to 29" in caplog.text
@@ -96,11 +98,11 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
     lagging.wait_until_confirmed(50)
 
 
-def test_step_back_happens_after_a_crash_too(lagging: Lagging) -> None:
+def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
-    lagging.fail_over(more=30)  # beyond the checkpoint: the offset alone would not reveal it
+    lagging.fail_over(more=30)  # beyond the checkpoint, which hides the loss from an offset
     strict = lagging.engine(failOnDataLoss="true")
     with strict, pytest.raises(meteor.LogTruncated, match="20 to 29"):
         strict.batch()
@@ -117,7 +119,7 @@ def test_step_back_happens_after_a_crash_too(lagging: Lagging) -> None:
 
 
 @pytest.mark.parametrize("parts", ["1", "3"])
-def test_repeated_batch_of_a_deleted_stream_fails_or_ends(
+def test_repeated_batch_of_a_deleted_stream_fails_or_is_empty(
     url: str, client: meteor.Client, parts: str
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -133,9 +135,9 @@ def test_repeated_batch_of_a_deleted_stream_fails_or_ends(
         strict.batch()
     with Engine(kept, url=url, minPartitions=parts, failOnDataLoss="false") as engine:
         assert engine.batch() == []
-        assert engine.batch() == [], "the offsets omit it now"
+        assert engine.batch() == [], "the offsets no longer include the stream"
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -166,7 +168,7 @@ def test_stream_deleted_during_a_read_fails_or_ends_the_task(
                 assert "skipped" not in caplog.text
         if recreated:
             client.stream("orders", create=True).delete()
-    assert "The rest of Range('orders', 0, 3000) is skipped" in caplog.text
+    assert "Skipping the rest of Range('orders', 0, 3000)" in caplog.text
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -187,14 +189,14 @@ def test_query_warns_once_about_each_missing_stream(
     assert "'oders'" in warning
     assert "`meteor streams ls`" in warning
     caplog.clear()
-    with Engine(kept, **given) as engine:  # the engine does not ask for its start
+    with Engine(kept, **given) as engine:  # the engine does not ask for the start of this stream
         engine.reader.prepareForTriggerAvailableNow()
         assert engine.batch() == []
     assert warnings(caplog) == [warning]
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []
@@ -271,4 +273,4 @@ def test_lenient_query_skips_a_damaged_frame_and_no_more(
     with Engine(Checkpoint(), url=url, **given) as engine:
         assert engine.batch() == [*range(10), *range(20, 30)]
         assert len(engine.parts) > 5
-    assert "10 records are lost, 10 to 19 of stream 'orders'" in caplog.text
+    assert "Skipping 10 lost records, 10 to 19 of stream 'orders'" in caplog.text

@@ -48,14 +48,16 @@ def test_option_names_ignore_case() -> None:
         ({"startingOffsets": "group", "group": "g"}, OffsetSpec("group")),
         ({"startingOffsets": "-10"}, OffsetSpec("before", 10)),
         ({"startingOffsets": '{"orders": 17}'}, OffsetSpec("offset", 17)),
-        ({"startingOffsets": '{"orders": -2}'}, OffsetSpec("earliest")),  # as Kafka writes it
+        ({"startingOffsets": '{"orders": -2}'}, OffsetSpec("earliest")),  # Kafka's notation
         ({"startingOffsets": '{"orders": -1}'}, OffsetSpec("latest")),
         ({"startingOffsets": '{"orders": "-5"}'}, OffsetSpec("before", 5)),
         ({"startingTimestamp": "1794836508123"}, OffsetSpec("time", 1794836508123)),
         ({"startingTimestamp": "1970-01-01T01:00:00+01:00"}, OffsetSpec("time", 0)),
     ],
 )
-def test_start_can_be_written_in_many_ways(given: dict[str, str], spec: OffsetSpec) -> None:
+def test_start_position_accepts_every_documented_form(
+    given: dict[str, str], spec: OffsetSpec
+) -> None:
     assert parse(given).starting["orders"] == spec
 
 
@@ -77,13 +79,13 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
     ("streaming", "given", "words"),
     [
         (True, {"startingOffset": "earliest"}, ["'startingOffset'", "startingOffsets"]),
-        (True, {"endingOffsets": "latest"}, ["endingOffsets", "no meaning here"]),
-        (False, {"group": "g"}, ["group", "no meaning here"]),
-        (False, {"maxOffsetsPerTrigger": "5"}, ["maxOffsetsPerTrigger", "no meaning here"]),
+        (True, {"endingOffsets": "latest"}, ["endingOffsets", "does not apply here"]),
+        (False, {"group": "g"}, ["group", "does not apply here"]),
+        (False, {"maxOffsetsPerTrigger": "5"}, ["maxOffsetsPerTrigger", "does not apply here"]),
         (True, {"stream": "a", "streams": "a,b"}, ["stream and streams"]),
         (True, {"stream": ""}, ["The option stream is empty"]),
         (True, {"group": ""}, ["The option group is empty"]),
-        (True, {"streams": " ,"}, ["The option streams has no name in it: ' ,'"]),
+        (True, {"streams": " ,"}, ["The option streams contains no name: ' ,'"]),
         (True, {"streams": "a b"}, ["'a b'"]),
         (True, {"streamsPattern": "("}, ["streamsPattern"]),
         (True, {"startingOffsets": "soon"}, ["startingOffsets", "'soon'"]),
@@ -92,7 +94,7 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         (True, {"startingOffsets": '{"orders": true}'}, ["startingOffsets", "True"]),
         (True, {"startingOffsets": '{"orders": -5}'}, ["startingOffsets", 'write "-5", with quo']),
         (True, {"startingOffsets": '{"order": 1}'}, ["startingOffsets", "'order'", "not read"]),
-        (True, {"startingOffsets": "group"}, ["startingOffsets=group", "name it with group"]),
+        (True, {"startingOffsets": "group"}, ["startingOffsets=group", "Pass the option group"]),
         (False, {"startingOffsets": "group"}, ["startingOffsets=group", "readStream"]),
         (False, {"endingOffsets": "group"}, ["endingOffsets", "'group'"]),
         (
@@ -130,11 +132,11 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         (
             True,
             {"maxOffsetsPerTrigger": "5", "minOffsetsPerTrigger": "6"},
-            ["minOffsetsPerTrigger is above maxOffsetsPerTrigger"],
+            ["minOffsetsPerTrigger is greater than maxOffsetsPerTrigger"],
         ),
         (True, {"maxOffsetsPerTrigger": "0"}, ["maxOffsetsPerTrigger", "'0'"]),
         (True, {"maxTriggerDelay": "soon"}, ["maxTriggerDelay", "'soon'"]),
-        (True, {"maxTriggerDelay": "30s"}, ["maxTriggerDelay", "minOffsetsPerTrigger. Give both"]),
+        (True, {"maxTriggerDelay": "30s"}, ["maxTriggerDelay", "minOffsetsPerTrigger. Pass both"]),
         (True, {"failOnDataLoss": "yes"}, ["failOnDataLoss", "'yes'"]),
         (True, {"valueFormat": "json"}, ["valueFormat", "binary, string", "'json'"]),
         (True, {"url": "fake://"}, ["fake://", "one process"]),
@@ -181,7 +183,9 @@ def stream(url: str) -> Iterator[meteor.Stream]:
         yield m.stream("orders", capacity=1000)
 
 
-def test_batches_respect_the_limit_and_end_with_the_stream(url: str, stream: meteor.Stream) -> None:
+def test_batches_respect_the_limit_and_stop_at_the_end_of_the_stream(
+    url: str, stream: meteor.Stream
+) -> None:
     fill(stream, 10, 10, 5)
     with Engine(Checkpoint(), url=url, maxOffsetsPerTrigger="10", minPartitions="3") as engine:
         assert engine.limit == ReadMaxRows(10)
@@ -196,7 +200,7 @@ def test_batches_respect_the_limit_and_end_with_the_stream(url: str, stream: met
 @pytest.mark.parametrize(
     ("starting", "wanted"), [("-4", 6), ("latest", 10), ("earliest", 0), ('{"orders": "-2"}', 8)]
 )
-def test_crash_in_any_of_the_first_batches_changes_neither_start_nor_batch(
+def test_crash_in_any_of_the_first_batches_changes_neither_the_start_nor_the_batch(
     url: str, stream: meteor.Stream, starting: str, wanted: int, group: str
 ) -> None:
     fill(stream, 10)
@@ -209,12 +213,12 @@ def test_crash_in_any_of_the_first_batches_changes_neither_start_nor_batch(
         assert engine.plan()
         engine.read()
     fill(stream, 10)
-    with Engine(kept, **given) as engine:  # planned but not done: the same rows again
+    with Engine(kept, **given) as engine:  # planned but not done, so the same rows are read again
         assert engine.batch() == [*range(wanted, 20)]
         assert engine.batch() == [*range(20, 30)]
 
 
-def test_records_that_the_ring_drops_after_the_first_batch_are_a_reported_loss(
+def test_records_that_the_ring_drops_after_the_first_batch_are_reported_lost(
     url: str, stream: meteor.Stream
 ) -> None:
     small = stream.client.stream("small", capacity=100)
@@ -237,7 +241,7 @@ def test_streams_are_read_whole_if_they_appear_after_the_first_batch(
     with Engine(Checkpoint(), url=url, **given) as engine:
         engine.begin()
         fill(stream.client.stream("late", capacity=100), 3)
-        assert engine.batch() == [], "its beginning goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -265,7 +269,7 @@ def test_group_confirms_committed_batches_and_stop_releases_the_lease(
         assert (found.confirmed, found.owner) == (0, f"spark:g:{os.getpid()}")
         engine.batch()
         member = engine.reader._members["orders"]
-        assert engine.batch() == []  # its start shows that the last batch is done
+        assert engine.batch() == []  # the start of the next batch shows that the last one is done
         assert member._session.wanted == 30
     found = stream.group("g")
     assert (found.confirmed, found.lag, found.owner) == (30, 0, None)
@@ -347,7 +351,7 @@ def test_byte_limit_uses_the_average_record_size(url: str, stream: meteor.Stream
 def test_frames_stay_whole_unless_max_records_per_partition_forbids_it(
     url: str, stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # An explicit limit is strict even if it equals the default, which is not.
+    # Unlike the default, an explicit limit is strict, even if it has the same value.
     monkeypatch.setattr(planning, "RECORDS_PER_PARTITION", 10)
     fill(stream, 15, 15)
     with Engine(Checkpoint(), url=url) as engine:
@@ -369,7 +373,7 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
             fill(small, 10)
         first, end = small.bounds()
         assert first > 10, "the first batches would contain dropped records"
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         seen: list[int] = []
         while rows := engine.batch():
             seen += rows
@@ -424,12 +428,12 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         with pytest.raises(meteor.LogTruncated, match="orders"):
             engine.batch()
     with Engine(kept, **given, failOnDataLoss="false") as engine:
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
         assert engine.plan()
         again.delete()
-        assert engine.read() == [], "planned but gone: the batch must still end"
+        assert engine.read() == [], "the planned records are gone, but the batch must end"
         kept.done += 1
         engine.batch()
         assert engine.batch() == []  # and is not planned again
@@ -451,4 +455,6 @@ def test_lost_records_fail_the_query_or_are_skipped_and_logged(
         assert (caught.value.first, caught.value.last) == (10, first - 1)
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
-    assert f"{first - 10} records are lost, 10 to {first - 1} of stream 'orders'" in caplog.text
+    assert (
+        f"Skipping {first - 10} lost records, 10 to {first - 1} of stream 'orders'" in caplog.text
+    )

@@ -1,4 +1,4 @@
-"""Servers that restart, fail over or cut connections: queries wait, and lose nothing.
+"""Queries wait for servers that restart, fail over or cut connections, and lose nothing.
 
 ``tests.support.spark_engine`` stands in for Spark's engine; one test runs Spark itself. The long
 outages are in tests/chaos/spark_outages.py.
@@ -26,7 +26,7 @@ from pyspark_meteor import membership, writers
 from pyspark_meteor.sink_options import parse_sink
 from pyspark_meteor.source import MeteorDataSource
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.servers import Server
 from tests.support.spark import offsets, start, stream_of
@@ -36,7 +36,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
-#: Seconds that a server is away: long enough for several attempts.
+#: Seconds for which a server is down: long enough for several attempts.
 AWAY_S = 1.0
 KEEP = ("--appendonly", "yes", "--appendfsync", "always")
 SCHEMA = StructType([StructField("value", BinaryType())])
@@ -56,7 +56,7 @@ def durable(private_server: ServerFactory) -> Server:
 
 @contextmanager
 def away(server: Server) -> Iterator[None]:
-    """Kill the server; it comes back with its data while the block runs."""
+    """Kill the server, and restart it with its data while the block runs."""
     server.kill()
     timer = threading.Timer(AWAY_S, server.start)
     timer.start()
@@ -138,7 +138,7 @@ def test_batch_query_waits_for_a_server_that_restarts(
     assert sum(batch.num_rows for batch in batches) == 10
 
 
-def test_query_fails_when_the_server_is_away_for_longer_than_server_timeout(
+def test_query_fails_if_an_outage_lasts_longer_than_server_timeout(
     durable: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with meteor.connect(durable.url) as m:
@@ -154,27 +154,27 @@ def test_query_fails_when_the_server_is_away_for_longer_than_server_timeout(
 
 
 def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    replicated: ReplicatedStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(membership, "LEASE_S", 1.0)
-    fill(pair.bench.stream, 10)
-    with Engine(Checkpoint(), url=pair.bench.proxy.url, group="g") as engine:
+    fill(replicated.proxied.stream, 10)
+    with Engine(Checkpoint(), url=replicated.proxied.proxy.url, group="g") as engine:
         engine.begin()
-        pair.lag()  # the replica knows the group and the records, but not the term
+        replicated.lag()  # the replica knows the group and the records, but not the term
         assert engine.batch() == [*range(10)]
-        pair.fail_over()
+        replicated.fail_over()
         assert engine.batch() == []
-        fill(pair.bench.stream, 5)
+        fill(replicated.proxied.stream, 5)
         assert engine.batch() == [*range(10, 15)]
         assert engine.batch() == []
-        stream = pair.bench.stream
+        stream = replicated.proxied.stream
 
-        def confirmed() -> bool:  # the engine asks for more every few ms
+        def confirmed() -> bool:  # the engine asks for more records every few ms
             assert engine.batch() == []
             return stream.group("g").confirmed == 15
 
         eventually(confirmed, 10, "15 is not confirmed")
-    assert "joins the group again" in caplog.text
+    assert "rejoins the group" in caplog.text
 
 
 def test_query_that_cannot_get_the_lease_closes_its_session(
@@ -255,17 +255,17 @@ def test_commit_writes_each_row_once_if_its_connection_is_cut_repeatedly(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)  # one frame per call
-    with Bench(private_server()) as bench:
-        sink = Sink(bench.proxy.url, stream=NAME)
+    with ProxiedStream(private_server()) as proxied:
+        sink = Sink(proxied.proxy.url, stream=NAME)
         written = sink.write(iter([[n] for n in range(30)]))
         for number in range(1, 12):  # lose the reply to each call in turn
-            bench.proxy.cut_after_request(number)
+            proxied.proxy.cut_after_request(number)
             sink.writer.commit([written], 0)
-            bench.proxy.heal()
-            assert contents(bench.stream) == numbers(30)
+            proxied.proxy.heal()
+            assert contents(proxied.stream) == numbers(30)
             if number < 11:
-                bench.stream.delete()
-                bench.stream = bench.client.stream(NAME, capacity=1000)
+                proxied.stream.delete()
+                proxied.stream = proxied.client.stream(NAME, capacity=1000)
                 written = sink.write(iter([[n] for n in range(30)]))
 
 
@@ -285,17 +285,17 @@ def test_publishing_task_waits_for_a_server_that_restarts(durable: Server) -> No
 
 
 @pytest.mark.usefixtures("in_task")
-def test_sink_continues_on_the_promoted_replica(pair: Pair) -> None:
-    sink = Sink(pair.bench.proxy.url, stream=NAME)
+def test_sink_continues_on_the_promoted_replica(replicated: ReplicatedStream) -> None:
+    sink = Sink(replicated.proxied.proxy.url, stream=NAME)
 
     def rows() -> Iterator[list[int]]:
         yield [0, 1]
-        pair.replica.wait_in_sync()
-        pair.fail_over()
+        replicated.replica.wait_in_sync()
+        replicated.fail_over()
         yield [2, 3]
 
     sink.writer.commit([sink.write(rows())], 0)
-    assert contents(pair.bench.stream) == numbers(4)
+    assert contents(replicated.proxied.stream) == numbers(4)
 
 
 # Spark itself
@@ -317,11 +317,11 @@ def test_spark_query_survives_server_restarts_while_busy_and_while_idle(
             eventually(lambda: copy.end().offset >= 300, 60, "the query makes no progress")
             with away(durable):
                 assert query.isActive
-            eventually(lambda: copy.end().offset == 2000, 60, "it did not go on")
+            eventually(lambda: copy.end().offset == 2000, 60, "the query did not continue")
             with away(durable):  # idle
                 assert query.isActive
             fill(stream, 50)
-            eventually(lambda: copy.end().offset == 2050, 60, "it did not go on")
+            eventually(lambda: copy.end().offset == 2050, 60, "the query did not continue")
             assert query.isActive
         finally:
             query.stop()
@@ -337,10 +337,10 @@ def test_spark_query_can_be_stopped_while_it_waits_for_the_server(
     query = start(stream_of(spark, durable.url, stream=NAME), tmp_path, follow=True)
     query.processAllAvailable()
     durable.kill()
-    eventually(lambda: "Getting offsets" in query.status["message"], 20, "it does not ask")
+    eventually(lambda: "Getting offsets" in query.status["message"], 20, "the query is not polling")
     stopping = threading.Thread(target=query.stop)
     stopping.start()
     stopping.join(20)
-    assert not stopping.is_alive(), "it waits for the server"
+    assert not stopping.is_alive(), "the query waits for the server"
     durable.start()
     assert offsets(spark, tmp_path) == [*range(10)]

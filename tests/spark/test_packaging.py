@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 RECORDS = 1_234
 
-#: A user's program: it neither imports nor registers anything of ours before it reads.
+#: A user's program, which imports and registers nothing of ours before it reads.
 COUNT = """
 import json
 import sys
@@ -89,7 +89,7 @@ def test_register_adds_the_format_to_a_session(
     from pyspark_meteor import register, source
 
     class ByHand(source.MeteorDataSource):
-        """Spark would find the usual name by itself."""
+        """Has another name, because Spark finds the usual one by itself."""
 
         @classmethod
         def name(cls) -> str:
@@ -147,8 +147,8 @@ assert not loaded, loaded
 """
 
 
-def test_import_needs_neither_server_nor_library(tmp_path: Path) -> None:
-    # Spark imports it in every search for a format, even for users of other data sources.
+def test_importing_the_connector_needs_neither_a_server_nor_the_library(tmp_path: Path) -> None:
+    # Spark imports this module whenever it looks up a format, even that of another data source.
     env = without_paths() | {"METEOR_URL": "redis://127.0.0.1:1"}
     subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, check=True)
 
@@ -176,4 +176,4 @@ def test_older_spark_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert lines[len(old) :] == ["fine"] * len(new)
     for version, line in zip(old, lines, strict=False):
         assert line.startswith("The data source meteor needs PySpark 4.2 or newer")
-        assert f"this is {version}; pip install 'meteor-py[spark]'." in line
+        assert f"but this is {version}. Install it with: pip install 'meteor-py[spark]'" in line

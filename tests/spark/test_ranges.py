@@ -23,7 +23,7 @@ def at(offset: int, incarnation: str = INCARNATION) -> Position:
     return Position(incarnation, 1, offset)
 
 
-def test_cut_makes_even_parts_within_the_limit() -> None:
+def test_ranges_are_cut_into_even_parts_within_the_limit() -> None:
     whole = [Range("a", 5, at(105)), Range("b", 0, at(3))]
     for least, most in [(1, 10**9), (2, 50), (7, 30), (500, 10), (3, 1)]:
         parts = cut(whole, least, most)
@@ -37,7 +37,7 @@ def test_cut_makes_even_parts_within_the_limit() -> None:
     assert cut([], 3, 10) == []
 
 
-def test_limit_gives_each_stream_a_share_and_is_never_exceeded() -> None:
+def test_limit_is_shared_among_streams_and_never_exceeded() -> None:
     start = {"large": at(0), "small": at(7)}
     end = {"large": at(1_000_000), "small": at(10)}
     ranges = ranges_between(start, end)

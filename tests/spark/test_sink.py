@@ -1,4 +1,4 @@
-"""Rows that Spark writes are in the stream exactly once; others are refused by name."""
+"""Rows that Spark writes are in the stream exactly once, and errors name the invalid ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> Streami
 
 
 def forget_last_commit(folder: Path) -> None:
-    """Remove Spark's note of its last commit, as if the driver had died just before it."""
+    """Remove Spark's record of its last commit, as if the driver had died just before."""
     commits = folder / "checkpoint" / "commits"
     names = [path.name for path in commits.iterdir() if path.name.isdigit()]
     last = max(names, key=int)
@@ -95,7 +95,7 @@ def write(frame: DataFrame, url: str, **options: Any) -> None:
 # Queries
 
 
-def test_copy_has_every_row_once_even_if_a_batch_is_repeated(
+def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
     source(m, 0, 2500)
@@ -108,14 +108,14 @@ def test_copy_has_every_row_once_even_if_a_batch_is_repeated(
     assert batches(copy(spark, url, tmp_path / "a")) == [500, 300]
     assert contents(target) == numbers(2800)
     assert m.redis.keys("*stage*") == m.redis.keys("*plan*") == []
-    copy(spark, url, tmp_path / "b")  # another checkpoint is another writer
+    copy(spark, url, tmp_path / "b")  # a query with another checkpoint is another writer
     assert contents(target) == f"{numbers(2800)} {numbers(2800)}"
 
 
 def test_rows_of_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
-    width = 2000  # wide rows: a task sends some before it has them all
+    width = 2000  # the rows are large, so a task sends some before it has all
     with m.stream("source", capacity=100_000).publisher() as pub:
         for start in range(0, 3000, 500):
             pub.publish_many([b"%0*d" % (width, i) for i in range(start, start + 500)])
@@ -144,7 +144,7 @@ def test_rows_of_a_retried_task_are_written_once(
         query = begin(frame, url, tmp_path, stream="s")
         assert query.awaitTermination(END_S)
     assert list(map(int, contents(target).split())) == list(range(3000))
-    assert m.redis.keys("*stage*") == [], "the commit deletes those of failed attempts"
+    assert m.redis.keys("*stage*") == [], "the commit deletes the stages of failed attempts"
     assert m.redis.smembers("runs") == {f"1:{query.runId}".encode()}
 
 
@@ -224,7 +224,7 @@ def test_failed_batch_write_without_a_txn_id_leaves_nothing_but_its_records(
     assert set(m.redis.keys("*")) == before | {keys.log("s").encode()}
 
 
-def test_column_names_the_stream_of_each_row(
+def test_stream_column_names_the_target_of_each_row(
     spark: SparkSession, m: meteor.Client, url: str
 ) -> None:
     columns = "cast(id as string) value", "cast(id % 2 as string) stream"
@@ -273,16 +273,16 @@ def columns(ddl: str) -> StructType:
         ("value string, extra int", {}, "Column extra of type int cannot be written"),
         ("value int", {}, "Column value of type int cannot be written"),
         ("key string", {}, "A record needs a value"),
-        ("value string", {"stream": None}, "Name the stream"),
+        ("value string", {"stream": None}, "Set the stream"),
         ("value string", {"other": "x"}, "no option 'other'"),
-        ("value string", {"delivery": "atLeastOnce"}, "delivery has no meaning here"),
-        ("value string", {"txnVersion": "2"}, "txnVersion needs a txnId"),
-        ("value string", {"path": "t"}, "Name it once"),
-        ("value string", {"txnId": "a", "txnVersion": "x"}, "txnVersion is a number from 0"),
-        ("value string", {"capacity": "0"}, "capacity is a number from 1"),
-        ("value string", {"commitDurability": "all"}, "commitDurability is a number from 0"),
-        ("value string", {"streaming": True, "txnId": "a"}, "txnId has no meaning here"),
-        ("value string", {"streaming": True, "delivery": "never"}, "delivery is one of"),
+        ("value string", {"delivery": "atLeastOnce"}, "delivery does not apply here"),
+        ("value string", {"txnVersion": "2"}, "Pass a txnId"),
+        ("value string", {"path": "t"}, "Set it once"),
+        ("value string", {"txnId": "a", "txnVersion": "x"}, "txnVersion must be from 0"),
+        ("value string", {"capacity": "0"}, "capacity must be from 1"),
+        ("value string", {"commitDurability": "all"}, "commitDurability must be from 0"),
+        ("value string", {"streaming": True, "txnId": "a"}, "txnId does not apply here"),
+        ("value string", {"streaming": True, "delivery": "never"}, "delivery must be one of"),
         (
             "value string",
             {"streaming": True, "asyncProgressTrackingEnabled": "true"},
@@ -353,6 +353,6 @@ def test_overwriting_and_wrong_options_fail_with_a_clear_error(
     query = query.option("checkpointLocation", str(tmp_path / "a")).outputMode("complete")
     with pytest.raises(PySparkException, match="append-only"):
         query.trigger(availableNow=True).start().awaitTermination(END_S)
-    with pytest.raises(PySparkException, match="async progress"):  # Spark refuses this one itself
+    with pytest.raises(PySparkException, match="async progress"):  # Spark itself refuses this mode
         begin(values, url, tmp_path, stream="s", asyncProgressTrackingEnabled="true")
     assert contents(target) == ""

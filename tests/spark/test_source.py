@@ -1,4 +1,4 @@
-"""Streaming queries in Spark: no record twice, none missing, and every loss reported."""
+"""Streaming queries in Spark read each record once and report every loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill, later_than_all
 from tests.support.spark import (
     PASSWORD,
@@ -65,7 +65,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
     done = sum(batches(query))
     assert done < MANY
 
-    query = run(frame, tmp_path)  # with a limit and an end
+    query = run(frame, tmp_path)  # with a limit per batch, until all records are read
     assert max(batches(query)) <= 30_000
     assert len(batches(query)) >= (MANY - done) // 30_000
     progress = query.recentProgress[-1]["sources"][0]
@@ -130,7 +130,7 @@ def test_query_starts_at_a_time_and_respects_the_limits_of_a_batch(
     # Once the query owns the lease, it has planned, and five records were too few for a batch.
     eventually(lambda: owners(stream), 60, "the query does not start")
     fill(stream, 5)
-    eventually(lambda: batches(query) == [10], 60, "a batch of the minimum is not read")
+    eventually(lambda: batches(query) == [10], 60, "the minimum batch is not read")
     query.stop()
     assert offsets(spark, tmp_path) == [*range(10, 120)]
 
@@ -153,7 +153,7 @@ def test_query_reads_records_that_the_ring_drops_from_the_store(
     assert offsets(spark, tmp_path) == [*range(4100)]
 
 
-def test_lost_records_fail_the_query_unless_it_may_lose_them(
+def test_lost_records_fail_the_query_unless_loss_is_allowed(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=100)
@@ -172,7 +172,7 @@ def test_lost_records_fail_the_query_unless_it_may_lose_them(
     assert offsets(spark, tmp_path) == [*range(10), *range(first, end)]
 
 
-def test_query_reads_all_streams_of_a_pattern_and_one_created_later(
+def test_query_reads_all_streams_that_match_a_pattern_even_one_created_later(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     for name in ("shop.a", "shop.b", "other"):
@@ -199,19 +199,21 @@ def test_query_reads_all_streams_of_a_pattern_and_one_created_later(
     query.stop()
 
 
-def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
-    spark: SparkSession, pair: Pair, tmp_path: Path
+def test_failover_that_loses_records_fails_the_query_unless_loss_is_allowed(
+    spark: SparkSession, replicated: ReplicatedStream, tmp_path: Path
 ) -> None:
-    url = pair.bench.proxy.url
+    url = replicated.proxied.proxy.url
     frame = stream_of(spark, url, stream=NAME, group="g").select("offset")
-    fill(pair.bench.stream, 20)
+    fill(replicated.proxied.stream, 20)
     run(frame, tmp_path)
-    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not released")
-    pair.lag()
-    fill(pair.bench.stream, 10)
+    eventually(lambda: not owners(replicated.proxied.stream), 10, "the lease was not released")
+    replicated.lag()
+    fill(replicated.proxied.stream, 10)
     run(frame, tmp_path)
-    pair.fail_over()
-    fill(pair.bench.stream, 30)  # beyond the checkpoint: the offset alone would not reveal it
+    replicated.fail_over()
+    fill(
+        replicated.proxied.stream, 30
+    )  # beyond the checkpoint, so that the offset alone does not reveal the loss
     error = failure(start(frame, tmp_path))
     assert "LogTruncated" in error
     assert "20 to 29" in error
@@ -220,8 +222,8 @@ def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
     lenient = stream_of(spark, url, stream=NAME, group="g", failOnDataLoss="false")
     run(lenient.select("offset"), tmp_path)
     assert offsets(spark, tmp_path) == sorted([*range(30), *range(20, 50)])
-    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not released")
-    assert pair.bench.stream.group("g").confirmed == 50
+    eventually(lambda: not owners(replicated.proxied.stream), 10, "the lease was not released")
+    assert replicated.proxied.stream.group("g").confirmed == 50
 
 
 def test_password_is_looked_up_and_shown_nowhere(
@@ -267,6 +269,6 @@ def test_wrong_options_fail_the_query_with_a_clear_error(
         stream_of(spark, url, stream="orders", startingOffset="earliest")
     fill(client.stream("orders", capacity=100), 1)
     frame = stream_of(spark, url, stream="orders", endingOffsets="latest")
-    assert "endingOffsets has no meaning here" in failure(start(frame, tmp_path / "ending"))
+    assert "endingOffsets does not apply here" in failure(start(frame, tmp_path / "ending"))
     frame = stream_of(spark, url, stream="orders", startingOffsets="group", group="g")
     assert "has no group 'g' yet" in failure(start(frame, tmp_path / "group"))

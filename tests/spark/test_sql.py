@@ -1,4 +1,4 @@
-"""The data source in Spark's SQL, output modes, filters, listeners and joins."""
+"""The data source works with Spark's SQL, output modes, filters, listeners and joins."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_second_load_of_a_group_in_one_query_raises_a_clear_error(
 
     error = failure(start(join(load("g"), load("g")), tmp_path / "same"))
     assert "GroupActive" in error
-    assert "Each load() is a member, even in one query" in error
+    assert "Each load() is a member, even within one query" in error
     once = load("once")
     for name, joined in (("once", join(once, once)), ("two", join(load("h"), load("i")))):
         query = start(joined, tmp_path / name)

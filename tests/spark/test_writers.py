@@ -1,4 +1,4 @@
-"""Tasks and commits of the sink, in this process: retried tasks and repeated batches."""
+"""Retried tasks and repeated batches of the sink write each row once. Runs without Spark."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> Sink
 
 
 def some(stream: str, size: int = 1, rows: int = 2) -> pa.RecordBatch:
-    """Rows with values of this size."""
+    """Returns rows with values of this size."""
     return pa.RecordBatch.from_pydict({"value": [b"x" * size] * rows, "stream": [stream] * rows})
 
 
@@ -58,9 +58,9 @@ def test_failed_task_deletes_its_stages(options: SinkOptions, m: meteor.Client) 
         for stream in ("a", "b"):
             yield some(stream, MIB)
             assert len(m.redis.keys(keys.stage(stream, "q.*"))) == 1, "not sent yet"
-        raise RuntimeError("no luck")
+        raise RuntimeError("the task fails")
 
-    with pytest.raises(RuntimeError, match="no luck"):
+    with pytest.raises(RuntimeError, match="the task fails"):
         stage_all(options, rows(), "q.0.0.x", StageOwner("q", 0, "run"))
     assert m.redis.keys("*stage*") == []
 
@@ -74,9 +74,9 @@ def test_failed_task_reports_its_error_even_if_it_cannot_clean_up(
     def rows() -> Iterator[pa.RecordBatch]:
         yield some("a")
         monkeypatch.setattr(m._connector, "call", refuse)
-        raise RuntimeError("no luck")
+        raise RuntimeError("the task fails")
 
-    with pytest.raises(RuntimeError, match="no luck"):
+    with pytest.raises(RuntimeError, match="the task fails"):
         stage_all(options, rows(), "q.0.0.x", StageOwner("q", 0, "run"))
 
 
@@ -108,9 +108,9 @@ def test_task_that_fails_while_publishing_reports_the_first_error(
         )
         m.stream("a", create=True).delete()
         yield some("a")
-        raise RuntimeError("no luck")
+        raise RuntimeError("the task fails")
 
-    with pytest.raises(RuntimeError, match="no luck"):
+    with pytest.raises(RuntimeError, match="the task fails"):
         publish_all(options, rows())
     assert "A task could not close its publisher" in caplog.text
     assert contents(m.stream("b", create=False)) == "x x"
@@ -171,7 +171,7 @@ def sink(
     return Sink(url, monkeypatch)
 
 
-def test_only_the_attempt_that_the_engine_counts_is_written(
+def test_only_the_attempt_that_spark_commits_is_written(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))
@@ -182,7 +182,7 @@ def test_only_the_attempt_that_the_engine_counts_is_written(
     assert contents(target) == "counted counted"
     assert m.redis.keys("*stage*") == []
     again = sink.attempt("again")
-    assert (again.stages, again.counted) == ({}, 2)  # a batch that is done is not staged
+    assert (again.stages, again.counted) == ({}, 2)  # a committed batch is not staged
     sink.writer.commit([again], 0)
     sink.writer.commit([sink.attempt("next", 1)], 1)
     assert contents(target) == "counted counted next next"
@@ -207,7 +207,7 @@ def test_batch_older_than_the_last_is_refused_and_leaves_nothing(
 ) -> None:
     early = sink.attempt("early", 4)
     sink.writer.commit([sink.attempt("x", 5)], 5)
-    words = r"^Batch 4 of query q was not written: stream 's' has its batch 5 already"
+    words = r"^Batch 4 of query q was not written: stream 's' already has its batch 5"
     with pytest.raises(meteor.PublishError, match=words):
         sink.attempt("again", 4)
     with pytest.raises(meteor.PublishError, match=words):
@@ -234,7 +234,9 @@ def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
 # A batch whose number was written with other rows
 
 
-OTHER = r"^Batch 0 of query q was not written: stream '{}' has .*, with {} rows, .* has {},"
+OTHER = (
+    r"^Batch 0 of query q was not written: stream '{}' already has .*, with {} rows instead of {}"
+)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
@@ -253,7 +255,7 @@ def test_batch_of_a_restored_checkpoint_with_other_rows_is_refused(
     assert m.redis.keys("*stage*") == []
 
 
-def test_staged_and_counted_rows_are_compared_together(
+def test_sum_of_staged_and_counted_rows_is_compared(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     def attempts() -> list[writers.Written]:
@@ -295,7 +297,7 @@ def test_lenient_query_continues_after_a_batch_with_other_rows(
     assert contents(target) == "x x z z"
 
 
-def test_no_stream_of_a_column_is_written_if_one_has_other_rows(
+def test_no_target_stream_is_written_if_one_already_has_other_rows(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_column = Sink(url, monkeypatch, stream="")
@@ -313,7 +315,7 @@ def test_no_stream_of_a_column_is_written_if_one_has_other_rows(
         by_column.writer.commit(attempts(0, a=1, b=2, c=2), 0)
     early = attempts(0, a=1, c=1)
     by_column.writer.commit(attempts(1, c=1), 1)
-    with pytest.raises(meteor.PublishError, match="stream 'c' has its batch 1 already"):
+    with pytest.raises(meteor.PublishError, match="stream 'c' already has its batch 1"):
         by_column.writer.commit(early, 0)
     assert [contents(m.stream(name, create=True)) for name in "abc"] == ["", "b b", "c c"]
 
@@ -336,7 +338,7 @@ def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
     write(2, "1")
     assert caplog.text == ""
     write(3, "1")
-    assert "Other rows need another txnVersion." in caplog.text
+    assert "Use a new txnVersion for new rows." in caplog.text
     write(1, "2")
     write(3, "1")
     assert contents(target) == "x x x"
@@ -345,7 +347,7 @@ def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
 def test_restarted_driver_deletes_the_stages_of_its_predecessors(
     m: meteor.Client, target: meteor.Stream, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for run in ("first", "second", "third"):  # each dies before the commit
+    for run in ("first", "second", "third"):  # each driver dies before the commit
         monkeypatch.setattr(writers, "TaskContext", Task(0, run=run))
         written = sink.writer.write(iter([pa.RecordBatch.from_pydict({"value": [b"x"]})]))
         assert len(m.redis.keys(keys.stage("s", "q.*"))) == 1

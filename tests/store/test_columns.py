@@ -51,7 +51,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def stream(url: str, tmp_path: Path) -> Iterator[meteor.Stream]:
-    """2,000 archived records of incompressible values, the last ten also in the ring."""
+    """A stream with 2,000 archived, incompressible records; the ring also holds the last ten."""
     with meteor.connect(url) as m:
         stream = kept(m, tmp_path, max_unarchived=10_000)
         with stream.publisher() as pub:
@@ -73,7 +73,7 @@ def read(stream: meteor.Stream, columns: Sequence[str] | None) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def test_one_column_is_read_without_the_values(
+def test_reading_one_column_does_not_read_the_values(
     stream: meteor.Stream, bytes_read: list[int]
 ) -> None:
     whole = read(stream, None)
@@ -92,7 +92,7 @@ def test_columns_that_were_not_read_are_null_except_the_offset(stream: meteor.St
     assert found.column("offset").to_pylist() == list(range(2_000))
     assert found.column("value").slice(0, 1_000).null_count == 1_000
     assert found.column("appended").null_count == 0
-    assert found.column("value")[-1].as_py() is not None  # from the ring: frames are whole
+    assert found.column("value")[-1].as_py() is not None  # frames in the ring are whole
 
 
 def test_unknown_column_is_refused(stream: meteor.Stream) -> None:
@@ -129,7 +129,7 @@ def test_dataset_of_an_empty_store_is_empty(url: str, tmp_path: Path) -> None:
         assert dataset.schema.equals(meteor.ARROW_SCHEMA)
 
 
-def test_paths_are_those_of_the_filesystem(stream: meteor.Stream) -> None:
+def test_paths_can_be_opened_with_the_filesystem(stream: meteor.Stream) -> None:
     store = stream.store
     assert store.paths() == store.files()
     assert all(info.is_file for info in store.filesystem.get_file_info(store.paths()))

@@ -1,4 +1,4 @@
-"""A client that writes a store's address into Redis cannot choose the endpoint of others."""
+"""The store's address in Redis cannot choose the endpoint to which a reader sends credentials."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_default_and_allowed_endpoints_are_followed(
     check_endpoint(uri, "orders")
 
 
-def test_a_reader_sends_nothing_to_an_endpoint_that_a_publisher_wrote(
+def test_a_reader_sends_nothing_to_an_endpoint_that_was_found_in_redis(
     url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(url) as m:
         with m.stream("orders", capacity=10, store=tmp_path).publisher() as pub:
             pub.publish_many([b"x"] * 10).result()
         forged = "s3://bucket/d?endpoint_override=127.0.0.1:1&scheme=http"
-        m.redis.hset(keys.meta("orders"), "store_uri", forged)
+        m.redis.hset(keys.settings("orders"), "store_uri", forged)
     with meteor.connect(url) as reader:
         stream = reader.stream("orders", create=False)
         with pytest.raises(meteor.StoreMismatch, match=r"127\.0\.0\.1:1"):

@@ -1,9 +1,10 @@
-"""Parquet files that no archiver wrote are refused before they take a reader's memory."""
+"""Readers refuse Parquet files that no archiver wrote before they use much memory."""
 
 from __future__ import annotations
 
-import tracemalloc
+import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,47 +12,183 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.store import segment_file
 from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
+from meteor_py.store.segment_file import GROUP_BYTES, UNPACKED_MAX
+from tests.support.parquet_mutants import OPTIONS, fuzz, varint
 
 ROWS, INCARNATION = 1_500, "abcd"
+MIB = 1 << 20
+#: Memory pools must outlive their buffers.
+_POOLS: list[pa.MemoryPool] = []
 
 
-def plant(folder: Path, values: pa.Array, rows: int, **options: object) -> ParquetStore:
-    """Return a store with one file that another program wrote."""
+def table(rows: int, **columns: Any) -> pa.Table:
+    """Return records with these columns; the others are simple."""
+    times = {"timestamp": [0] * rows, "appended": [0] * rows}
+    others = {"key": [None] * rows, "value": [b""] * rows, "headers": [None] * rows}
+    found = {"offset": range(rows)} | times | others | columns
+    arrays: dict[str, pa.Array] = {}
+    for field in ARROW_SCHEMA:
+        given: Any = found[field.name]
+        is_array = isinstance(given, pa.Array)
+        arrays[field.name] = given if is_array else pa.array(given, field.type)
+    fields = [field.with_type(arrays[field.name].type) for field in ARROW_SCHEMA]
+    return pa.table(arrays, schema=pa.schema(fields))
+
+
+def plant(folder: Path, records: pa.Table, **options: object) -> tuple[ParquetStore, Path]:
+    """Return a store with one file that another program wrote, and the file."""
     store = ParquetStore(folder, "orders")
     store.claim("ab" * 8)
-    path = folder / "orders" / INCARNATION / Segment(0, rows - 1, TERMS + 1, "0" * 8).name
+    name = Segment(0, len(records) - 1, TERMS + 1, "0" * 8).name
+    path = folder / "orders" / INCARNATION / name
     path.parent.mkdir()
-    fields = [
-        pa.field("value", values.type, nullable=False) if field.name == "value" else field
-        for field in ARROW_SCHEMA
-    ]
-    columns = {"offset": list(range(rows)), "timestamp": [0] * rows, "appended": [0] * rows}
-    table = pa.table(
-        {**columns, "key": [None] * rows, "value": values, "headers": [None] * rows},
-        schema=pa.schema(fields),
-    )
-    pq.write_table(table, path, compression="zstd", store_schema=False, **options)
-    return store
+    pq.write_table(records, path, **{**OPTIONS, "store_schema": False, **options})
+    return store, path
+
+
+def refusal(store: ParquetStore, rows: int) -> str:
+    """Read the file, which must be refused before it takes much memory; return the reason."""
+    usual = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(usual)
+    _POOLS.append(counted)
+    pa.set_memory_pool(counted)
+    try:
+        with pytest.raises(meteor.CorruptSegment) as refused:
+            next(store.read(INCARNATION, 0, rows))
+    finally:
+        pa.set_memory_pool(usual)
+    assert (counted.max_memory() or 0) < 16 * MIB
+    return str(refused.value)
+
+
+def repeated(entry: bytes, rows: int, kind: pa.DataType | None = None) -> pa.Array:
+    """Return an array that has one entry many times, in the memory of one."""
+    one = pa.array([entry], kind or pa.binary())
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), one)
+
+
+# What a row group unpacks to
 
 
 def test_a_value_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
-    one = pa.array([bytes(1 << 20)], pa.binary())
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * ROWS, pa.int32()), one)
-    store = plant(tmp_path, values, ROWS, dictionary_pagesize_limit=1 << 22)
-    tracemalloc.start()
-    before = pa.total_allocated_bytes()
-    with pytest.raises(meteor.CorruptSegment, match="dictionary"):
-        next(store.read(INCARNATION, 0, ROWS))
-    assert pa.total_allocated_bytes() - before < 1 << 20
-    tracemalloc.stop()
+    records = table(ROWS, value=repeated(bytes(MIB), ROWS))
+    options = {"use_dictionary": True, "column_encoding": None}
+    store, _ = plant(tmp_path, records, dictionary_pagesize_limit=4 * MIB, **options)
+    assert "segments do not" in refusal(store, ROWS)
+
+
+def test_a_key_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
+    records = table(ROWS, key=repeated(bytes(MIB), ROWS))
+    store, path = plant(tmp_path, records, dictionary_pagesize_limit=4 * MIB)
+    assert path.stat().st_size < MIB // 50
+    assert f"unpacks to more than {UNPACKED_MAX >> 20} MiB" in refusal(store, ROWS)
+
+
+def test_a_header_name_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
+    names = repeated(b"x" * MIB, ROWS, pa.string())
+    values = pa.array([b""] * ROWS, pa.binary())
+    headers = pa.MapArray.from_arrays(pa.array(range(ROWS + 1), pa.int32()), names, values)
+    store, _ = plant(tmp_path, table(ROWS, headers=headers), dictionary_pagesize_limit=4 * MIB)
+    assert f"unpacks to more than {UNPACKED_MAX >> 20} MiB" in refusal(store, ROWS)
+
+
+def test_a_record_with_too_many_headers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_file, "UNPACKED_MAX", 4 * MIB)
+    count = 200_000
+    headers = pa.array([[("", None)] * count], ARROW_SCHEMA.field("headers").type)
+    store, path = plant(tmp_path, table(1, headers=headers))
+    assert path.stat().st_size < 10_000
+    assert "unpacks to more than 4 MiB" in refusal(store, 1)
+
+
+def test_pages_that_unpack_to_more_than_the_footer_claims_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_file, "UNPACKED_MAX", 4 * MIB)
+    rows = 100
+    store, path = plant(tmp_path, table(rows, value=[bytes(MIB)] * rows))
+    data = path.read_bytes()
+    column = pq.read_metadata(path).row_group(0).column(4)
+    true = varint(column.total_uncompressed_size)
+    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # of the same length
+    assert (data.count(true), len(data) < 50_000) == (1, True)
+    path.write_bytes(data.replace(true, small))
+    assert pq.read_metadata(path).row_group(0).column(4).total_uncompressed_size < 256
+    assert "unpacks to more than 4 MiB" in refusal(store, rows)
 
 
 def test_a_row_group_of_too_many_records_is_refused(tmp_path: Path) -> None:
     rows = 100_000
-    values = pa.array([b""] * rows, pa.binary())
-    store = plant(tmp_path, values, rows, use_dictionary=False)
-    with pytest.raises(meteor.CorruptSegment, match="larger than a segment's"):
-        next(store.read(INCARNATION, 0, rows))
+    store, _ = plant(tmp_path, table(rows))
+    assert "too large for a segment" in refusal(store, rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "snappy"},
+        {"compression": "none"},
+        {"data_page_version": "2.0"},
+        {"column_encoding": {"offset": "PLAIN"}},
+        {"column_encoding": {"value": "DELTA_BYTE_ARRAY"}},
+    ],
+    ids=str,
+)
+def test_a_layout_that_segments_do_not_have_is_refused(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    store, _ = plant(tmp_path, table(10, value=[b"x"] * 10), **options)
+    assert "segment" in refusal(store, 10)
+
+
+def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
+    store, path = plant(tmp_path, table(10))
+    data = path.read_bytes()
+    for footer in (bytes(300_000), b"\x01" * (5 * MIB)):
+        path.write_bytes(data[:4] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+        assert "its footer " in refusal(store, 10)
+
+
+# What segments have
+
+
+def test_row_groups_are_small_even_if_records_differ_much_in_size(tmp_path: Path) -> None:
+    store = ParquetStore(tmp_path, "orders")
+    store.claim("ab" * 8)
+    values = [b"small"] * 20_000 + [bytes([n]) * MIB for n in range(40)] + [bytes(12 * MIB)]
+    store.append(INCARNATION, TERMS + 1, table(len(values), value=values))
+    batches = list(store.read(INCARNATION, 0, len(values)))
+    assert max(batch.nbytes for batch in batches[:-1]) <= 2 * GROUP_BYTES
+    assert len(batches[-1]) == 1
+    assert [value for batch in batches for value in batch.column("value").to_pylist()] == values
+
+
+def test_one_large_key_and_header_among_many_small_ones_are_read(tmp_path: Path) -> None:
+    """Their dictionaries could repeat them for each record, but do not."""
+    rows = 30_000
+    keys = [b"small-%d" % (n % 100) for n in range(rows)]
+    headers: list[Any] = [[("trace", b"")] for _ in range(rows)]
+    keys[7], headers[9] = b"k" * 100_000, [("h" * 100_000, b"x"), ("trace", None)]
+    store = ParquetStore(tmp_path, "orders")
+    store.claim("ab" * 8)
+    store.append(INCARNATION, TERMS + 1, table(rows, key=keys, headers=headers))
+    found = pa.Table.from_batches(store.read(INCARNATION, 0, rows))
+    assert found.schema.equals(ARROW_SCHEMA)
+    assert found.column("key").to_pylist() == keys
+    assert found.column("headers").to_pylist() == headers
+    assert list(store.verify(INCARNATION, 0, rows)) == []
+
+
+# Broken files. tests/chaos/parquet_fuzz.py reads a hundred thousand.
+
+
+def test_mutants_are_refused_or_read_in_bounded_memory(rng: random.Random) -> None:
+    outcome = fuzz(rng.randrange(2**32), 3_000)
+    assert outcome.refused > outcome.read > 0
+    assert outcome.grown_mb < 256

@@ -1,4 +1,4 @@
-"""Maintenance of Parquet segments: merging, removing and expiring disturb no reader."""
+"""Merging, removing and expiring Parquet segments does not disturb readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_compaction_merges_segments_and_changes_no_record(store: ParquetStore) -
     assert merged.name.startswith(f"{0:020d}-{119:020d}-1-")
     assert pq.read_table(merged).equals(records(0, END))
     check(store, 0, END)
-    assert flaws(store) == [], "the small files only wait for their removal"
+    assert flaws(store) == [], "the small files are due for removal"
     assert all(path.exists() for path in small)
     assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 0
 
@@ -110,7 +110,7 @@ def test_reader_in_progress_survives_a_compaction(store: ParquetStore) -> None:
     found = [next(batches)]
     store.compact(INCARNATION, 0, END, records=1000, size=1 << 30)
     found.append(next(batches))
-    for path in small:  # all files it has listed, including the one it is reading
+    for path in small:  # all files that the reader has listed, including the current one
         path.unlink()
     found.extend(batches)
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, END))
@@ -177,7 +177,7 @@ def test_many_readers_survive_merging_and_removal(
 
 @pytest.fixture
 def untidy(store: ParquetStore, tmp_path: Path) -> Iterator[ParquetStore]:
-    """A store with old leftovers of all kinds: merged, lost by a failover, unfinished."""
+    """A store with old leftovers of all kinds: merged, lost in a failover, unfinished."""
     store.compact(INCARNATION, 0, 80, records=1000, size=1 << 30)
     store.append(INCARNATION, 2, records(120, 140, branch=2))  # not committed
     folder = tmp_path / "s" / INCARNATION
@@ -216,7 +216,7 @@ def test_merged_segments_stay_while_their_replacement_is_young(
     }
 
 
-def test_expiry_leaves_superseded_segments_above_it_to_later_tidying(
+def test_expiry_does_not_remove_superseded_segments_above_the_expired_offset(
     store: ParquetStore, tmp_path: Path
 ) -> None:
     """A reader may have listed them just before their replacement appeared."""
@@ -228,12 +228,12 @@ def test_expiry_leaves_superseded_segments_above_it_to_later_tidying(
     check(store, 40, END)
 
 
-def test_nothing_is_removed_once_the_term_is_in_doubt(untidy: ParquetStore, tmp_path: Path) -> None:
+def test_nothing_is_removed_once_the_term_may_be_over(untidy: ParquetStore, tmp_path: Path) -> None:
     before = names(tmp_path)
     asked: list[set[str]] = []
 
     def is_current() -> bool:
-        """Called after the files were listed, so that the list has no newer ones."""
+        """Called after the files were listed, so the list contains no newer files."""
         asked.append(names(tmp_path))
         return False
 
@@ -243,7 +243,7 @@ def test_nothing_is_removed_once_the_term_is_in_doubt(untidy: ParquetStore, tmp_
 
 
 def test_segment_added_during_tidying_is_not_removed(untidy: ParquetStore, tmp_path: Path) -> None:
-    """Another archiver has just taken over, and has archived more."""
+    """Another archiver has just taken over and archived more records."""
 
     def is_current() -> bool:
         untidy.append(INCARNATION, 7, records(120, 160))
@@ -262,7 +262,7 @@ def test_mending_after_a_failover_makes_the_list_of_files_exact(
     store: ParquetStore, tmp_path: Path
 ) -> None:
     store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover back to 70
-    with pytest.raises(StoreUnavailable, match=r"not all records in .* are live"):
+    with pytest.raises(StoreUnavailable, match="has superseded or uncommitted records"):
         store.files(INCARNATION, 0, 100)
     before = names(tmp_path)
     store.tidy(INCARNATION, NEWEST, 100, lambda: True)

@@ -1,4 +1,4 @@
-"""Stores of many segments: they are listed rarely, and small segments are merged."""
+"""Stores with many segments are listed rarely, and their small segments are merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment, SegmentTable, Span, _cover
 from meteor_py.store.storage import LocalStorage
 from meteor_py.testing.store_contract import INCARNATION, records
-from tests.support.archivers import Depot
+from tests.support.archivers import StoredStream
 from tests.support.parquet_store import claimed, make_old
 from tests.support.waiting import eventually
 
@@ -32,9 +32,9 @@ def always() -> bool:
 
 
 @pytest.fixture
-def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
-    with Depot(url, tmp_path / "store", max_unarchived=100_000) as depot:
-        yield depot
+def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
+    with StoredStream(url, tmp_path / "store", max_unarchived=100_000) as stored:
+        yield stored
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def folder_of(store: ParquetStore) -> Path:
 
 
 def rest(store: ParquetStore) -> None:
-    """Make the last change of the folder an hour old, and that of its files older."""
+    """Set the modification time of the folder to an hour ago, and those of its files earlier."""
     folder = folder_of(store)
     for path in folder.iterdir():
         make_old(path, HOUR_S + 60)
@@ -76,7 +76,7 @@ def merge_all(store: ParquetStore, end: int, term: int = 1) -> int:
     merges = 0
     while store.merge_small(INCARNATION, term, end, always):
         merges += 1
-        assert merges < 1_000, "it does not end"
+        assert merges < 1_000, "merging does not end"
     return merges
 
 
@@ -91,7 +91,7 @@ def check(store: ParquetStore, end: int) -> None:
 # Listing
 
 
-def test_unchanged_folder_is_listed_once(tmp_path: Path, listings: list[str]) -> None:
+def test_unchanged_folder_is_listed_only_once(tmp_path: Path, listings: list[str]) -> None:
     store = claimed(tmp_path)
     end = fill(store, 20)
     rest(store)
@@ -141,7 +141,7 @@ def test_folder_at_the_same_path_on_another_disk_is_listed(tmp_path: Path) -> No
 def test_folder_without_a_reliable_modification_time_is_listed_each_time(
     tmp_path: Path, shows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some mounts of object stores behave like this."""
+    """Mounted object stores may have such modification times."""
     store, other = claimed(tmp_path), ParquetStore(tmp_path, "s")
     end = fill(store, 3)
     folder = folder_of(store)
@@ -167,15 +167,17 @@ def test_folder_without_a_reliable_modification_time_is_listed_each_time(
     assert store.bounds(INCARNATION).end == end + 20
 
 
-def test_plan_for_many_tasks_lists_the_store_once(depot: Depot, listings: list[str]) -> None:
-    with depot.archiver():
+def test_plan_for_many_tasks_lists_the_store_once(
+    stored: StoredStream, listings: list[str]
+) -> None:
+    with stored.archiver():
         for _ in range(6):
-            depot.fill(300)
-            depot.stream.store.flush()
-    edges = [segment.last + 1 for segment in depot.stream.store.segments()]
+            stored.fill(300)
+            stored.stream.store.flush()
+    edges = [segment.last + 1 for segment in stored.stream.store.segments()]
     listings.clear()
     offsets = range(0, 1_600, 16)  # the ring holds the last hundred
-    found = split_points(depot.stream._handle, offsets)
+    found = split_points(stored.stream._handle, offsets)
     assert len(listings) == 1
     assert found == [min(edge for edge in edges if edge > offset) for offset in offsets]
 
@@ -231,18 +233,18 @@ def test_slow_stream_leaves_few_segments(tmp_path: Path) -> None:
     check(store, end)
 
 
-def test_archiver_merges_its_own_segments(depot: Depot) -> None:
-    depot.archiver(segment_age=0.0)
+def test_archiver_merges_its_own_segments(stored: StoredStream) -> None:
+    stored.archiver(segment_age=0.0)
     for _ in range(60):
-        depot.fill(5)
-        depot.stream.store.flush()
+        stored.fill(5)
+        stored.stream.store.flush()
 
     def files() -> list[str]:
-        return depot.stream.store.files()
+        return stored.stream.store.files()
 
     eventually(lambda: len(files()) < 30, 20, "the segments were not merged")
-    assert depot.read() == depot.stored() == list(range(300))
-    assert depot.harm() == []
+    assert stored.read() == stored.stored() == list(range(300))
+    assert stored.harm() == []
 
 
 def test_merged_segments_are_removed_after_a_while(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_segments_of_different_epochs_are_not_merged(tmp_path: Path) -> None:
     check(store, end)
 
 
-def test_segments_of_later_terms_and_uncommitted_ones_are_not_merged(tmp_path: Path) -> None:
+def test_uncommitted_segments_and_segments_of_later_terms_are_not_merged(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     end = fill(store, 40, term=2)
     assert merge_all(store, end, term=1) == 0

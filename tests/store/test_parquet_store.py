@@ -1,4 +1,4 @@
-"""Parquet segments on a disk: damage is distinguished from loss, and a crash leaves no trace.
+"""Parquet segments on disk: damage is distinguished from loss, and a crash leaves nothing behind.
 
 tests/store/test_segments.py covers which segment is live at an offset.
 """
@@ -122,7 +122,7 @@ def test_flipped_byte_is_detected_anywhere_and_no_wrong_record_is_read(
     whole = path.read_bytes()
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     body = rng.sample(range(footer), 80)
-    # Half of the file is the footer, which only the checksum of the whole file covers.
+    # Half of the file is the footer, which only the whole-file checksum covers.
     tail = [*rng.sample(range(footer, len(whole)), 80), *range(len(whole) - 12, len(whole))]
     damaged = 0
     for position in [0, 1, 2, 3, *body, footer, *tail]:
@@ -149,7 +149,7 @@ def test_damage_to_a_part_leaves_the_rest_of_the_file_readable(store: ParquetSto
     assert readable(store) == set(range(120)) - set(range(56, 72))
 
 
-def test_missing_append_times_are_damage(store: ParquetStore) -> None:
+def test_missing_append_times_are_reported_as_damage(store: ParquetStore) -> None:
     path = paths(store)[1]
     whole = path.read_bytes()
     groups = pq.ParquetFile(path).metadata
@@ -163,7 +163,7 @@ def test_missing_append_times_are_damage(store: ParquetStore) -> None:
         assert found <= {"corrupt", *range(42, 80, 3)}
 
 
-def test_file_under_the_name_of_another_is_damage(store: ParquetStore) -> None:
+def test_file_under_the_name_of_another_is_reported_as_damage(store: ParquetStore) -> None:
     first, second, _ = paths(store)
     second.write_bytes(first.read_bytes())
     assert flaws(store) == [("corrupt", 40, 79)]
@@ -174,7 +174,7 @@ def test_file_under_the_name_of_another_is_damage(store: ParquetStore) -> None:
         read(store, 40, 80)
 
 
-def test_missing_segment_is_a_loss_with_its_offsets(store: ParquetStore) -> None:
+def test_missing_segment_is_reported_lost_with_its_offsets(store: ParquetStore) -> None:
     paths(store)[1].unlink()
     check_lost(store, 0, END, first=40, last=79)
     check_lost(store, 60, 70, first=60, last=69)
@@ -185,10 +185,10 @@ def test_missing_segment_is_a_loss_with_its_offsets(store: ParquetStore) -> None
     assert store.locate(INCARNATION, appended_at(99), 80, END) == 99
 
 
-def test_segment_that_is_listed_but_missing_is_a_loss_with_its_offsets(
+def test_segment_that_is_listed_but_missing_is_reported_lost_with_its_offsets(
     store: ParquetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at an object store whose listing is stale."""
+    """Simulates an object store whose listing is stale."""
     gone, open_file = paths(store)[1].name, store._storage.open
 
     def open_unless_gone(path: str) -> Any:
@@ -227,7 +227,7 @@ def test_failed_append_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pq if step == "write_table" else os, step, fail)
+        patch.setattr(pq.ParquetWriter if step == "write_table" else os, step, fail)
         with pytest.raises(StoreUnavailable, match="No space left") as caught:
             store.append(INCARNATION, 1, records(120, 160))
     assert caught.value.retriable
@@ -240,14 +240,14 @@ def test_failed_append_leaves_nothing_behind(
 def test_file_is_read_back_before_it_becomes_visible(
     store: ParquetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_table: Any = pq.write_table
+    write_table: Any = pq.ParquetWriter.write_table
 
-    def lie(table: pa.Table, *args: Any, **options: Any) -> None:
-        write_table(table.slice(0, len(table) - 1), *args, **options)
+    def lie(writer: pq.ParquetWriter, table: pa.Table, **options: Any) -> None:
+        write_table(writer, table.slice(0, len(table) - 1), **options)
 
     before = names(tmp_path)
-    monkeypatch.setattr(pq, "write_table", lie)
-    with pytest.raises(StoreUnavailable, match="does not hold what was written"):
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", lie)
+    with pytest.raises(StoreUnavailable, match="does not contain the records"):
         store.append(INCARNATION, 1, records(120, 160))
     assert names(tmp_path) == before
 

@@ -1,8 +1,9 @@
-"""Whatever archivers do and wherever they crash, each offset is read from the right segment.
+"""Each offset is read from the right segment, whatever archivers do and wherever they crash.
 
 The names of segments alone decide which records are live, so the model needs no files: `MemoryLog`
 is a segment log whose files are tables in memory; everything else about it is real. Hypothesis
-plays the stream, its failovers, and any number of archivers and compactors, some of them too late.
+simulates the stream, its failovers, and any number of archivers and compactors, some of which act
+too late.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ any_segment = st.builds(
 
 @settings(max_examples=200)
 @given(st.lists(any_segment, max_size=12, unique=True), st.none() | st.integers(0, 45))
-def test_live_record_is_from_the_newest_term_that_begins_at_or_before_it(
+def test_live_record_belongs_to_the_newest_term_that_begins_at_or_before_its_offset(
     segments: list[Segment], end: int | None
 ) -> None:
     begins = {s.term: min(t.first for t in segments if t.term == s.term) for s in segments}
@@ -129,7 +130,7 @@ class MemoryFile(SegmentFile):
 
 
 class Crash(Exception):
-    """The process dies here."""
+    """Raised where the process dies."""
 
 
 class MemoryLog(SegmentLog):
@@ -149,7 +150,7 @@ class MemoryLog(SegmentLog):
         return True
 
     def names(self, path: str) -> list[str]:
-        # Like a disk, in no useful order.
+        # In no useful order, like a disk.
         return sorted(self.segments_by_name, key=lambda name: name[::-1])
 
     def entries(self) -> list[Entry]:
@@ -217,7 +218,7 @@ class Archiving(RuleBasedStateMachine):
     @precondition(lambda self: len(self.log) > self.archived)
     @rule(n=few, lost=st.sampled_from([0, 0, 0, 1, 3, 99]), again=st.booleans())
     def archive(self, n: int, lost: int, again: bool) -> None:
-        """An append and its commit; a failover may lose some or all of the records."""
+        """Append and commit records; a failover may lose some or all of them."""
         first = self.archived
         ids = self.log[first : first + n]
         if again:  # repeat after an attempt with an unknown outcome
@@ -230,17 +231,17 @@ class Archiving(RuleBasedStateMachine):
     @precondition(lambda self: self.paused)
     @rule(data=st.data())
     def append_late(self, data: st.DataObject) -> None:
-        """A late append; its commit will be refused, since the term is over."""
+        """Append too late; the commit will be refused, because the term is over."""
         late = self.paused.pop(data.draw(st.integers(0, len(self.paused) - 1)))
         self.store.write(late.term, table(late.first, late.ids))
         self.late_below = self.late_below or late.first < self.expired
 
     @rule(n=few, back=some, kept=st.none() | st.integers(0, 3))
     def begin_a_term(self, n: int, back: int, kept: int | None) -> None:
-        """The archiver is paused with its gathered records, and another takes over.
+        """Pause the archiver with the records that it has gathered, and let another take over.
 
-        With `kept`, because of a failover: the server loses its last commits, and keeps only that
-        many records after them.
+        With `kept`, simulate a failover: the server loses its last commits and keeps only that many
+        records beyond them.
         """
         gathered = self.log[self.archived : self.archived + n]
         if gathered:
@@ -283,7 +284,7 @@ class Archiving(RuleBasedStateMachine):
 
     @rule(ahead=some)
     def tidy_in_vain(self, ahead: int) -> None:
-        """A replaced archiver has an outdated end, but notices that before it removes anything."""
+        """Tidy as a replaced archiver, which must notice that its end is outdated."""
         maintenance.mend(self.store, self.archived + ahead)
         maintenance.sweep(self.store, NEWEST, self.archived + ahead, lambda: False)
 

@@ -1,4 +1,4 @@
-"""Edge cases of stores: servers that come back, stores that hang, settings that clash."""
+"""Edge cases of stores: servers that come back, stores that hang, conflicting settings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path:
 def test_archiver_continues_if_the_server_has_lost_its_terms(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    """The store holds higher terms of this epoch; those of the archiver must count, too."""
+    """The store has higher terms of this epoch, yet the archiver's new terms must count."""
     stream = stored(m, tmp_path)
     for skipped in (0, 1_000):
         m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)
@@ -112,7 +112,7 @@ def test_server_believed_lost_cannot_continue_a_resumed_history(
         fill(new, 30)
         archive(new)
         assert offsets(new) == list(range(90))
-        with pytest.raises(meteor.StoreMismatch, match="continued the history"):
+        with pytest.raises(meteor.StoreMismatch, match="continued the archive"):
             offsets(old)
         assert stored(found, tmp_path, resume=True).store.verify() == []
 
@@ -177,13 +177,13 @@ def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
 ) -> None:
     stream = stored(m, tmp_path, capacity=5_000, max_unarchived=5_000)
     with stream.publisher() as pub:
-        stream.configure(capacity=10, max_unarchived=10)  # the publisher still cuts large frames
+        stream.configure(capacity=10, max_unarchived=10)  # the publisher still makes large frames
         assert pub.publish_many([b"x"] * 1_000).result(20) == 0
         with stream.archiver().start():
             assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
 
 
-def test_expiry_stops_at_the_position_of_a_group_and_never_goes_back(
+def test_expiry_stops_at_the_position_of_a_group_and_never_moves_back(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path)
@@ -194,7 +194,7 @@ def test_expiry_stops_at_the_position_of_a_group_and_never_goes_back(
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
     stream.seek_group("slow", 0)
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
-        "it never decreases"
+        "the expired offset never decreases"
     )
 
 
@@ -227,7 +227,7 @@ def test_merging_stays_within_its_memory_limit(
 # Stores that hang
 
 
-class Hanging(MemoryStore):
+class HangingStore(MemoryStore):
     """A store that hangs until it is released."""
 
     def __init__(self) -> None:
@@ -250,13 +250,13 @@ class Hanging(MemoryStore):
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
-    store = Hanging()
+def hanging() -> Iterator[HangingStore]:
+    store = HangingStore()
     yield store
     store.released.set()
 
 
-def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: Hanging) -> None:
+def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: HangingStore) -> None:
     stream = stored(m, hanging)
     fill(stream, *[20] * 10)
     archive(stream)
@@ -268,7 +268,7 @@ def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: Hang
 
 
 def test_hanging_archiver_does_not_keep_others_from_stopping(
-    url: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, hanging: HangingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close: Callable[..., None] = archiver_module.Archiver.close
 
@@ -294,7 +294,7 @@ def works(archiver: meteor.Archiver) -> bool:
     return archiver._thread is not None and archiver._thread.is_alive()
 
 
-def test_reader_keeps_the_given_store_after_skipping_a_lost_branch(
+def test_reader_keeps_the_store_it_was_given_after_skipping_a_lost_branch(
     m: meteor.Client,
 ) -> None:
     stream = stored(m, MemoryStore(NAME))

@@ -1,4 +1,4 @@
-"""Addresses, identity and isolation of a Parquet store, and the masking of its secrets."""
+"""A Parquet store validates its address and identity, stays in its folder, and masks secrets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[ParquetStore], object]] = {
         ("file://", "three slashes"),
         ("ftp://host/data", "not the address of a store"),
         ("s3://bucket/data?colour=red", "colour"),
-        ("s3://?region=us-east-1", "names no bucket"),
+        ("s3://?region=us-east-1", "has no bucket"),
     ],
 )
 def test_invalid_address_is_refused_with_a_reason(uri: str, reason: str) -> None:
@@ -73,7 +73,9 @@ def test_relative_path_is_made_absolute_at_once(
     assert ParquetStore(store.uri, "s").identity() == "id"
 
 
-def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_path_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ParquetStore("~/data", "s").uri == f"file://{tmp_path}/data"
 
@@ -102,15 +104,15 @@ def test_store_on_a_pyarrow_filesystem_has_no_address(tmp_path: Path) -> None:
     check(ParquetStore(tmp_path / "deep" / "down", "s"), 0, 10)
 
 
-class Torn:
-    """A filesystem like HDFS, where a file is visible from its first byte on; uploads fail."""
+class PartialUploads:
+    """A filesystem like HDFS, where a file is visible from its first byte. Uploads fail."""
 
     type_name = "hdfs"
 
     def __init__(self) -> None:
         self._whole = fs.LocalFileSystem()
 
-    def open_output_stream(self, path: str) -> Torn:
+    def open_output_stream(self, path: str) -> PartialUploads:
         self._path = path
         return self
 
@@ -126,7 +128,7 @@ def test_partial_upload_does_not_replace_the_merged_segments(tmp_path: Path) -> 
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 10))
     store.append(INCARNATION, 1, records(10, 20))
-    torn = ParquetStore(str(tmp_path), "s", filesystem=Torn())
+    torn = ParquetStore(str(tmp_path), "s", filesystem=PartialUploads())
     with pytest.raises(StoreUnavailable, match="connection was lost"):
         torn.compact(INCARNATION, 0, 20, records=100, size=1 << 30)
     with pytest.raises(StoreUnavailable, match="connection was lost"):
@@ -183,7 +185,7 @@ def test_error_about_an_address_hides_its_secrets(uri: str) -> None:
     "contents",
     [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"id"', b'{"version": 1}', b'{"store": "id"}'],
 )
-def test_unreadable_identity_file_is_not_taken_for_a_missing_one(
+def test_unreadable_identity_file_is_not_mistaken_for_a_missing_file(
     tmp_path: Path, contents: bytes
 ) -> None:
     store = claimed(tmp_path)
@@ -199,7 +201,7 @@ def test_folder_of_another_stream_is_refused(tmp_path: Path) -> None:
         ParquetStore(tmp_path, "t").identity()
 
 
-def test_identity_file_that_is_a_folder_is_unavailable(tmp_path: Path) -> None:
+def test_identity_file_that_is_a_folder_raises_store_unavailable(tmp_path: Path) -> None:
     (tmp_path / "s" / IDENTITY_FILE).mkdir(parents=True)
     with pytest.raises(StoreUnavailable):
         ParquetStore(tmp_path, "s").identity()
@@ -254,7 +256,7 @@ def test_linked_stream_folder_is_not_followed_out_of_the_store(tmp_path: Path, c
     store = ParquetStore(tmp_path / "store", "s")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "s").symlink_to(tmp_path / "outside" / "s")
-    with pytest.raises(StoreUnavailable, match="outside of the store"):
+    with pytest.raises(StoreUnavailable, match="outside the store"):
         CALLS[call](store)
     check(outside, 0, 10)
     assert outside.identity() == "id"
@@ -270,7 +272,7 @@ def test_linked_incarnation_folder_is_not_followed_out_of_the_store(
     outside.append(INCARNATION, 1, records(0, 10))
     store = claimed(tmp_path / "store")
     (tmp_path / "store" / "s" / INCARNATION).symlink_to(tmp_path / "outside" / "s" / INCARNATION)
-    with pytest.raises(StoreUnavailable, match="outside of the store"):
+    with pytest.raises(StoreUnavailable, match="outside the store"):
         CALLS[call](store)
     check(outside, 0, 10)
     assert store.incarnations() == []

@@ -24,7 +24,7 @@ END = 200
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that users get after a failover, a compaction, and a crash."""
+    """The files of a store after a failover, a compaction and a crash."""
     monkeypatch.setattr(segment_file, "GROUP_RECORDS", 30)
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 70))

@@ -1,4 +1,4 @@
-"""A Parquet store in S3, also on a network that fails: a partial upload is never visible."""
+"""A Parquet store in S3 works on a failing network: a partial upload is never visible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def s3() -> Iterator[S3]:
 
 
 @dataclass
-class Line:
+class ProxiedStore:
     """A store behind a connection that can be cut, and the same bucket without the proxy."""
 
     proxy: Proxy
@@ -67,15 +67,15 @@ class Line:
 
 
 @pytest.fixture
-def line(s3: S3) -> Iterator[Line]:
+def proxied(s3: S3) -> Iterator[ProxiedStore]:
     place = f"{BUCKET}/{secrets.token_hex(8)}"
     with s3.proxy() as proxy:
         store = ParquetStore(place, "s", filesystem=s3.filesystem(proxy.port))
-        line = Line(proxy, store, ParquetStore(place, "s", filesystem=s3.filesystem()))
-        with line.pool:
+        proxied = ProxiedStore(proxy, store, ParquetStore(place, "s", filesystem=s3.filesystem()))
+        with proxied.pool:
             store.claim("id")
             store.append(INCARNATION, 1, records(0, 10))
-            yield line
+            yield proxied
 
 
 def large(rng: random.Random, first: int, n_bytes: int) -> pa.Table:
@@ -112,68 +112,76 @@ def test_history_in_s3_is_claimed_read_searched_tidied_and_deleted(s3: S3) -> No
     check(again, 0, 10, incarnation=OTHER)
 
 
-def test_upload_cut_in_the_middle_is_not_visible(line: Line, rng: random.Random) -> None:
-    line.proxy.chunk(PIECE, PAUSE_S)
-    upload = line.append(1, large(rng, 10, 1 << 20))
-    line.wait_for(50_000)
-    with line.down():
+def test_upload_interrupted_in_the_middle_is_not_visible(
+    proxied: ProxiedStore, rng: random.Random
+) -> None:
+    proxied.proxy.chunk(PIECE, PAUSE_S)
+    upload = proxied.append(1, large(rng, 10, 1 << 20))
+    proxied.wait_for(50_000)
+    with proxied.down():
         with pytest.raises(StoreUnavailable, match="cannot be written to now") as caught:
             upload.result(60)
         assert caught.value.retriable
-        assert line.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
-        assert list(line.direct.verify(INCARNATION, 0, 10)) == []
-    line.store.append(INCARNATION, 2, records(10, 30))
-    check(line.store, 0, 30)
-    assert line.store.bounds(INCARNATION) == Bounds(0, 30, 2)
+        assert proxied.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
+        assert list(proxied.direct.verify(INCARNATION, 0, 10)) == []
+    proxied.store.append(INCARNATION, 2, records(10, 30))
+    check(proxied.store, 0, 30)
+    assert proxied.store.bounds(INCARNATION) == Bounds(0, 30, 2)
 
 
-def test_multipart_upload_with_a_cut_part_is_not_visible(line: Line, rng: random.Random) -> None:
-    line.proxy.chunk(1 << 16, PAUSE_S)
-    upload = line.append(1, large(rng, 10, 12 << 20))
-    line.wait_for(6 << 20)  # the second part is small and has arrived by now
-    with line.down():
+def test_multipart_upload_with_an_interrupted_part_is_not_visible(
+    proxied: ProxiedStore, rng: random.Random
+) -> None:
+    proxied.proxy.chunk(1 << 16, PAUSE_S)
+    upload = proxied.append(1, large(rng, 10, 12 << 20))
+    proxied.wait_for(6 << 20)  # the second part is small and has arrived by now
+    with proxied.down():
         with pytest.raises(StoreUnavailable):
             upload.result(60)
-        assert line.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
-    line.store.append(INCARNATION, 2, records(10, 30))
-    check(line.store, 0, 30)
+        assert proxied.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
+    proxied.store.append(INCARNATION, 2, records(10, 30))
+    check(proxied.store, 0, 30)
 
 
-def test_upload_cut_once_is_retried_automatically(s3: S3, line: Line, rng: random.Random) -> None:
-    uri = s3.uri(line.proxy.port)
-    line.store = ParquetStore(uri, "s")
-    line.store.claim("id")
-    line.proxy.chunk(PIECE, PAUSE_S)
+def test_interrupted_upload_is_retried_automatically(
+    s3: S3, proxied: ProxiedStore, rng: random.Random
+) -> None:
+    uri = s3.uri(proxied.proxy.port)
+    proxied.store = ParquetStore(uri, "s")
+    proxied.store.claim("id")
+    proxied.proxy.chunk(PIECE, PAUSE_S)
     table = large(rng, 0, 1 << 20)
-    upload = line.append(1, table)
-    line.wait_for(50_000)
-    line.proxy.cut()
-    line.proxy.heal()
+    upload = proxied.append(1, table)
+    proxied.wait_for(50_000)
+    proxied.proxy.cut()
+    proxied.proxy.heal()
     upload.result(60)
-    assert line.proxy.counters.cuts > 0
-    assert read(line.store, 0, 3).equals(table)
+    assert proxied.proxy.counters.cuts > 0
+    assert read(proxied.store, 0, 3).equals(table)
 
 
-def test_next_term_continues_whichever_reply_was_lost(line: Line, rng: random.Random) -> None:
+def test_next_term_continues_whichever_reply_was_lost(
+    proxied: ProxiedStore, rng: random.Random
+) -> None:
     """The archiver cannot know which uploads have arrived, and appends the records again."""
     end, term, failures = 10, 2, 0
-    line.proxy.chaos(rng, 0.05, ["lost_reply", "torn_reply"])
+    proxied.proxy.chaos(rng, 0.05, ["lost_reply", "torn_reply"])
     while (failures < 3 or end < 20) and term < 100:
         try:
-            line.store.append(INCARNATION, term, records(end, end + 5))
+            proxied.store.append(INCARNATION, term, records(end, end + 5))
             end += 5
         except StoreUnavailable:
             failures += 1
         term += 1
-        check(line.direct, 0, end)
-    line.proxy.heal()
-    line.store.append(INCARNATION, term, records(end, end + 5))
-    check(line.store, 0, end + 5)
+        check(proxied.direct, 0, end)
+    proxied.proxy.heal()
+    proxied.store.append(INCARNATION, term, records(end, end + 5))
+    check(proxied.store, 0, end + 5)
 
 
-def test_network_failure_is_not_reported_as_loss_or_damage(line: Line) -> None:
-    store = line.store
-    with line.down():
+def test_network_failure_is_not_reported_as_loss_or_damage(proxied: ProxiedStore) -> None:
+    store = proxied.store
+    with proxied.down():
         for call in (
             lambda: read(store, 0, 10),
             lambda: store.locate(INCARNATION, 0, 0, 10),
@@ -194,18 +202,20 @@ def test_network_failure_is_not_reported_as_loss_or_damage(line: Line) -> None:
     assert store.identity() == "id"
 
 
-def test_reader_continues_after_a_cut_connection(line: Line) -> None:
-    line.store.append(INCARNATION, 1, records(10, 20))
-    batches = line.store.read(INCARNATION, 0, 20)
+def test_reader_continues_after_a_cut_connection(proxied: ProxiedStore) -> None:
+    proxied.store.append(INCARNATION, 1, records(10, 20))
+    batches = proxied.store.read(INCARNATION, 0, 20)
     found = [next(batches)]
-    with line.down(), pytest.raises(StoreUnavailable):
+    with proxied.down(), pytest.raises(StoreUnavailable):
         next(batches)
-    found.extend(line.store.read(INCARNATION, 10, 20))
+    found.extend(proxied.store.read(INCARNATION, 10, 20))
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
 
 
-def test_damage_in_the_bucket_is_distinguished_from_a_bad_connection(s3: S3, line: Line) -> None:
-    (path,) = line.direct.files(INCARNATION, 0, 10)
+def test_damage_in_the_bucket_is_distinguished_from_a_bad_connection(
+    s3: S3, proxied: ProxiedStore
+) -> None:
+    (path,) = proxied.direct.files(INCARNATION, 0, 10)
     bucket = s3.filesystem()
     with bucket.open_input_file(path) as file:
         data = bytearray(file.read())
@@ -213,13 +223,13 @@ def test_damage_in_the_bucket_is_distinguished_from_a_bad_connection(s3: S3, lin
     with bucket.open_output_stream(path) as out:
         out.write(bytes(data))
     with pytest.raises(CorruptSegment) as caught:
-        read(line.store, 0, 10)
+        read(proxied.store, 0, 10)
     assert (caught.value.first, caught.value.last) == (0, 9)
-    assert [flaw.kind for flaw in line.store.verify(INCARNATION, 0, 10)] == ["corrupt"]
+    assert [flaw.kind for flaw in proxied.store.verify(INCARNATION, 0, 10)] == ["corrupt"]
 
 
-def test_reader_in_progress_survives_a_compaction(s3: S3, line: Line) -> None:
-    store, bucket = line.store, s3.filesystem()
+def test_reader_in_progress_survives_a_compaction(s3: S3, proxied: ProxiedStore) -> None:
+    store, bucket = proxied.store, s3.filesystem()
     store.append(INCARNATION, 1, records(10, 20))
     small = store.files(INCARNATION, 0, 20)
     batches = store.read(INCARNATION, 0, 20)

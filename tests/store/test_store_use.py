@@ -1,4 +1,4 @@
-"""Stores in use and misuse: losses, expiry, private servers, archivers, wrong arguments."""
+"""Stores in everyday use: losses, expiry, private servers, archivers, wrong arguments."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_adjacent_missing_files_are_skipped_as_one_gap(m: meteor.Client, tmp_pat
     assert gaps == [(0, 59)]
 
 
-def test_group_continues_after_damage_with_skip_gap(m: meteor.Client, tmp_path: Path) -> None:
+def test_skip_gap_lets_a_group_continue_after_damaged_records(
+    m: meteor.Client, tmp_path: Path
+) -> None:
     stream = segments(m, tmp_path)
     damaged = Path(stream.store.files()[1])
     damaged.write_bytes(b"PAR1 is not enough")
@@ -154,7 +156,7 @@ def test_records_lost_with_a_private_server_are_logged(
         stream = m.stream(NAME, store=root)
         root.rename(tmp_path / "away")
         fill(stream, 10)
-    assert "are lost with its private server" in caplog.text
+    assert "will be lost with its private server" in caplog.text
 
 
 # Archivers
@@ -165,9 +167,9 @@ def test_archiver_cannot_be_started_twice(m: meteor.Client, tmp_path: Path) -> N
     with stream.archiver().start() as archiver:
         assert ", running" in repr(archiver)
         for again in (archiver.start, archiver.run):
-            with pytest.raises(meteor.MeteorError, match="started or closed before"):
+            with pytest.raises(meteor.MeteorError, match="already been started or closed"):
                 again()
-    with pytest.raises(meteor.MeteorError, match="started or closed before"):
+    with pytest.raises(meteor.MeteorError, match="already been started or closed"):
         archiver.start()
     assert ", not running" in repr(archiver)
     assert m.redis.exists(keys.lease(NAME, keys.ARCHIVERS)) == 0
@@ -183,7 +185,7 @@ def test_close_waits_for_an_archiver_in_another_thread(m: meteor.Client, tmp_pat
     thread.join(20)
 
 
-def test_archiver_that_is_never_started_does_not_replace_the_automatic_one(
+def test_archiver_that_is_never_started_does_not_replace_the_automatic_archiver(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = m.stream(NAME, store=tmp_path)
@@ -215,7 +217,7 @@ def test_close_raises_the_error_that_stopped_the_archiver(
     eventually(lambda: not archiver.alive)
     with pytest.raises(meteor.AccessDenied):
         archiver.close()
-    archiver.close()  # raises only once
+    archiver.close()  # the error is raised only once
 
 
 def test_flush_reports_the_error_of_the_archiver(

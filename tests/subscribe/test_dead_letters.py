@@ -1,4 +1,4 @@
-"""A dead letter is a copy of the record plus the reason, stored exactly once."""
+"""A dead letter is a copy of the record with the reason, stored exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meteor_py.redis import keys
 from meteor_py.subscribe import dead_letters
 from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
 from tests.support.proxy import Proxy
 from tests.support.readers import background, entries, frame_name
 from tests.support.servers import HOST, Replica, Server, plain_client
@@ -29,7 +29,7 @@ GROUP = "billing"
 WHEN = 1_700_000_000_123
 
 
-class Graveyard:
+class DeadLetterStreams:
     """A stream with records, and the stream for its dead letters."""
 
     def __init__(self, url: str, **settings: Any) -> None:
@@ -55,28 +55,28 @@ class Graveyard:
 
 
 @pytest.fixture
-def yard(any_url: str) -> Iterator[Graveyard]:
-    yard = Graveyard(any_url)
-    with yard.client:
-        yield yard
+def streams(any_url: str) -> Iterator[DeadLetterStreams]:
+    streams = DeadLetterStreams(any_url)
+    with streams.client:
+        yield streams
 
 
 @pytest.fixture
-def real(url: str) -> Iterator[Graveyard]:
-    """A graveyard on a real server."""
-    yard = Graveyard(url)
-    with yard.client:
-        yield yard
+def real(url: str) -> Iterator[DeadLetterStreams]:
+    """The same streams on a real server."""
+    streams = DeadLetterStreams(url)
+    with streams.client:
+        yield streams
 
 
 # Contents
 
 
-def test_letter_has_the_whole_record_and_its_origin(yard: Graveyard) -> None:
-    yard.record(b"before")
-    record = yard.record(b"poison", key=b"k", headers={"mine": b"\xff"}, timestamp=WHEN)
-    yard.bury(record, reason="it is größer", tries=5)
-    (letter,) = yard.letters()
+def test_dead_letter_contains_the_whole_record_and_its_origin(streams: DeadLetterStreams) -> None:
+    streams.record(b"before")
+    record = streams.record(b"poison", key=b"k", headers={"mine": b"\xff"}, timestamp=WHEN)
+    streams.bury(record, reason="it is größer", tries=5)
+    (letter,) = streams.letters()
     assert (letter.value, letter.key, letter.timestamp) == (b"poison", b"k", WHEN)
     assert letter.headers == {
         "mine": b"\xff",
@@ -90,12 +90,12 @@ def test_letter_has_the_whole_record_and_its_origin(yard: Graveyard) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b""}, {"headers": {}}])
-def test_letter_of_a_record_without_key_or_headers_has_none_either(
-    yard: Graveyard, options: dict[str, Any]
+def test_dead_letter_of_a_record_without_key_and_headers_has_neither(
+    streams: DeadLetterStreams, options: dict[str, Any]
 ) -> None:
-    record = yard.record(b"", **options)
-    yard.bury(record)
-    (letter,) = yard.letters()
+    record = streams.record(b"", **options)
+    streams.bury(record)
+    (letter,) = streams.letters()
     assert (letter.value, letter.key) == (b"", options.get("key"))
     assert letter.timestamp == record.timestamp == record.appended
     assert letter.headers is not None
@@ -103,11 +103,13 @@ def test_letter_of_a_record_without_key_or_headers_has_none_either(
     assert all(name.startswith("meteor-") for name in letter.headers)
 
 
-def test_letter_buried_again_names_its_last_stream(yard: Graveyard) -> None:
-    yard.bury(yard.record(b"poison", headers={"mine": b"1"}))
-    (letter,) = yard.letters()
-    last = yard.client.stream("last", create=True)
-    bury(last._handle, yard.target._handle, "undertaker", letter, epoch=1, reason="again", tries=1)
+def test_dead_letter_of_a_dead_letter_names_its_last_stream(streams: DeadLetterStreams) -> None:
+    streams.bury(streams.record(b"poison", headers={"mine": b"1"}))
+    (letter,) = streams.letters()
+    last = streams.client.stream("last", create=True)
+    bury(
+        last._handle, streams.target._handle, "undertaker", letter, epoch=1, reason="again", tries=1
+    )
     ((again,),) = last.read()
     assert again.headers is not None
     assert again.headers["meteor-stream"] == b"dead"
@@ -124,43 +126,45 @@ def test_letter_buried_again_names_its_last_stream(yard: Graveyard) -> None:
         ("bad \udcff", b"bad \\udcff"),
     ],
 )
-def test_reason_is_stored_as_bounded_utf8(yard: Graveyard, reason: str, kept: bytes) -> None:
-    yard.bury(yard.record(), reason=reason)
-    (letter,) = yard.letters()
+def test_reason_is_stored_as_bounded_utf8(
+    streams: DeadLetterStreams, reason: str, kept: bytes
+) -> None:
+    streams.bury(streams.record(), reason=reason)
+    (letter,) = streams.letters()
     assert letter.headers is not None
     assert letter.headers[dead_letters.REASON_HEADER] == kept
 
 
 def test_decoded_value_is_refused_before_anything_is_sent(
-    yard: Graveyard,
+    streams: DeadLetterStreams,
 ) -> None:
     record = meteor.Record(0, {"a": 1}, None, None, WHEN, WHEN)
     with pytest.raises(TypeError, match="must be bytes"):
-        yard.bury(record)
-    assert yard.letters() == []
+        streams.bury(record)
+    assert streams.letters() == []
 
 
 def test_codec_of_the_target_does_not_encode_the_value(any_url: str) -> None:
-    yard = Graveyard(any_url, codec="json")
-    with yard.client:
-        yard.bury(yard.record(b"{not json"))
-        with yard.target.subscriber(initial_offset="earliest", codec="bytes") as sub:
+    streams = DeadLetterStreams(any_url, codec="json")
+    with streams.client:
+        streams.bury(streams.record(b"{not json"))
+        with streams.target.subscriber(initial_offset="earliest", codec="bytes") as sub:
             assert sub.poll(timeout=5).values() == [b"{not json"]
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_the_largest_record_can_be_buried(
+def test_the_largest_record_can_become_a_dead_letter(
     url: str, rng: Random, compression: meteor.Compression
 ) -> None:
     size = 32 * 2**20
-    yard = Graveyard(url, compression=compression)
-    with yard.client:
+    streams = DeadLetterStreams(url, compression=compression)
+    with streams.client:
         headers = {"mine": rng.randbytes(size // 8)}
         value = rng.randbytes(size // 2) + bytes(size // 8 * 3 - 6)
-        record = yard.record(value, key=b"kk", headers=headers)
-        yard.bury(record)
-        yard.bury(record)
-        (letter,) = yard.letters()
+        record = streams.record(value, key=b"kk", headers=headers)
+        streams.bury(record)
+        streams.bury(record)
+        (letter,) = streams.letters()
         assert letter.value == value
         assert letter.headers is not None
         assert letter.headers["mine"] == headers["mine"]
@@ -172,90 +176,92 @@ def test_the_largest_record_can_be_buried(
 def test_letter_uses_compression_and_checksum_of_the_target(
     any_url: str, compression: meteor.Compression, name: bytes
 ) -> None:
-    yard = Graveyard(any_url, compression=compression, checksum=True)
-    with yard.client:
-        yard.bury(yard.record(b"abcdefgh" * 300))
-        (entry,) = entries(yard.client.redis, "dead")
+    streams = DeadLetterStreams(any_url, compression=compression, checksum=True)
+    with streams.client:
+        streams.bury(streams.record(b"abcdefgh" * 300))
+        (entry,) = entries(streams.client.redis, "dead")
         assert frame_name(entry[1]) == name
         assert b"crc" in entry[1]
-        assert [letter.value for letter in yard.letters()] == [b"abcdefgh" * 300]
+        assert [letter.value for letter in streams.letters()] == [b"abcdefgh" * 300]
 
 
-def test_the_server_forgets_a_letter_after_a_day(yard: Graveyard) -> None:
-    record = yard.record()
-    yard.bury(record)
-    redis = yard.client.redis
+def test_the_server_forgets_a_letter_after_a_day(streams: DeadLetterStreams) -> None:
+    record = streams.record()
+    streams.bury(record)
+    redis = streams.client.redis
     found: Any = redis.keys(keys.producer("dead", "dl-*"))
     (producer,) = found
     assert 86_000 < redis.ttl(producer) <= 86_400
     redis.delete(producer)
-    yard.bury(record)
-    assert len(yard.letters()) == 2
+    streams.bury(record)
+    assert len(streams.letters()) == 2
 
 
 # Exactly once
 
 
-def test_burying_a_record_again_adds_no_letter(yard: Graveyard) -> None:
-    record = yard.record()
+def test_burying_a_record_again_adds_no_letter(streams: DeadLetterStreams) -> None:
+    record = streams.record()
     for _ in range(3):
-        yard.bury(record)
-    assert len(yard.letters()) == 1
+        streams.bury(record)
+    assert len(streams.letters()) == 1
 
 
-def test_repeat_with_another_reason_or_count_changes_nothing(yard: Graveyard) -> None:
-    record = yard.record()
-    yard.bury(record, reason="first", tries=1)
-    yard.bury(record, reason="another", tries=2)
-    yard.bury(record, reason="first", tries=2)
-    yard.target.configure(checksum=True, compression="zstd")
-    yard.bury(record, reason="first", tries=1)
-    (letter,) = yard.letters()
+def test_repeat_with_another_reason_or_count_changes_nothing(streams: DeadLetterStreams) -> None:
+    record = streams.record()
+    streams.bury(record, reason="first", tries=1)
+    streams.bury(record, reason="another", tries=2)
+    streams.bury(record, reason="first", tries=2)
+    streams.target.configure(checksum=True, compression="zstd")
+    streams.bury(record, reason="first", tries=1)
+    (letter,) = streams.letters()
     assert letter.headers is not None
     assert letter.headers["meteor-reason"] == b"first"
     assert letter.headers["meteor-tries"] == b"1"
 
 
-def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_letter(yard: Graveyard) -> None:
-    first, second = yard.record(), yard.record()
-    yard.bury(first)
-    yard.bury(second)
-    yard.bury(first, group="other")
+def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_letter(
+    streams: DeadLetterStreams,
+) -> None:
+    first, second = streams.record(), streams.record()
+    streams.bury(first)
+    streams.bury(second)
+    streams.bury(first, group="other")
     bury(
-        yard.target._handle,
-        yard.client.stream("other", create=True)._handle,
+        streams.target._handle,
+        streams.client.stream("other", create=True)._handle,
         GROUP,
         first,
         epoch=1,
         reason="why",
         tries=3,
     )
-    yard.bury(first, epoch=2)
-    yard.source.delete()
-    yard.source = yard.client.stream(NAME, create=True)
-    again = yard.record()
+    streams.bury(first, epoch=2)
+    streams.source.delete()
+    streams.source = streams.client.stream(NAME, create=True)
+    again = streams.record()
     assert again.offset == first.offset
-    yard.bury(again)
-    assert len(yard.letters()) == 6
+    streams.bury(again)
+    assert len(streams.letters()) == 6
 
 
 def test_repeat_does_not_restore_a_letter_that_the_ring_has_dropped(
     any_url: str,
 ) -> None:
-    yard = Graveyard(any_url, capacity=1)
-    with yard.client:
-        first, second = yard.record(b"first"), yard.record(b"second")
-        yard.bury(first)
-        yard.bury(second)
-        yard.bury(first)
-        assert [letter.value for letter in yard.letters()] == [b"second"]
+    streams = DeadLetterStreams(any_url, capacity=1)
+    with streams.client:
+        first, second = streams.record(b"first"), streams.record(b"second")
+        streams.bury(first)
+        streams.bury(second)
+        streams.bury(first)
+        assert [letter.value for letter in streams.letters()] == [b"second"]
 
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_threads_that_bury_the_same_record_at_once_add_one_letter(
     any_url: str, clients: int
 ) -> None:
-    yards = [Graveyard(any_url) for _ in range(clients)]
+    yards = [DeadLetterStreams(any_url) for _ in range(clients)]
     records = [yards[0].record(b"%d" % n) for n in range(20)]
     gate = threading.Barrier(4)
 
@@ -271,14 +277,14 @@ def test_threads_that_bury_the_same_record_at_once_add_one_letter(
     ):
         work(3)
     assert [letter.value for letter in yards[0].letters()] == [b"%d" % n for n in range(20)]
-    for yard in yards:
-        yard.client.close()
+    for streams in yards:
+        streams.client.close()
 
 
 # Lost replies, dead servers, dead processes
 
 
-def test_lost_reply_adds_no_second_letter(server: Server, real: Graveyard) -> None:
+def test_lost_reply_adds_no_second_letter(server: Server, real: DeadLetterStreams) -> None:
     real.client.load_scripts()
     record = real.record()
     with Proxy(HOST, server.port) as proxy, meteor.connect(proxy.url) as through:
@@ -290,7 +296,7 @@ def test_lost_reply_adds_no_second_letter(server: Server, real: Graveyard) -> No
 
 
 def test_repeatedly_lost_replies_add_one_letter_per_record(
-    server: Server, real: Graveyard, rng: Random
+    server: Server, real: DeadLetterStreams, rng: Random
 ) -> None:
     records = [real.record(b"%d" % n) for n in range(40)]
     with Proxy(HOST, server.port) as proxy, meteor.connect(proxy.url) as through:
@@ -306,68 +312,82 @@ def test_restarted_server_that_kept_its_data_has_one_letter(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
-    yard = Graveyard(server.url)
-    with yard.client:
-        first, second = yard.record(b"first"), yard.record(b"second")
-        yard.bury(first)
-        epoch = yard.target.describe().epoch
+    streams = DeadLetterStreams(server.url)
+    with streams.client:
+        first, second = streams.record(b"first"), streams.record(b"second")
+        streams.bury(first)
+        epoch = streams.target.describe().epoch
         server.kill()
-        with background(lambda _: yard.bury(first, tries=4)):
+        with background(lambda _: streams.bury(first, tries=4)):
             server.start()
-        yard.bury(second)
-        assert [letter.value for letter in yard.letters()] == [b"first", b"second"]
-        assert yard.target.describe().epoch > epoch, "another history, and no new epoch"
+        streams.bury(second)
+        assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
+        assert streams.target.describe().epoch > epoch, "new history, but no new epoch"
 
 
 def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
-    with Bench(server) as bench, Proxy(HOST, server.port) as line:
-        target = bench.client.stream("dead", create=True)
-        with bench.stream.publisher() as pub:
+    with ProxiedStream(server) as proxied, Proxy(HOST, server.port) as line:
+        target = proxied.client.stream("dead", create=True)
+        with proxied.stream.publisher() as pub:
             pub.publish(b"poison").result(10)
-        ((record,),) = bench.stream.read()
-        through = bench.through.stream("dead", create=True)
+        ((record,),) = proxied.stream.read()
+        through = proxied.through.stream("dead", create=True)
         seen = Position(target.incarnation, target.describe().epoch, 1)
         with Replica(server, port=line.port) as replica:
             replica.wait_in_sync()
             line.stall()
             bury(
-                through._handle, bench.stream._handle, GROUP, record, epoch=1, reason="why", tries=1
+                through._handle,
+                proxied.stream._handle,
+                GROUP,
+                record,
+                epoch=1,
+                reason="why",
+                tries=1,
             )
             replica.promote()
-            bench.move_to(replica)
+            proxied.move_to(replica)
             bury(
-                through._handle, bench.stream._handle, GROUP, record, epoch=1, reason="why", tries=1
+                through._handle,
+                proxied.stream._handle,
+                GROUP,
+                record,
+                epoch=1,
+                reason="why",
+                tries=1,
             )
-            ((letter,),) = bench.client.stream("dead", create=True).read()
+            ((letter,),) = proxied.client.stream("dead", create=True).read()
             assert letter.value == b"poison"
-            epochs: Any = bench.direct.hget(keys.meta("dead"), "epochs")
+            epochs: Any = proxied.direct.hget(keys.meta("dead"), "epochs")
             assert diverged_at(seen, epochs.decode(), 1) == 0
 
 
 # A record whose letter may be lost is not confirmed
 
 
-def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(pair: Pair) -> None:
+def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
+    replicated: ReplicatedStream,
+) -> None:
     """The member keeps its term, because the replica knows it."""
-    bench = pair.bench
-    bench.client.stream("dead", create=True)
-    with bench.stream.publisher() as pub:
+    proxied = replicated.proxied
+    proxied.client.stream("dead", create=True)
+    with proxied.stream.publisher() as pub:
         pub.publish_many([b"ok 0", b"ok 1", b"bad 2", b"ok 3"]).result(10)
     at_last, go_on = threading.Event(), threading.Event()
 
     def handle(record: meteor.Record) -> None:
         if record.value == b"ok 1" and not at_last.is_set():
-            pair.lag()
+            replicated.lag()
         if b"bad" in record.value:
             raise ValueError("cannot")
         if record.offset == 3:
             at_last.set()
             go_on.wait(30)
 
-    through = bench.through
+    through = proxied.through
     with through.stream(NAME, create=True).subscriber(
         group=GROUP, auto_confirm=True, lease_ttl=60
     ) as sub:
@@ -375,21 +395,23 @@ def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(pair: Pa
             handle, on_error=through.stream("dead", create=True), tries=1
         )
         assert at_last.wait(20)
-        assert values_of(bench.client.stream("dead", create=True)) == [b"bad 2"]
-        pair.fail_over()
-        assert values_of(bench.client.stream("dead", create=True)) == []
-        with bench.stream.publisher() as pub:  # so that a confirm follows that of record 3
+        assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 2"]
+        replicated.fail_over()
+        assert values_of(proxied.client.stream("dead", create=True)) == []
+        with proxied.stream.publisher() as pub:  # causes another confirm, after that of record 3
             pub.publish(b"ok 4").result(10)
         go_on.set()
-        eventually(lambda: bench.stream.group(GROUP).confirmed >= 4, 30)
-        assert values_of(bench.client.stream("dead", create=True)) == [b"bad 2"]
+        eventually(lambda: proxied.stream.group(GROUP).confirmed >= 4, 30)
+        assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 2"]
         assert receiver.alive
 
 
-def test_letter_and_confirm_that_both_survived_are_not_repeated(pair: Pair) -> None:
-    bench = pair.bench
-    bench.client.stream("dead", create=True)
-    with bench.stream.publisher() as pub:
+def test_letter_and_confirm_that_both_survived_are_not_repeated(
+    replicated: ReplicatedStream,
+) -> None:
+    proxied = replicated.proxied
+    proxied.client.stream("dead", create=True)
+    with proxied.stream.publisher() as pub:
         pub.publish_many([b"bad 0", b"ok 1"]).result(10)
     handled: list[int] = []
 
@@ -398,38 +420,38 @@ def test_letter_and_confirm_that_both_survived_are_not_repeated(pair: Pair) -> N
         if b"bad" in record.value:
             raise ValueError("cannot")
 
-    through = bench.through
+    through = proxied.through
     with through.stream(NAME, create=True).subscriber(group=GROUP, lease_ttl=60) as sub:
         sub.attach_receiver(handle, on_error=through.stream("dead", create=True), tries=1)
-        eventually(lambda: bench.stream.group(GROUP).confirmed == 1)
+        eventually(lambda: proxied.stream.group(GROUP).confirmed == 1)
         eventually(lambda: handled == [0, 1])
-        pair.lag()
+        replicated.lag()
         term = sub.term
-        pair.fail_over()
+        replicated.fail_over()
         assert sub.confirm(1).result(20) == 2
         assert (handled, sub.term) == ([0, 1], term)
-        assert values_of(bench.client.stream("dead", create=True)) == [b"bad 0"]
+        assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 0"]
 
 
-def test_record_with_a_reused_offset_has_its_own_letter(
-    pair: Pair, private_server: ServerFactory
+def test_record_with_a_reused_offset_gets_its_own_dead_letter(
+    replicated: ReplicatedStream, private_server: ServerFactory
 ) -> None:
-    bench = pair.bench
+    proxied = replicated.proxied
 
     def fail_for(value: bytes) -> None:
-        with bench.stream.publisher() as pub:
+        with proxied.stream.publisher() as pub:
             assert pub.publish(value).result(10) == 5
-        with bench.stream.subscriber(group=GROUP, auto_confirm=True) as sub:
+        with proxied.stream.subscriber(group=GROUP, auto_confirm=True) as sub:
             sub.attach_receiver(refuse_bad, on_error=dead, tries=1)
             eventually(lambda: sub.confirmed == 6, 20)
 
     with meteor.connect(private_server().url) as elsewhere:
         dead = elsewhere.stream("dead", create=True)
-        with bench.stream.publisher() as pub:
+        with proxied.stream.publisher() as pub:
             pub.publish_many([b"ok"] * 5).result(10)
-        pair.lag()
+        replicated.lag()
         fail_for(b"bad one")
-        pair.fail_over()
+        replicated.fail_over()
         fail_for(b"bad two")
         assert values_of(dead) == [b"bad one", b"bad two"]
 
@@ -453,28 +475,28 @@ def test_record_that_survived_a_restart_keeps_its_letter(private_server: ServerF
         assert offsets == [b"0", b"1"]
 
 
-def test_letter_waits_for_replicas(pair: Pair) -> None:
-    bench = pair.bench
-    dead = bench.client.stream("dead", create=True)
-    with bench.stream.publisher() as pub:
+def test_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:
+    proxied = replicated.proxied
+    dead = proxied.client.stream("dead", create=True)
+    with proxied.stream.publisher() as pub:
         pub.publish(b"poison").result(10)
-    ((record,),) = bench.stream.read()
+    ((record,),) = proxied.stream.read()
     settings: dict[str, Any] = {"epoch": 1, "tries": 1, "acks": 1}
-    arguments = (dead._handle, bench.stream._handle, GROUP, record)
-    pair.lag()
+    arguments = (dead._handle, proxied.stream._handle, GROUP, record)
+    replicated.lag()
     with pytest.raises(meteor.ConnectionFailed, match="0 of 1 replicas"):
         bury(*arguments, reason="first", timeout_s=0.0, **settings)
     assert bury(*arguments, reason="another", epoch=1, tries=1)
     with pytest.raises(meteor.ConnectionFailed, match="0 of 1 replicas"):
         bury(*arguments, reason="another", timeout_s=0.0, **settings)
-    pair.link.resume()
+    replicated.link.resume()
     assert bury(*arguments, reason="first", **settings)
     assert values_of(dead) == [b"poison"]
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip", "retry"])
-def test_acks_without_dead_letters_are_refused(yard: Graveyard, on_error: Any) -> None:
-    with yard.source.subscriber() as sub, pytest.raises(ValueError, match="dead letters"):
+def test_acks_without_dead_letters_are_refused(streams: DeadLetterStreams, on_error: Any) -> None:
+    with streams.source.subscriber() as sub, pytest.raises(ValueError, match="dead-letter stream"):
         sub.attach_receiver(print, on_error=on_error, acks=1)
 
 
@@ -499,24 +521,24 @@ def values_of(stream: meteor.Stream) -> list[bytes]:
 # Other failures
 
 
-def test_promotion_under_an_idle_connection_is_noticed(
+def test_promotion_of_the_server_is_detected_on_an_idle_connection(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
-    yard = Graveyard(server.url)
-    with yard.client, Replica(server) as other:
-        first, second = yard.record(), yard.record()
-        yard.bury(first)
+    streams = DeadLetterStreams(server.url)
+    with streams.client, Replica(server) as other:
+        first, second = streams.record(), streams.record()
+        streams.bury(first)
         other.wait_in_sync()
         other.promote()
-        epoch = yard.target.describe().epoch
+        epoch = streams.target.describe().epoch
         with plain_client(server.url) as client:
             client.replicaof(HOST, str(other.port))
             eventually(lambda: client.info("replication")["master_link_status"] == "up")
             client.replicaof("NO", "ONE")
-        yard.bury(second, timeout_s=0)  # the first attempt succeeds
-        assert yard.target.describe().epoch > epoch
-        assert len(yard.letters()) == 2
+        streams.bury(second, timeout_s=0)  # the first attempt succeeds
+        assert streams.target.describe().epoch > epoch
+        assert len(streams.letters()) == 2
 
 
 _KILLED = """
@@ -543,7 +565,7 @@ bury(letters, source._handle, sys.argv[3], record, epoch=1, reason="first", trie
 
 @pytest.mark.parametrize("reason", ["first", "another"])
 def test_process_killed_after_the_publish_and_a_repeat_add_one_letter(
-    url: str, real: Graveyard, reason: str
+    url: str, real: DeadLetterStreams, reason: str
 ) -> None:
     record = real.record()
     command = [sys.executable, "-W", "ignore", "-c", _KILLED, url, NAME, GROUP]
@@ -556,36 +578,36 @@ def test_process_killed_after_the_publish_and_a_repeat_add_one_letter(
 # Failures
 
 
-def test_deleted_target_raises_at_once(yard: Graveyard) -> None:
-    record = yard.record()
-    yard.client.stream("dead", create=True).delete()
+def test_deleted_target_raises_at_once(streams: DeadLetterStreams) -> None:
+    record = streams.record()
+    streams.client.stream("dead", create=True).delete()
     with pytest.raises(meteor.StreamNotFound):
-        yard.bury(record, stop=not_tried_again)
-    yard.client.stream("dead", create=True)
+        streams.bury(record, stop=not_tried_again)
+    streams.client.stream("dead", create=True)
     with pytest.raises(meteor.LogTruncated):
-        yard.bury(record, stop=not_tried_again)
+        streams.bury(record, stop=not_tried_again)
 
 
 def test_unreachable_server_raises_after_the_timeout(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
-    yard = Graveyard(server.url)
-    with yard.client:
-        record = yard.record()
+    streams = DeadLetterStreams(server.url)
+    with streams.client:
+        record = streams.record()
         server.kill()
         for timeout_s in (0.0, 0.5):
             start = time.monotonic()
             with pytest.raises(meteor.ConnectionFailed):
-                yard.bury(record, timeout_s=timeout_s)
+                streams.bury(record, timeout_s=timeout_s)
             assert timeout_s <= time.monotonic() - start < timeout_s + 5
 
 
 def test_stop_ends_the_retries_early(private_server: ServerFactory) -> None:
     server = private_server()
-    yard = Graveyard(server.url)
-    with yard.client:
-        record = yard.record()
+    streams = DeadLetterStreams(server.url)
+    with streams.client:
+        record = streams.record()
         server.kill()
         asked: list[bool] = []
 
@@ -595,56 +617,56 @@ def test_stop_ends_the_retries_early(private_server: ServerFactory) -> None:
 
         start = time.monotonic()
         with pytest.raises(meteor.ConnectionFailed):
-            yard.bury(record, stop=stop)
+            streams.bury(record, stop=stop)
         assert asked == [False, False, False, True]
         assert time.monotonic() - start < 10
 
 
-def test_stop_is_not_asked_if_the_first_attempt_succeeds(yard: Graveyard) -> None:
-    yard.bury(yard.record(), timeout_s=0, stop=lambda: True)
-    assert len(yard.letters()) == 1
+def test_stop_is_not_called_if_the_first_attempt_succeeds(streams: DeadLetterStreams) -> None:
+    streams.bury(streams.record(), timeout_s=0, stop=lambda: True)
+    assert len(streams.letters()) == 1
 
 
-def test_bury_waits_for_a_server_without_memory_and_repeats_succeed(
+def test_bury_waits_while_the_server_is_out_of_memory(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
-    yard = Graveyard(server.url)
-    with yard.client, plain_client(server.url) as direct:
-        first, second = yard.record(b"first"), yard.record(b"second")
-        yard.bury(first)
+    streams = DeadLetterStreams(server.url)
+    with streams.client, plain_client(server.url) as direct:
+        first, second = streams.record(b"first"), streams.record(b"second")
+        streams.bury(first)
         direct.config_set("maxmemory", 1)
-        yard.bury(first)
+        streams.bury(first)
         with pytest.raises(meteor.OutOfMemory):
-            yard.bury(second, timeout_s=0.1)
-        yard.bury(second, stop=on_call(3, lambda: direct.config_set("maxmemory", 0)))
-        assert [letter.value for letter in yard.letters()] == [b"first", b"second"]
+            streams.bury(second, timeout_s=0.1)
+        streams.bury(second, stop=on_call(3, lambda: direct.config_set("maxmemory", 0)))
+        assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
 
 
-def test_bury_waits_for_a_full_target(yard: Graveyard) -> None:
-    first, second = yard.record(b"first"), yard.record(b"second")
-    meta, redis = keys.meta("dead"), yard.client.redis
+def test_bury_waits_for_a_full_target(streams: DeadLetterStreams) -> None:
+    first, second = streams.record(b"first"), streams.record(b"second")
+    meta, redis = keys.meta("dead"), streams.client.redis
     redis.hset(meta, mapping={"archived": 0, "max_unarchived": 1})
-    yard.bury(first)
-    yard.bury(first, tries=4)
+    streams.bury(first)
+    streams.bury(first, tries=4)
     with pytest.raises(meteor.StreamFull):
-        yard.bury(second, timeout_s=0.1)
-    yard.bury(second, stop=on_call(3, lambda: redis.hset(meta, "archived", 1)))
-    assert [letter.value for letter in yard.letters()] == [b"first", b"second"]
+        streams.bury(second, timeout_s=0.1)
+    streams.bury(second, stop=on_call(3, lambda: redis.hset(meta, "archived", 1)))
+    assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
 
 
-def test_target_with_no_offsets_left_raises_at_once(yard: Graveyard) -> None:
-    record = yard.record()
-    yard.client.redis.hset(keys.meta("dead"), "next", str(2**53 - 1))
+def test_target_with_no_offsets_left_raises_at_once(streams: DeadLetterStreams) -> None:
+    record = streams.record()
+    streams.client.redis.hset(keys.meta("dead"), "next", str(2**53 - 1))
     with pytest.raises(meteor.ServerRefused, match="EXHAUSTED"):
-        yard.bury(record, stop=not_tried_again)
+        streams.bury(record, stop=not_tried_again)
 
 
-def test_closed_client_raises_at_once(yard: Graveyard) -> None:
-    record = yard.record()
-    yard.client.close()
+def test_closed_client_raises_at_once(streams: DeadLetterStreams) -> None:
+    record = streams.record()
+    streams.client.close()
     with pytest.raises(meteor.MeteorError, match="closed"):
-        yard.bury(record, stop=not_tried_again)
+        streams.bury(record, stop=not_tried_again)
 
 
 def not_tried_again() -> bool:

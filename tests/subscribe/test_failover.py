@@ -1,13 +1,13 @@
-"""Members in separate processes that die, stop, hang or leave, and the members that take over.
+"""Another member takes over when a member process dies, stops, hangs or leaves.
 
-All times are the server's: the times of its events, and of lease expiry.
+All times come from the server: the times of events and of lease expiry.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.group_members import Crew, Member, Refused
+from tests.support.group_members import GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
@@ -18,27 +18,27 @@ LONG_S = 60.0
 SLACK_S = 3.0
 
 
-def wait_for_lease(crew: Crew, *members: Member) -> None:
+def wait_for_lease(harness: GroupHarness, *members: Member) -> None:
     """Make the members poll, and return once all are blocked in the server."""
     for number, member in enumerate(members, start=1):
         member.tell("poll", 40.0, 10_000)
-        blocked(crew.redis, number)
+        blocked(harness.redis, number)
 
 
 # Dead
 
 
-def test_killed_member_is_replaced_when_its_lease_has_expired(crew: Crew) -> None:
-    crew.fill(10)
-    first, second = crew.members(2, lease_ttl=SHORT_S)
+def test_killed_member_is_replaced_when_its_lease_expires(harness: GroupHarness) -> None:
+    harness.fill(10)
+    first, second = harness.members(2, lease_ttl=SHORT_S)
     assert first.poll(max_records=6) == [0, 1, 2, 3, 4, 5]
     assert first.confirm(2) == 3
-    wait_for_lease(crew, second)
+    wait_for_lease(harness, second)
     first.kill()
-    killed_ms = crew.server_ms()
-    ends_ms = killed_ms + crew.lease_left_ms
+    killed_ms = harness.server_ms()
+    ends_ms = killed_ms + harness.lease_left_ms
     assert second.answer() == [3, 4, 5, 6, 7, 8, 9]
-    old, new = crew.events()
+    old, new = harness.events()
     assert (old.what, old.member) == ("assigned", first.name)
     assert (new.what, new.member) == ("assigned", second.name)
     assert new.term > old.term
@@ -47,59 +47,61 @@ def test_killed_member_is_replaced_when_its_lease_has_expired(crew: Crew) -> Non
     assert second.confirm() == 10
 
 
-def test_only_one_waiting_member_takes_over_from_a_dead_one(crew: Crew) -> None:
-    crew.fill(5)
-    first, *others = crew.members(4, lease_ttl=SHORT_S)
+def test_only_one_waiting_member_takes_over_from_a_dead_member(harness: GroupHarness) -> None:
+    harness.fill(5)
+    first, *others = harness.members(4, lease_ttl=SHORT_S)
     assert first.poll() == [0, 1, 2, 3, 4]
-    wait_for_lease(crew, *others)
+    wait_for_lease(harness, *others)
     first.kill()
-    for number in (2, 3, 4):  # one after another, though all were woken
-        eventually(lambda number=number: len(crew.events("assigned")) == number)  # type: ignore[misc]
-        (owner,) = [member for member in others if member.name == crew.owner]
+    for number in (2, 3, 4):  # one after another, although all were woken
+        eventually(lambda number=number: len(harness.events("assigned")) == number)  # type: ignore[misc]
+        (owner,) = [member for member in others if member.name == harness.owner]
         assert owner.answer() == [0, 1, 2, 3, 4]
         others.remove(owner)
-        blocked(crew.redis, len(others))
-        assert len(crew.events("assigned")) == number
+        blocked(harness.redis, len(others))
+        assert len(harness.events("assigned")) == number
         owner.ask("close")
 
 
-def test_lease_that_expired_unobserved_goes_to_a_later_member(crew: Crew) -> None:
-    crew.fill(5)
-    first = crew.member(lease_ttl=SHORT_S)
+def test_lease_that_expired_while_no_member_was_waiting_goes_to_a_later_member(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(5)
+    first = harness.member(lease_ttl=SHORT_S)
     first.poll()
     first.confirm(0)
     first.kill()
-    eventually(lambda: crew.owner is None)
-    assert crew.field("owner") == first.name  # not released
-    assert crew.member(lease_ttl=SHORT_S).poll() == [1, 2, 3, 4]
+    eventually(lambda: harness.owner is None)
+    assert harness.field("owner") == first.name  # not released
+    assert harness.member(lease_ttl=SHORT_S).poll() == [1, 2, 3, 4]
 
 
-def test_no_record_is_lost_or_skipped_when_members_are_killed(crew: Crew) -> None:
-    crew.fill(30)
-    members = crew.members(3, lease_ttl=SHORT_S)
+def test_no_record_is_lost_or_skipped_when_members_are_killed(harness: GroupHarness) -> None:
+    harness.fill(30)
+    members = harness.members(3, lease_ttl=SHORT_S)
     seen: list[int] = []
     for member in members:
-        before = crew.confirmed or 0
+        before = harness.confirmed or 0
         taken = member.ask("take", 10, 0.01)
         assert taken == list(range(before, before + 10))  # from the confirmed offset, in order
         seen += taken
         member.kill()
-        assert before <= (crew.confirmed or 0) <= taken[-1] + 1
+        assert before <= (harness.confirmed or 0) <= taken[-1] + 1
     assert sorted(set(seen)) == list(range(max(seen) + 1))
 
 
-def test_group_from_latest_skips_nothing_if_its_first_member_dies_unconfirmed(
-    crew: Crew,
+def test_group_at_latest_skips_nothing_if_its_first_member_dies_before_a_confirm(
+    harness: GroupHarness,
 ) -> None:
-    crew.fill(5)
-    first, second = crew.members(2, lease_ttl=SHORT_S, initial_offset="latest")
-    crew.fill(3)
+    harness.fill(5)
+    first, second = harness.members(2, lease_ttl=SHORT_S, initial_offset="latest")
+    harness.fill(3)
     assert first.poll() == [5, 6, 7]  # from the end of the log when the group was opened
     first.kill()
-    crew.fill(2)
+    harness.fill(2)
     assert second.poll(20) == [5, 6, 7, 8, 9]
     second.kill()
-    third = crew.member(lease_ttl=SHORT_S, initial_offset="latest")
+    third = harness.member(lease_ttl=SHORT_S, initial_offset="latest")
     assert third.poll(20) == [5, 6, 7, 8, 9]
 
 
@@ -107,19 +109,19 @@ def test_group_from_latest_skips_nothing_if_its_first_member_dies_unconfirmed(
 
 
 @pytest.mark.parametrize("how", ["close", "deactivate", "close_client", "drop", "leave"])
-def test_leaving_member_hands_over_the_lease_at_once(crew: Crew, how: str) -> None:
-    crew.fill(5)
-    first, second = crew.members(2, lease_ttl=LONG_S)
+def test_leaving_member_hands_over_the_lease_at_once(harness: GroupHarness, how: str) -> None:
+    harness.fill(5)
+    first, second = harness.members(2, lease_ttl=LONG_S)
     assert first.poll() == [0, 1, 2, 3, 4]
     assert first.confirm(1) == 2
-    wait_for_lease(crew, second)
+    wait_for_lease(harness, second)
     first.tell(how)
     if how == "leave":
         assert first.wait() == 0
     else:
         first.answer()
-    assert second.answer() == [2, 3, 4]  # woken by the event: the lease would have lasted longer
-    assert [(event.what, event.member) for event in crew.events()] == [
+    assert second.answer() == [2, 3, 4]  # woken by the event, before the lease would have expired
+    assert [(event.what, event.member) for event in harness.events()] == [
         ("assigned", first.name),
         ("released", first.name),
         ("assigned", second.name),
@@ -127,37 +129,39 @@ def test_leaving_member_hands_over_the_lease_at_once(crew: Crew, how: str) -> No
 
 
 @pytest.mark.parametrize("how", ["confirm_and_close", "leave_with_confirm"])
-def test_last_confirm_before_leaving_is_not_lost(crew: Crew, how: str) -> None:
-    crew.fill(5)
-    first, second = crew.members(2, lease_ttl=LONG_S)
+def test_last_confirm_before_leaving_is_not_lost(harness: GroupHarness, how: str) -> None:
+    harness.fill(5)
+    first, second = harness.members(2, lease_ttl=LONG_S)
     assert first.poll() == [0, 1, 2, 3, 4]
-    crew.fill(1)
+    harness.fill(1)
     first.tell(how)
     assert second.poll() == [5]
 
 
-def test_forked_child_refuses_every_call_and_its_exit_changes_nothing(crew: Crew) -> None:
-    crew.fill(5)
-    first, second = crew.members(2, lease_ttl=LONG_S)
+def test_forked_child_refuses_every_call_and_its_exit_changes_nothing(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(5)
+    first, second = harness.members(2, lease_ttl=LONG_S)
     assert first.poll(max_records=2) == [0, 1]
     term = first.state.term
     *told, code = first.ask("fork")
     assert told == ["MeteorError"] * 5
     assert code == "0"
-    assert crew.owner == first.name
+    assert harness.owner == first.name
     assert first.poll() == [2, 3, 4]
     assert first.confirm() == 5
     assert first.state == (True, term, 5, 5)
     assert second.poll(0) == []
-    assert len(crew.events()) == 1
+    assert len(harness.events()) == 1
 
 
 # Stopped and resumed
 
 
-def test_member_stopped_between_poll_and_confirm_confirms_nothing(crew: Crew) -> None:
-    crew.fill(10)
-    first, second = crew.members(2, lease_ttl=SHORT_S)
+def test_member_stopped_between_poll_and_confirm_confirms_nothing(harness: GroupHarness) -> None:
+    harness.fill(10)
+    first, second = harness.members(2, lease_ttl=SHORT_S)
     assert first.poll() == list(range(10))
     first.pause()
     assert second.poll(20, max_records=5) == [0, 1, 2, 3, 4]
@@ -165,7 +169,7 @@ def test_member_stopped_between_poll_and_confirm_confirms_nothing(crew: Crew) ->
     first.resume()
     with pytest.raises(Refused, match="LeaseLost"):
         first.confirm()
-    assert crew.confirmed == 5
+    assert harness.confirmed == 5
     assert first.poll(0) == []
     assert first.state.assigned is False
     assert second.confirm() == 5
@@ -176,59 +180,61 @@ def test_member_stopped_between_poll_and_confirm_confirms_nothing(crew: Crew) ->
     assert first.confirm() == 10
 
 
-def test_member_stopped_in_a_poll_does_not_get_records_of_the_new_owner(crew: Crew) -> None:
-    first, second = crew.members(2, lease_ttl=SHORT_S)
+def test_member_stopped_in_a_poll_does_not_get_records_of_the_new_owner(
+    harness: GroupHarness,
+) -> None:
+    first, second = harness.members(2, lease_ttl=SHORT_S)
     first.poll(0)
     first.tell("poll", 20.0, 10_000)
-    blocked(crew.redis)
+    blocked(harness.redis)
     first.pause()
-    crew.fill(5)  # the server replies to the poll of the stopped member
+    harness.fill(5)  # the server replies to the poll of the stopped member
     assert second.poll(20) == [0, 1, 2, 3, 4]
     first.resume()
-    eventually(lambda: crew.redis.info("clients")["blocked_clients"] == 1)  # waits for the lease
+    eventually(lambda: harness.redis.info("clients")["blocked_clients"] == 1)  # waits for the lease
     assert second.confirm() == 5
     second.ask("close")
-    crew.fill(1)
+    harness.fill(1)
     assert first.answer() == [5]
 
 
-def test_stopped_loop_ends_at_its_next_confirm(crew: Crew) -> None:
-    crew.fill(50)
-    first, second = crew.members(2, lease_ttl=SHORT_S)
+def test_stopped_loop_ends_at_its_next_confirm(harness: GroupHarness) -> None:
+    harness.fill(50)
+    first, second = harness.members(2, lease_ttl=SHORT_S)
     first.tell("take", 50, 0.05)
-    eventually(lambda: (crew.confirmed or 0) >= 3)
+    eventually(lambda: (harness.confirmed or 0) >= 3)
     first.pause()
     begun = second.poll(20)
-    assert begun[0] == crew.confirmed
+    assert begun[0] == harness.confirmed
     assert second.confirm() == 50
     first.resume()
     with pytest.raises(Refused, match="LeaseLost"):
         first.answer()
-    assert crew.confirmed == 50
+    assert harness.confirmed == 50
     assert first.state.assigned is False
 
 
-def test_stopped_member_keeps_the_lease_if_no_other_wanted_it(crew: Crew) -> None:
-    crew.fill(10)
-    first = crew.member(lease_ttl=SHORT_S)
+def test_stopped_member_keeps_the_lease_if_no_other_member_wanted_it(harness: GroupHarness) -> None:
+    harness.fill(10)
+    first = harness.member(lease_ttl=SHORT_S)
     assert first.poll(max_records=4) == [0, 1, 2, 3]
     term = first.state.term
     first.pause()
-    eventually(lambda: crew.owner is None)
+    eventually(lambda: harness.owner is None)
     first.resume()
     assert first.confirm() == 4
     assert first.poll() == [4, 5, 6, 7, 8, 9]
     assert first.state == (True, term, 10, 4)
-    assert len(crew.events()) == 1
+    assert len(harness.events()) == 1
 
 
 # Hung
 
 
-def test_hung_member_is_replaced_and_does_not_compete_until_it_polls(crew: Crew) -> None:
-    crew.fill(5)
-    first = crew.member(lease_ttl=LONG_S, max_poll_interval=0.5)
-    second = crew.member(lease_ttl=LONG_S)
+def test_hung_member_is_replaced_and_does_not_compete_until_it_polls(harness: GroupHarness) -> None:
+    harness.fill(5)
+    first = harness.member(lease_ttl=LONG_S, max_poll_interval=0.5)
+    second = harness.member(lease_ttl=LONG_S)
     assert first.name != second.name  # both are ready
     assert first.poll(max_records=3) == [0, 1, 2]
     first.tell("hang", 1.5)
@@ -236,7 +242,10 @@ def test_hung_member_is_replaced_and_does_not_compete_until_it_polls(crew: Crew)
     assert second.confirm(0) == 1
     second.ask("close")
     first.answer()
-    assert (crew.owner, len(crew.events())) == (None, 4)  # free: a hung member does not compete
+    assert (harness.owner, len(harness.events())) == (
+        None,
+        4,
+    )  # free: a hung member does not compete
     with pytest.raises(Refused, match="LeaseLost"):
         first.confirm(2)
     assert first.poll() == [1, 2, 3, 4]

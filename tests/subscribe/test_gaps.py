@@ -1,7 +1,7 @@
 """Missing or unreadable records are reported with their offsets, and reading continues after them.
 
-No record is omitted silently: not when the ring overtakes a reader, not when a frame was deleted,
-damaged or written by another program, not when the server lost its last writes.
+No record is omitted silently, even if the ring overtakes a reader, a frame was deleted, damaged or
+written by another program, or the server lost its last writes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_skip_gap_without_a_gap_does_nothing(ring: meteor.Stream) -> None:
         assert (sub.position, sub.skipped) == (5, 0)
 
 
-def test_records_fetched_before_the_ring_moved_are_handed_out(ring: meteor.Stream) -> None:
+def test_records_fetched_before_the_ring_moved_are_returned(ring: meteor.Stream) -> None:
     fill(ring, 5, 5)
     with ring.subscriber(initial_offset="earliest") as sub:
         sub.poll(timeout=0, max_records=2)
@@ -129,7 +129,7 @@ def test_records_dropped_while_a_gap_is_skipped_are_counted(
         assert sub.skipped == 40
 
 
-def test_overtaken_reader_at_earliest_is_told_once_a_poll_has_fixed_its_position(
+def test_overtaken_reader_at_earliest_gets_records_lost_after_its_first_poll(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub:
@@ -145,7 +145,7 @@ def test_overtaken_reader_at_earliest_is_told_once_a_poll_has_fixed_its_position
         assert range_lost(sub) == (25, 29)
 
 
-def test_overtaken_reader_at_earliest_is_told_if_no_record_existed_when_it_was_opened(
+def test_overtaken_reader_at_earliest_gets_records_lost_if_the_stream_was_empty(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub, ring.subscriber(group="g") as member:
@@ -154,7 +154,7 @@ def test_overtaken_reader_at_earliest_is_told_if_no_record_existed_when_it_was_o
         assert range_lost(member) == (0, 14)
 
 
-def test_overtaken_group_is_told_once_a_poll_has_fixed_its_position(ring: meteor.Stream) -> None:
+def test_overtaken_group_gets_records_lost_after_its_first_poll(ring: meteor.Stream) -> None:
     fill(ring, 10)
     ring.seek_group("g", "earliest")
     with ring.subscriber(group="g") as sub:
@@ -188,7 +188,7 @@ def test_callback_that_raises_does_not_lose_the_records_after_the_gap(
         assert drain(sub) == list(range(10, 20))
 
 
-def test_every_record_is_either_handed_out_or_counted_as_skipped(
+def test_every_record_is_either_returned_or_counted_as_skipped(
     client: meteor.Client, rng: random.Random
 ) -> None:
     stream = client.stream("busy", capacity=50)
@@ -272,7 +272,7 @@ BAD = {
 
 
 def damaged(client: meteor.Client, plain: redis.Redis, bad: str) -> meteor.Stream:
-    """Records 0 to 9 good, 10 to 14 bad, 15 to 19 good."""
+    """A stream whose records 0 to 9 and 15 to 19 are good, and 10 to 14 are bad."""
     stream = client.stream("s", create=True)
     fill(stream, 1, 9, 5, 5)
     name, payload, _ = BAD[bad]
@@ -298,7 +298,7 @@ def test_bad_frame_is_reported_after_the_records_before_it_and_can_be_skipped(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_loop_hands_out_all_records_before_a_bad_frame_then_raises(
+def test_loop_yields_all_records_before_a_bad_frame_then_raises(
     client: meteor.Client, plain: redis.Redis, bad: str
 ) -> None:
     stream = damaged(client, plain, bad)
@@ -439,7 +439,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
         fill(stream, 10)
         with stream.subscriber(initial_offset="earliest") as behind:
             check_values(behind.poll(timeout=0, max_records=3))
-            behind.seek(3)  # nothing fetched ahead
+            behind.seek(3)  # no record is fetched ahead
             server.client().save()
             fill(stream, 10)
             with stream.subscriber(initial_offset="earliest") as ahead:
@@ -456,7 +456,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
             assert drain(behind) == list(range(3, 25))
 
 
-def test_server_that_lost_everything_raises_stream_not_found(
+def test_subscriber_of_a_server_that_lost_everything_raises_stream_not_found(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

@@ -1,4 +1,4 @@
-"""Confirms: their scope, when they are sent, and how refusals are reported."""
+"""Confirms have the documented scope, are sent in time, and report refusals."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.subscribe import offset_confirms
-from tests.support.group_members import GROUP, Crew
+from tests.support.group_members import GROUP, GroupHarness
 from tests.support.readers import background, check_values, drain
 from tests.support.waiting import eventually
 
 
-def test_confirm_after_poll_confirms_the_batch(crew: Crew) -> None:
-    crew.fill(10)
-    sub = crew.subscriber()
+def test_confirm_after_poll_confirms_the_batch(harness: GroupHarness) -> None:
+    harness.fill(10)
+    sub = harness.subscriber()
     sub.poll(5, max_records=4)
     assert sub.confirm().result(5) == 4
-    assert (sub.confirmed, crew.confirmed, sub.lag) == (4, 4, 6)
+    assert (sub.confirmed, harness.confirmed, sub.lag) == (4, 4, 6)
 
 
-def test_confirm_in_a_loop_confirms_the_current_record(crew: Crew) -> None:
-    crew.fill(10)
-    first = crew.subscriber()
+def test_confirm_in_a_loop_confirms_the_current_record(harness: GroupHarness) -> None:
+    harness.fill(10)
+    first = harness.subscriber()
     for record in first:
         assert first.confirm().result(5) == record.offset + 1
-        assert crew.confirmed == record.offset + 1
+        assert harness.confirmed == record.offset + 1
         if record.offset == 3:
             break
     first.close()
-    assert check_values(crew.subscriber().poll(5)) == [4, 5, 6, 7, 8, 9]
+    assert check_values(harness.subscriber().poll(5)) == [4, 5, 6, 7, 8, 9]
 
 
-def test_confirm_of_a_record_or_offset_confirms_all_before_it(crew: Crew) -> None:
-    crew.fill(10)
-    sub = crew.subscriber()
+def test_confirm_of_a_record_or_offset_confirms_all_before_it(harness: GroupHarness) -> None:
+    harness.fill(10)
+    sub = harness.subscriber()
     batch = sub.poll(5)
     assert sub.confirm(batch[3]).result(5) == 4
     assert sub.confirm(6).result(5) == 7
-    assert crew.confirmed == 7
+    assert harness.confirmed == 7
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_confirmed_offset_never_moves_backwards(crew: Crew, wait: bool) -> None:
-    crew.fill(10)
-    sub = crew.subscriber()
+def test_confirmed_offset_never_moves_backwards(harness: GroupHarness, wait: bool) -> None:
+    harness.fill(10)
+    sub = harness.subscriber()
     sub.poll(5)
     acks = []
     for offset in (5, 3, 0):
@@ -57,30 +57,32 @@ def test_confirmed_offset_never_moves_backwards(crew: Crew, wait: bool) -> None:
         if wait:
             acks[-1].result(5)
     assert [ack.exception(5) for ack in acks] == [None] * 3
-    assert (sub.confirmed, crew.confirmed) == (6, 6)
+    assert (sub.confirmed, harness.confirmed) == (6, 6)
     sub.close()
-    assert check_values(crew.subscriber().poll(5)) == [6, 7, 8, 9]
+    assert check_values(harness.subscriber().poll(5)) == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
     ("offset", "error"),
     [(5, ValueError), (10, ValueError), (-1, ValueError), (True, TypeError), ("3", TypeError)],
 )
-def test_confirm_of_a_record_that_was_not_handed_out_is_refused(
-    crew: Crew, offset: Any, error: type[Exception]
+def test_confirm_of_a_record_that_was_not_returned_is_refused(
+    harness: GroupHarness, offset: Any, error: type[Exception]
 ) -> None:
-    crew.fill(10)
-    sub = crew.subscriber()
+    harness.fill(10)
+    sub = harness.subscriber()
     sub.poll(5, max_records=5)
     with pytest.raises(error):
         sub.confirm(offset)
     sub.close()
-    assert crew.confirmed is None
+    assert harness.confirmed is None
 
 
-def test_group_calls_without_a_group_raise_not_grouped(crew: Crew) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(group=None)
+def test_group_methods_of_a_subscriber_without_a_group_raise_not_grouped(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(group=None)
     for what in ("confirm", "deactivate", "reactivate"):
         with pytest.raises(meteor.NotGrouped, match=what):
             getattr(sub, what)()
@@ -89,62 +91,64 @@ def test_group_calls_without_a_group_raise_not_grouped(crew: Crew) -> None:
             getattr(sub, what)
 
 
-def test_another_thread_can_confirm_during_a_poll(crew: Crew) -> None:
-    crew.fill(5)
-    sub = crew.subscriber()
+def test_another_thread_can_confirm_during_a_poll(harness: GroupHarness) -> None:
+    harness.fill(5)
+    sub = harness.subscriber()
     batch = sub.poll(5)
 
     def confirm(stop: threading.Event) -> None:
         for record in batch:
             assert sub.confirm(record).result(5) == record.offset + 1
-        crew.fill(1)
+        harness.fill(1)
 
     with background(confirm):
         assert check_values(sub.poll(30)) == [5]
-    assert crew.confirmed == 5
+    assert harness.confirmed == 5
 
 
-def test_many_confirms_are_merged_into_few_commands(crew: Crew) -> None:
-    crew.fill(1000)
-    sub = crew.subscriber(lease_ttl=60)
-    calls = _script_calls(crew)
+def test_many_confirms_are_merged_into_few_commands(harness: GroupHarness) -> None:
+    harness.fill(1000)
+    sub = harness.subscriber(lease_ttl=60)
+    calls = _script_calls(harness)
     began = time.monotonic()
     for record in sub:
         ack = sub.confirm()
-        crew.redis.ping()  # leaves time to send each of them
+        harness.redis.ping()  # leaves time to send each confirm separately
         if record.offset == 999:
             break
     assert ack.result(10) == 1000
     elapsed_s = time.monotonic() - began
-    assert _script_calls(crew) - calls <= elapsed_s / 0.05 + 8  # some are for the lease
-    assert crew.confirmed == 1000
+    assert _script_calls(harness) - calls <= elapsed_s / 0.05 + 8  # some calls renew the lease
+    assert harness.confirmed == 1000
 
 
-def test_confirm_without_a_waiter_is_sent_soon(crew: Crew) -> None:
-    crew.fill(3)
-    sub = crew.subscriber(lease_ttl=60)
+def test_confirm_without_a_waiter_is_sent_soon(harness: GroupHarness) -> None:
+    harness.fill(3)
+    sub = harness.subscriber(lease_ttl=60)
     for end in (1, 2, 3):
         sub.poll(5, max_records=1)
         ack = sub.confirm()
-        eventually(lambda end=end: crew.confirmed == end)  # type: ignore[misc]
+        eventually(lambda end=end: harness.confirmed == end)  # type: ignore[misc]
         eventually(ack.done)
 
 
-def test_confirm_with_a_waiter_is_sent_at_once(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confirm_with_a_waiter_is_sent_at_once(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offset_confirms, "MERGE_S", 600.0)
-    crew.fill(10)
-    sub = crew.subscriber(lease_ttl=60)
+    harness.fill(10)
+    sub = harness.subscriber(lease_ttl=60)
     for offset in range(10):
         sub.poll(5, max_records=1)
         assert sub.confirm().result(10) == offset + 1
 
 
-def test_late_confirm_of_an_old_term_does_not_disturb_the_current_one(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+def test_late_confirm_of_an_old_term_does_not_affect_the_current_term(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hazard: a slow thread has read the term, and then another term begins."""
-    crew.fill(10)
-    sub = crew.subscriber(lease_ttl=60)
+    harness.fill(10)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5, max_records=5)
     assert sub.confirm().result(10) == 5
     monkeypatch.setattr(offset_confirms, "MERGE_S", 600.0)
@@ -162,9 +166,9 @@ def test_late_confirm_of_an_old_term_does_not_disturb_the_current_one(
     assert ack.result(10) == 7
 
 
-def test_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
-    crew.fill(5)
-    sub = crew.subscriber(lease_ttl=60)
+def test_ack_of_a_confirm_can_be_awaited(harness: GroupHarness) -> None:
+    harness.fill(5)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
 
     async def confirm(offset: int) -> int:
@@ -174,17 +178,17 @@ def test_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
         return await asyncio.gather(*(confirm(offset) for offset in (2, 0, 4)))
 
     assert asyncio.run(confirm_all()) == [3, 1, 5]
-    crew.fill(1)
+    harness.fill(1)
     sub.poll(5)
-    crew.take_away()
+    harness.take_away()
     with pytest.raises(meteor.LeaseLost):
         asyncio.run(confirm(5))
-    assert crew.confirmed == 5
+    assert harness.confirmed == 5
 
 
-def test_callback_of_a_confirm_must_not_wait(crew: Crew) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(lease_ttl=60)
+def test_callback_of_a_confirm_must_not_wait(harness: GroupHarness) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
     seen: list[object] = []
 
@@ -201,11 +205,11 @@ def test_callback_of_a_confirm_must_not_wait(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "deactivate", "with", "client"])
-def test_confirm_is_sent_before_the_lease_is_released(crew: Crew, how: str) -> None:
+def test_confirm_is_sent_before_the_lease_is_released(harness: GroupHarness, how: str) -> None:
     for end in range(1, 11):
-        crew.fill(1)
-        with meteor.connect(crew.url) as client:
-            stream = client.stream(crew.stream.name, create=True)
+        harness.fill(1)
+        with meteor.connect(harness.url) as client:
+            stream = client.stream(harness.stream.name, create=True)
             sub = stream.subscriber(group=GROUP, lease_ttl=60)
             if how == "with":
                 with sub:
@@ -215,15 +219,17 @@ def test_confirm_is_sent_before_the_lease_is_released(crew: Crew, how: str) -> N
                 assert check_values(sub.poll(5)) == [end - 1]
                 sub.confirm()
                 {"close": sub.close, "deactivate": sub.deactivate, "client": client.close}[how]()
-            assert (crew.confirmed, crew.owner) == (end, None)
+            assert (harness.confirmed, harness.owner) == (end, None)
 
 
 @pytest.mark.parametrize("how", ["poll", "close", "deactivate", "with"])
-def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(crew: Crew, how: str) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(lease_ttl=60)
+def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(
+    harness: GroupHarness, how: str
+) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
-    crew.take_away()
+    harness.take_away()
     sub.confirm()
     if how == "poll":
         eventually(lambda: sub.term is None)
@@ -231,12 +237,12 @@ def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(crew: Crew, h
     with pytest.raises(meteor.LeaseLost):
         call()
     sub.close()
-    assert crew.confirmed is None
+    assert harness.confirmed is None
 
 
-def test_records_of_an_earlier_term_cannot_be_confirmed(crew: Crew) -> None:
-    crew.fill(10)
-    sub = crew.subscriber(lease_ttl=60)
+def test_records_of_an_earlier_term_cannot_be_confirmed(harness: GroupHarness) -> None:
+    harness.fill(10)
+    sub = harness.subscriber(lease_ttl=60)
     old = sub.poll(5)
     sub.confirm(1).result(5)
     sub.deactivate()
@@ -247,15 +253,15 @@ def test_records_of_an_earlier_term_cannot_be_confirmed(crew: Crew) -> None:
     with pytest.raises(meteor.LeaseLost, match="earlier term"):
         sub.confirm(old[5])
     assert sub.confirm(old[4]).result(5) == 5  # the record was returned again
-    with pytest.raises(ValueError, match="not returned yet"):
+    with pytest.raises(ValueError, match="not delivered yet"):
         sub.confirm(10)
-    assert crew.confirmed == 5
+    assert harness.confirmed == 5
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_auto_confirm_confirms_only_processed_records(crew: Crew, loop: bool) -> None:
-    crew.fill(6)
-    sub = crew.subscriber(auto_confirm=True, lease_ttl=60)
+def test_auto_confirm_confirms_only_processed_records(harness: GroupHarness, loop: bool) -> None:
+    harness.fill(6)
+    sub = harness.subscriber(auto_confirm=True, lease_ttl=60)
     if loop:
         for record in sub:
             if record.offset == 4:
@@ -263,14 +269,14 @@ def test_auto_confirm_confirms_only_processed_records(crew: Crew, loop: bool) ->
     else:
         sub.poll(5, max_records=4)
         sub.poll(5, max_records=2)
-    eventually(lambda: crew.confirmed == 4)
+    eventually(lambda: harness.confirmed == 4)
     sub.close()
-    assert crew.confirmed == 4
-    assert drain(crew.subscriber()) == [4, 5]
+    assert harness.confirmed == 4
+    assert drain(harness.subscriber()) == [4, 5]
 
 
-def _script_calls(crew: Crew) -> int:
-    stats = crew.redis.info("commandstats")
+def _script_calls(harness: GroupHarness) -> int:
+    stats = harness.redis.info("commandstats")
     return sum(
         stats.get(name, {"calls": 0})["calls"] for name in ("cmdstat_eval", "cmdstat_evalsha")
     )

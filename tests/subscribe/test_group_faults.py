@@ -1,4 +1,4 @@
-"""Groups while the server or the connection to it fails."""
+"""Groups keep their guarantees while the server or the connection to it fails."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from meteor_py.redis.scripts import (
     Script,
 )
 from tests.conftest import ServerFactory
-from tests.support.group_members import GROUP, STREAM, Crew
-from tests.support.proxied_stream import Bench, failure
+from tests.support.group_members import GROUP, STREAM, GroupHarness
+from tests.support.proxied_stream import ProxiedStream, failure
 from tests.support.readers import background, blocked, check_values, drain, fill
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def bench(private_server: ServerFactory) -> Iterator[Bench]:
-    with Bench(private_server()) as bench:
-        bench.client.load_scripts()
-        fill(bench.stream, 10)
-        yield bench
+def proxied(private_server: ServerFactory) -> Iterator[ProxiedStream]:
+    with ProxiedStream(private_server()) as proxied:
+        proxied.client.load_scripts()
+        fill(proxied.stream, 10)
+        yield proxied
 
 
 @pytest.fixture
-def lasting(private_server: ServerFactory) -> Iterator[Bench]:
-    """A stream on a server that keeps its data over a restart."""
-    with Bench(private_server("--appendonly", "yes", "--appendfsync", "always")) as bench:
-        fill(bench.stream, 10)
-        yield bench
+def lasting(private_server: ServerFactory) -> Iterator[ProxiedStream]:
+    """A stream on a server that keeps its data across a restart."""
+    with ProxiedStream(private_server("--appendonly", "yes", "--appendfsync", "always")) as proxied:
+        fill(proxied.stream, 10)
+        yield proxied
 
 
-def group(bench: Bench) -> dict[str, str]:
-    found: Any = bench.direct.hgetall(keys.group(STREAM, GROUP))
+def group(proxied: ProxiedStream) -> dict[str, str]:
+    found: Any = proxied.direct.hgetall(keys.group(STREAM, GROUP))
     return {key.decode(): value.decode() for key, value in found.items()}
 
 
-def owner(bench: Bench) -> str | None:
-    found: Any = bench.direct.get(keys.lease(STREAM, GROUP))
+def owner(proxied: ProxiedStream) -> str | None:
+    found: Any = proxied.direct.get(keys.lease(STREAM, GROUP))
     return None if found is None else found.decode().partition(" ")[0]
 
 
-def events(bench: Bench) -> list[str]:
-    found: Any = bench.direct.xrange(keys.events(STREAM))
+def events(proxied: ProxiedStream) -> list[str]:
+    found: Any = proxied.direct.xrange(keys.events(STREAM))
     return [fields[b"event"].decode() for _, fields in found]
 
 
-def arm(bench: Bench, cut: str, script: Script) -> int:
+def arm(proxied: ProxiedStream, cut: str, script: Script) -> int:
     """Cut the connection at the next call of a script; return the number of cuts so far."""
-    cutting = getattr(bench.proxy, f"cut_{cut}_request")
+    cutting = getattr(proxied.proxy, f"cut_{cut}_request")
     cutting(match=script.sha.encode())
-    return bench.proxy.counters.cuts
+    return proxied.proxy.counters.cuts
 
 
 def pass_time(seconds: float) -> None:
@@ -75,109 +75,119 @@ CUTS = pytest.mark.parametrize("cut", ["before", "after"])
 
 
 @CUTS
-def test_acquire_with_a_lost_reply_starts_one_term(bench: Bench, cut: str) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=60)
-    cuts = arm(bench, cut, ACQUIRE_LEASE)
+def test_acquire_with_a_lost_reply_starts_one_term(proxied: ProxiedStream, cut: str) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=60)
+    cuts = arm(proxied, cut, ACQUIRE_LEASE)
     assert drain_once(sub) == list(range(10))
-    assert bench.proxy.counters.cuts == cuts + 1
-    assert events(bench) == ["assigned"]
-    assert group(bench)["term"] == str(sub.term)
+    assert proxied.proxy.counters.cuts == cuts + 1
+    assert events(proxied) == ["assigned"]
+    assert group(proxied)["term"] == str(sub.term)
 
 
 @CUTS
-def test_renewal_with_a_lost_reply_is_repeated(bench: Bench, cut: str) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=0.6)
+def test_renewal_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=0.6)
     drain_once(sub)
     term = sub.term
-    cuts = arm(bench, cut, RENEW_LEASE)
-    eventually(lambda: bench.proxy.counters.cuts == cuts + 1)
+    cuts = arm(proxied, cut, RENEW_LEASE)
+    eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
     pass_time(0.8)
     eventually(lambda: sub.is_assigned)
-    assert (sub.term, events(bench)) == (term, ["assigned"])
+    assert (sub.term, events(proxied)) == (term, ["assigned"])
 
 
 @CUTS
-def test_confirm_with_a_lost_reply_is_repeated(bench: Bench, cut: str) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=60)
+def test_confirm_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=60)
     drain_once(sub)
     for offset in (3, 7):
-        cuts = arm(bench, cut, CONFIRM_OFFSET)
+        cuts = arm(proxied, cut, CONFIRM_OFFSET)
         assert sub.confirm(offset).result(10) == offset + 1
-        assert bench.proxy.counters.cuts == cuts + 1
-        assert group(bench)["confirmed"] == str(offset + 1)
+        assert proxied.proxy.counters.cuts == cuts + 1
+        assert group(proxied)["confirmed"] == str(offset + 1)
 
 
-class Doubtful:
-    """A member whose connection fails in a confirm, and which then loses the lease."""
+class InterruptedConfirm:
+    """A member whose connection fails during a confirm, and which then loses its lease."""
 
-    def __init__(self, bench: Bench, cut: str) -> None:
-        self._bench = bench
-        self.sub = bench.subscriber(group=GROUP, lease_ttl=1)
+    def __init__(self, proxied: ProxiedStream, cut: str) -> None:
+        self._proxied = proxied
+        self.sub = proxied.subscriber(group=GROUP, lease_ttl=1)
         drain_once(self.sub)
-        cuts = arm(bench, cut, CONFIRM_OFFSET)
+        cuts = arm(proxied, cut, CONFIRM_OFFSET)
         self.sent = self.sub.confirm(3)
-        bench.proxy.refuse()  # the repeat must find the lease taken
+        proxied.proxy.refuse()  # the repeat must find the lease taken
         self.sent.add_done_callback(lambda _: None)  # sends it at once
-        eventually(lambda: bench.proxy.counters.cuts == cuts + 1)
+        eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
         self.later = self.sub.confirm(7)
 
     def lose_the_lease(self, start: int) -> None:
-        """Let another member take over at ``start``, then let this one learn of it."""
-        with self._bench.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
+        """Let another member take over at ``start``, then let this member learn of it."""
+        with self._proxied.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
             batch = eventually(lambda: heir.poll(1), 20)
             assert batch.first_offset == start
-            self._bench.proxy.accept()
+            self._proxied.proxy.accept()
             eventually(lambda: self.sent.done() and self.later.done(), 20)
 
 
-def test_confirm_that_took_effect_before_the_lease_was_lost_succeeds(bench: Bench) -> None:
-    member = Doubtful(bench, "after")
+def test_confirm_that_took_effect_before_the_lease_was_lost_succeeds(
+    proxied: ProxiedStream,
+) -> None:
+    member = InterruptedConfirm(proxied, "after")
     member.lose_the_lease(start=4)
     assert member.sent.result(0) == 4
     assert isinstance(failure(member.later), meteor.LeaseLost)
     member.sub.poll(0)  # raises nothing: every Ack was checked
 
 
-def test_confirm_that_never_arrived_is_refused_after_the_lease_was_lost(bench: Bench) -> None:
-    member = Doubtful(bench, "before")
+def test_confirm_that_never_arrived_is_refused_after_the_lease_was_lost(
+    proxied: ProxiedStream,
+) -> None:
+    member = InterruptedConfirm(proxied, "before")
     member.lose_the_lease(start=0)
     for ack in (member.sent, member.later):
         assert isinstance(failure(ack), meteor.LeaseLost)
 
 
-def test_confirm_that_took_effect_before_the_group_was_moved_succeeds(bench: Bench) -> None:
-    member = Doubtful(bench, "after")
-    bench.stream.seek_group(GROUP, 1, force=True)
-    bench.proxy.accept()
+def test_confirm_that_took_effect_before_the_group_was_moved_succeeds(
+    proxied: ProxiedStream,
+) -> None:
+    member = InterruptedConfirm(proxied, "after")
+    proxied.stream.seek_group(GROUP, 1, force=True)
+    proxied.proxy.accept()
     assert member.sent.result(20) == 4
     assert isinstance(failure(member.later), meteor.LeaseLost)
-    assert bench.stream.group(GROUP).confirmed == 1
+    assert proxied.stream.group(GROUP).confirmed == 1
 
 
 @CUTS
-def test_confirm_of_a_forgotten_term_has_an_unknown_outcome(bench: Bench, cut: str) -> None:
-    member = Doubtful(bench, cut)
-    with bench.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
+def test_confirm_of_a_term_that_the_server_has_forgotten_raises_outcome_unknown(
+    proxied: ProxiedStream, cut: str
+) -> None:
+    member = InterruptedConfirm(proxied, cut)
+    with proxied.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
         eventually(lambda: heir.poll(1), 20)
-        bench.direct.hdel(keys.group(STREAM, GROUP), "ended")  # as after many other terms
-        bench.proxy.accept()
+        proxied.direct.hdel(keys.group(STREAM, GROUP), "ended")  # as after many other terms
+        proxied.proxy.accept()
         error = failure(member.sent, 20)
         assert isinstance(error, meteor.OutcomeUnknown)
         assert GROUP in str(error)
         assert isinstance(failure(member.later), meteor.LeaseLost), "it was never sent"
 
 
-def test_poll_reports_an_unknown_confirm_whose_ack_was_never_checked(bench: Bench) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=1)
+def test_poll_reports_an_unknown_confirm_whose_ack_was_never_checked(
+    proxied: ProxiedStream,
+) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=1)
     drain_once(sub)
-    cuts = arm(bench, "after", CONFIRM_OFFSET)
+    cuts = arm(proxied, "after", CONFIRM_OFFSET)
     sub.confirm(3)
-    bench.proxy.refuse()
-    eventually(lambda: bench.proxy.counters.cuts == cuts + 1)
-    with bench.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
+    proxied.proxy.refuse()
+    eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
+    with proxied.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
         eventually(lambda: heir.poll(1), 20)
-        bench.direct.hdel(keys.group(STREAM, GROUP), "ended")
-        bench.proxy.accept()
+        proxied.direct.hdel(keys.group(STREAM, GROUP), "ended")
+        proxied.proxy.accept()
         with pytest.raises(meteor.OutcomeUnknown):
             eventually(lambda: unless_disconnected(sub), 20)
         assert not sub.poll(0)
@@ -191,101 +201,105 @@ def unless_disconnected(sub: meteor.Subscriber) -> meteor.RecordBatch | None:
 
 @CUTS
 @pytest.mark.parametrize("how", ["close", "deactivate"])
-def test_lease_is_released_over_a_new_connection(bench: Bench, cut: str, how: str) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=60)
+def test_lease_is_released_over_a_new_connection(
+    proxied: ProxiedStream, cut: str, how: str
+) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=60)
     drain_once(sub)
     sub.confirm(4)
-    cuts = arm(bench, cut, RELEASE_LEASE)
+    cuts = arm(proxied, cut, RELEASE_LEASE)
     getattr(sub, how)()
-    assert bench.proxy.counters.cuts == cuts + 1
-    assert (owner(bench), group(bench)["confirmed"]) == (None, "5")
-    assert events(bench) == ["assigned", "released"]
+    assert proxied.proxy.counters.cuts == cuts + 1
+    assert (owner(proxied), group(proxied)["confirmed"]) == (None, "5")
+    assert events(proxied) == ["assigned", "released"]
 
 
-def test_lease_that_may_have_been_acquired_is_released(bench: Bench) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=60)
-    with bench.stream.subscriber(group=GROUP, lease_ttl=60) as other:
+def test_lease_that_may_have_been_acquired_is_released(proxied: ProxiedStream) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=60)
+    with proxied.stream.subscriber(group=GROUP, lease_ttl=60) as other:
         other.poll(5)
         assert len(sub.poll(0.1)) == 0  # connected, and waiting for the lease
-    arm(bench, "after", ACQUIRE_LEASE)
-    bench.proxy.refuse()
+    arm(proxied, "after", ACQUIRE_LEASE)
+    proxied.proxy.refuse()
     with pytest.raises(meteor.ConnectionFailed):
         sub.poll(0.5)
-    assert (owner(bench), sub.term) == (sub.member, None)
-    bench.proxy.heal()
+    assert (owner(proxied), sub.term) == (sub.member, None)
+    proxied.proxy.heal()
     sub.close()
-    assert owner(bench) is None
+    assert owner(proxied) is None
 
 
-def test_flushed_scripts_are_loaded_again(bench: Bench) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=0.6)
+def test_flushed_scripts_are_loaded_again(proxied: ProxiedStream) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=0.6)
     for offset in range(0, 10, 2):
-        bench.direct.script_flush()
+        proxied.direct.script_flush()
         assert check_values(sub.poll(5, max_records=2)) == [offset, offset + 1]
-        bench.direct.script_flush()
+        proxied.direct.script_flush()
         assert sub.confirm().result(5) == offset + 2
     term = sub.term
-    bench.direct.script_flush()
+    proxied.direct.script_flush()
     pass_time(0.7)
     eventually(lambda: sub.is_assigned)
     assert sub.term == term
-    bench.direct.script_flush()
+    proxied.direct.script_flush()
     sub.close()
-    assert owner(bench) is None
-    bench.direct.script_flush()
-    assert bench.stream.seek_group(GROUP, 9) == 9
-    bench.direct.script_flush()
-    bench.stream.delete_group(GROUP)
+    assert owner(proxied) is None
+    proxied.direct.script_flush()
+    assert proxied.stream.seek_group(GROUP, 9) == 9
+    proxied.direct.script_flush()
+    proxied.stream.delete_group(GROUP)
 
 
-def test_poll_raises_if_the_server_is_unreachable_and_loses_nothing(bench: Bench) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=60)
+def test_poll_raises_if_the_server_is_unreachable_and_loses_nothing(proxied: ProxiedStream) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=60)
     assert check_values(sub.poll(5, max_records=4)) == [0, 1, 2, 3]
-    bench.proxy.refuse()
-    bench.proxy.cut()
+    proxied.proxy.refuse()
+    proxied.proxy.cut()
     sub.poll(0)  # returns records that were fetched before
     with pytest.raises(meteor.ConnectionFailed):
         sub.poll(0.3)
     ack = sub.confirm()
     assert not ack.done()
-    bench.proxy.heal()
+    proxied.proxy.heal()
     assert ack.result(10) == 10
-    assert group(bench)["confirmed"] == "10"
-    assert events(bench) == ["assigned"]
+    assert group(proxied)["confirmed"] == "10"
+    assert events(proxied) == ["assigned"]
 
 
-def test_owner_without_a_server_stops_trusting_its_lease_and_hands_out_nothing(
-    bench: Bench,
+def test_owner_without_a_server_stops_trusting_its_lease_and_returns_nothing(
+    proxied: ProxiedStream,
 ) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=0.6)
+    sub = proxied.subscriber(group=GROUP, lease_ttl=0.6)
     assert check_values(sub.poll(5, max_records=4)) == [0, 1, 2, 3]  # all ten are fetched
     term = sub.term
-    bench.proxy.stall()
+    proxied.proxy.stall()
     eventually(lambda: not sub.is_assigned)
     with pytest.raises(meteor.ConnectionFailed):
         sub.poll(0.2)
     assert sub.position == 4
-    bench.proxy.heal()
-    bench.proxy.cut()
+    proxied.proxy.heal()
+    proxied.proxy.cut()
     assert check_values(sub.poll(10)) == [4, 5, 6, 7, 8, 9]  # no other member took the lease
-    assert (sub.term, events(bench)) == (term, ["assigned"])
+    assert (sub.term, events(proxied)) == (term, ["assigned"])
 
 
 @pytest.mark.parametrize("how", ["close", "deactivate"])
-def test_leaving_ends_in_time_if_the_server_does_not_reply(bench: Bench, how: str) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=1.2)
+def test_member_leaves_in_time_if_the_server_does_not_reply(
+    proxied: ProxiedStream, how: str
+) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=1.2)
     sub.poll(5)
-    bench.proxy.stall()
+    proxied.proxy.stall()
     ack = sub.confirm()
     began = time.monotonic()
     with pytest.raises(meteor.ConnectionFailed, match="read again"):
         getattr(sub, how)(timeout=0.5)
     assert time.monotonic() - began < 10
     assert isinstance(failure(ack), meteor.ConnectionFailed)
-    bench.proxy.heal()
-    bench.proxy.cut()
-    eventually(lambda: owner(bench) is None)
-    assert "confirmed" not in group(bench)
+    proxied.proxy.heal()
+    proxied.proxy.cut()
+    eventually(lambda: owner(proxied) is None)
+    assert "confirmed" not in group(proxied)
 
 
 # The server
@@ -296,39 +310,44 @@ def test_owner_keeps_the_lease_if_the_server_was_paused(
     private_server: ServerFactory, waiting: str
 ) -> None:
     server = private_server()
-    with Crew(server.url) as crew:
-        crew.fill(3)
-        first, second = crew.members(2, lease_ttl=1.5)
+    with GroupHarness(server.url) as harness:
+        harness.fill(3)
+        first, second = harness.members(2, lease_ttl=1.5)
         assert first.poll() == [0, 1, 2]
         term = first.state.term
         second.tell("poll", 40.0, 10_000)
-        blocked(crew.redis, 1)
+        blocked(harness.redis, 1)
         if waiting == "in poll":
             first.tell("poll", 40.0, 10_000)
-            blocked(crew.redis, 2)
+            blocked(harness.redis, 2)
         server.pause()
         pass_time(2.2)
         server.resume()
-        crew.fill(2)
+        harness.fill(2)
         if waiting == "at work":
             first.tell("poll", 40.0, 10_000)
         assert first.answer() == [3, 4]
         assert first.confirm() == 5
         assert first.state.term == term
-        assert [(event.what, event.member) for event in crew.events()] == [("assigned", first.name)]
+        assert [(event.what, event.member) for event in harness.events()] == [
+            ("assigned", first.name)
+        ]
         first.ask("close")
-        crew.fill(1)
+        harness.fill(1)
         assert second.answer() == [5]
 
 
 def test_full_server_still_confirms_renews_and_hands_over(private_server: ServerFactory) -> None:
     server = private_server("--maxmemory-policy", "noeviction")
-    with Crew(server.url) as crew:
-        crew.fill(10)
-        first, second = crew.subscriber(lease_ttl=0.5), crew.subscriber(lease_ttl=0.5)
+    with GroupHarness(server.url) as harness:
+        harness.fill(10)
+        first, second = harness.subscriber(lease_ttl=0.5), harness.subscriber(lease_ttl=0.5)
         first.poll(5, max_records=5)
-        crew.redis.config_set("maxmemory", 1)
-        with pytest.raises(meteor.OutOfMemory), crew.stream.publisher(delivery_timeout=0.5) as pub:
+        harness.redis.config_set("maxmemory", 1)
+        with (
+            pytest.raises(meteor.OutOfMemory),
+            harness.stream.publisher(delivery_timeout=0.5) as pub,
+        ):
             pub.publish(b"x" * 1000).result(10)
         assert first.confirm().result(5) == 5
         pass_time(0.7)
@@ -336,16 +355,16 @@ def test_full_server_still_confirms_renews_and_hands_over(private_server: Server
         first.close()
         assert check_values(second.poll(5)) == [5, 6, 7, 8, 9]
         assert second.confirm(6).result(5) == 7
-        assert [event.what for event in crew.events()] == ["assigned", "released", "assigned"]
+        assert [event.what for event in harness.events()] == ["assigned", "released", "assigned"]
         second.close()
-        assert drain(crew.subscriber(group="new")) == list(range(10))
-        crew.stream.seek_group(GROUP, 2)
-        assert check_values(crew.subscriber().poll(5, max_records=1)) == [2]
-        crew.stream.delete_group("new", force=True)
+        assert drain(harness.subscriber(group="new")) == list(range(10))
+        harness.stream.seek_group(GROUP, 2)
+        assert check_values(harness.subscriber().poll(5, max_records=1)) == [2]
+        harness.stream.delete_group("new", force=True)
 
 
 @pytest.mark.parametrize("lease_ttl", [0.5, 60.0])
-def test_restarted_server_keeps_its_groups(lasting: Bench, lease_ttl: float) -> None:
+def test_restarted_server_keeps_its_groups(lasting: ProxiedStream, lease_ttl: float) -> None:
     sub = lasting.subscriber(group=GROUP, lease_ttl=lease_ttl)
     assert check_values(sub.poll(5, max_records=4)) == [0, 1, 2, 3]
     assert sub.confirm(1).result(5) == 2
@@ -364,7 +383,7 @@ def test_restarted_server_keeps_its_groups(lasting: Bench, lease_ttl: float) -> 
 
 
 @pytest.mark.parametrize("holding", [True, False])
-def test_poll_outlasts_a_short_outage(lasting: Bench, holding: bool) -> None:
+def test_poll_outlasts_a_short_outage(lasting: ProxiedStream, holding: bool) -> None:
     sub = lasting.subscriber(group=GROUP, lease_ttl=60)
     other = lasting.client.stream(STREAM, create=True).subscriber(group=GROUP, lease_ttl=60)
     if holding:
@@ -388,7 +407,7 @@ def test_poll_outlasts_a_short_outage(lasting: Bench, holding: bool) -> None:
     assert sub.confirm().result(5) == expected[-1] + 1
 
 
-def test_loop_outlasts_a_short_outage(lasting: Bench) -> None:
+def test_loop_outlasts_a_short_outage(lasting: ProxiedStream) -> None:
     sub = lasting.subscriber(group=GROUP, lease_ttl=0.5)
     seen: list[int] = []
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import meteor_py as meteor
 from tests.client.test_scripts import INCARNATION
-from tests.support.group_scripts import GroupBench
+from tests.support.group_scripts import GroupScripts
 
 members = st.sampled_from(["a", "b", "c"])
 sometimes = st.sampled_from([False, False, True])
@@ -58,7 +58,7 @@ class Group:
         return self.start if self.confirmed is None else self.confirmed
 
     def end_term(self, nonce: str) -> None:
-        """The owner has not released the lease, and another nonce replaces its own."""
+        """End a term whose owner has not released the lease: another nonce replaces its own."""
         if self.nonce and self.nonce != nonce:
             self.ended = f"{self.nonce}:{self.position},{self.ended or ''}"[:256]
 
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.client = meteor.connect(self.url)
-        self.bench = GroupBench(self.client, f"model-{next(names)}")
+        self.lua = GroupScripts(self.client, f"model-{next(names)}")
         self.group: Group | None = None
         self.end = 0
         self.nonces = {name: f"{name}0" for name in "abc"}
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(end=st.integers(0, 20))
     def create(self, end: int) -> None:
-        self.bench.create(next=end)
+        self.lua.create(next=end)
         self.end = end
 
     def teardown(self) -> None:
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), create=st.booleans(), floating=st.booleans())
     def open(self, data: st.DataObject, create: bool, floating: bool) -> None:
         start: Any = data.draw(st.one_of(st.just(""), st.integers(0, self.end)))
-        answer = self.bench.open(start, create=create, floating=floating)
+        answer = self.lua.open(start, create=create, floating=floating)
         if self.group is None and create:
             place = self.end if start == "" else start
             self.group = Group(place, "floating" if floating else "")
@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
         group, nonce = self.group, self.nonces[name]
         terms = {"for this term": self.highest, "for another": self.highest - 1}
         patient = waited == "for this term"
-        answer = self.bench.acquire(nonce, name, expired=terms.get(waited, ""))
+        answer = self.lua.acquire(nonce, name, expired=terms.get(waited, ""))
         if group is None:
             assert answer == ("NOGROUP",)
         elif group.nonce == nonce and group.holder is not None:
@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         credential, name = self.draw(data)
-        answer = self.bench.renew(credential.nonce, credential.term, member=name)
+        answer = self.lua.renew(credential.nonce, credential.term, member=name)
         if self.refused(credential, answer):
             return
         assert self.group is not None
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), lapse=st.booleans())
     def release(self, data: st.DataObject, lapse: bool) -> None:
         credential, _ = self.draw(data)
-        answer = self.bench.release(credential.nonce, lapse=lapse)
+        answer = self.lua.release(credential.nonce, lapse=lapse)
         if self.group is None or self.group.nonce != credential.nonce:
             assert answer == ("FENCED",)
             return
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
     def confirm(self, data: st.DataObject) -> None:
         credential, _ = self.draw(data)
         offset = data.draw(st.integers(0, self.end + 1))
-        answer = self.bench.confirm(credential.nonce, credential.term, offset)
+        answer = self.lua.confirm(credential.nonce, credential.term, offset)
         if self.refused(credential, answer):
             return
         assert self.group is not None
@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
     def zombies_confirm(self) -> None:
         for credential in set(self.ever):
             if self.group is None or not self.group.admits(credential):
-                answer = self.bench.confirm(credential.nonce, credential.term, self.end)
+                answer = self.lua.confirm(credential.nonce, credential.term, self.end)
                 assert self.refused(credential, answer)
 
     # -- others --------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class Machine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 5))
     def publish(self, n: int) -> None:
         self.end += n
-        self.bench.plain.hset(self.bench.meta, "next", self.end)
+        self.lua.plain.hset(self.lua.meta, "next", self.end)
 
     @rule()
     def expire(self) -> None:
-        self.bench.expire()
+        self.lua.expire()
         if self.group is not None:
             self.group.holder = None
 
@@ -203,16 +203,16 @@ class Machine(RuleBasedStateMachine):
         offset = data.draw(st.integers(0, self.end + 1))
         group, request = self.group, f"r{next(self.numbers)}"
         if again and group is not None and group.sought is not None:
-            assert self.bench.seek(offset, force=force, request=group.sought) == ("OK",)
+            assert self.lua.seek(offset, force=force, request=group.sought) == ("OK",)
             return  # nothing has changed
-        answer = self.bench.seek(offset, floating=floating, force=force, request=request)
+        answer = self.lua.seek(offset, floating=floating, force=force, request=request)
         if group is not None and group.holder is not None and not force:
-            assert answer == ("ACTIVE", self.bench.lease_text())
+            assert answer == ("ACTIVE", self.lua.lease_text())
         elif offset > self.end:
             assert answer == ("BEYOND", self.end)
         else:
             assert answer == ("OK",)
-            term = self.begins(int(self.bench.field("term") or 0))
+            term = self.begins(int(self.lua.field("term") or 0))
             words = "floating" if floating else ""
             if group is not None:
                 group.end_term("")
@@ -225,11 +225,11 @@ class Machine(RuleBasedStateMachine):
         if not really:
             return
         group = self.group
-        answer = self.bench.delete(force=force)
+        answer = self.lua.delete(force=force)
         if group is None:
             assert answer == ("NOGROUP",)
         elif group.holder is not None and not force:
-            assert answer == ("ACTIVE", self.bench.lease_text())
+            assert answer == ("ACTIVE", self.lua.lease_text())
         else:
             assert answer == ("OK",)
             self.group = None
@@ -260,10 +260,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def group_matches_the_model(self) -> None:
-        bench, group = self.bench, self.group
-        stored = bench.fields()
-        holder = bench.holder()
-        listed: Any = bench.plain.smembers(bench.groups)
+        lua, group = self.lua, self.group
+        stored = lua.fields()
+        holder = lua.holder()
+        listed: Any = lua.plain.smembers(lua.groups)
         assert holder == (None if group is None else group.holder)
         if group is None:
             assert (stored, listed) == ({}, set())

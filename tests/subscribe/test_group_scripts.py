@@ -15,23 +15,23 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from tests.client.test_scripts import HISTORY, INCARNATION
-from tests.support.group_scripts import TTL_MS, Answer, GroupBench
+from tests.support.group_scripts import TTL_MS, Answer, GroupScripts
 from tests.support.readers import fill
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def bench(any_url: str) -> Iterator[GroupBench]:
+def lua(any_url: str) -> Iterator[GroupScripts]:
     with meteor.connect(any_url) as client:
-        yield GroupBench(client)
+        yield GroupScripts(client)
 
 
 @pytest.fixture
-def ten(bench: GroupBench) -> GroupBench:
+def ten(lua: GroupScripts) -> GroupScripts:
     """A stream of ten records, and a group at offset 0."""
-    bench.create(next=10)
-    assert bench.open(0) == ("OK", 0)
-    return bench
+    lua.create(next=10)
+    assert lua.open(0) == ("OK", 0)
+    return lua
 
 
 def ok(answer: Answer) -> int:
@@ -44,47 +44,47 @@ def ok(answer: Answer) -> int:
 
 
 CALLS: dict[str, Callable[..., Answer]] = {
-    "open": lambda bench, incarnation: bench.open(incarnation=incarnation),
-    "acquire": lambda bench, incarnation: bench.acquire("a", incarnation=incarnation),
-    "renew": lambda bench, incarnation: bench.renew("a", 1, incarnation=incarnation),
-    "confirm": lambda bench, incarnation: bench.confirm("a", 1, 1, incarnation=incarnation),
-    "seek": lambda bench, incarnation: bench.seek(0, incarnation=incarnation),
-    "delete": lambda bench, incarnation: bench.delete(incarnation=incarnation),
+    "open": lambda lua, incarnation: lua.open(incarnation=incarnation),
+    "acquire": lambda lua, incarnation: lua.acquire("a", incarnation=incarnation),
+    "renew": lambda lua, incarnation: lua.renew("a", 1, incarnation=incarnation),
+    "confirm": lambda lua, incarnation: lua.confirm("a", 1, 1, incarnation=incarnation),
+    "seek": lambda lua, incarnation: lua.seek(0, incarnation=incarnation),
+    "delete": lambda lua, incarnation: lua.delete(incarnation=incarnation),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_missing_or_recreated_stream_is_refused_and_nothing_written(
-    bench: GroupBench, call: str
+def test_call_for_a_missing_or_recreated_stream_is_refused_and_writes_nothing(
+    lua: GroupScripts, call: str
 ) -> None:
-    assert CALLS[call](bench, INCARNATION) == ("NOSTREAM",)
-    assert bench.snapshot() == {}
-    bench.create()
-    bench.open()
-    before = bench.snapshot()
-    assert CALLS[call](bench, "another incarnation") == ("INCARNATION",)
-    assert bench.snapshot() == before
+    assert CALLS[call](lua, INCARNATION) == ("NOSTREAM",)
+    assert lua.snapshot() == {}
+    lua.create()
+    lua.open()
+    before = lua.snapshot()
+    assert CALLS[call](lua, "another incarnation") == ("INCARNATION",)
+    assert lua.snapshot() == before
 
 
 @pytest.mark.parametrize("left_behind", [False, True])
 @pytest.mark.parametrize("call", ["acquire", "renew", "confirm", "delete"])
-def test_missing_group_or_one_of_an_earlier_incarnation_is_refused(
-    bench: GroupBench, call: str, left_behind: bool
+def test_missing_group_or_group_of_an_earlier_incarnation_is_refused(
+    lua: GroupScripts, call: str, left_behind: bool
 ) -> None:
-    bench.create()
+    lua.create()
     if left_behind:
-        bench.plain.hset(bench.group, mapping={"incarnation": "earlier", "start": "7"})
-    before = bench.snapshot()
-    assert CALLS[call](bench, INCARNATION) == ("NOGROUP",)
-    assert bench.snapshot() == before
-    assert bench.release("a") == ("FENCED",)
-    assert bench.snapshot() == before
+        lua.plain.hset(lua.group, mapping={"incarnation": "earlier", "start": "7"})
+    before = lua.snapshot()
+    assert CALLS[call](lua, INCARNATION) == ("NOGROUP",)
+    assert lua.snapshot() == before
+    assert lua.release("a") == ("FENCED",)
+    assert lua.snapshot() == before
 
 
 # open_group
 
 
-def test_first_open_decides_where_a_group_starts(ten: GroupBench) -> None:
+def test_first_open_decides_where_a_group_starts(ten: GroupScripts) -> None:
     before = ten.snapshot()
     assert ten.open(5) == ("OK", 0)
     assert ten.open("") == ("OK", 0)
@@ -92,45 +92,45 @@ def test_first_open_decides_where_a_group_starts(ten: GroupBench) -> None:
     assert ten.plain.smembers(ten.groups) == {b"g"}
 
 
-def test_group_without_a_start_begins_at_the_end_and_stays_there(bench: GroupBench) -> None:
-    bench.create(next=10)
-    assert bench.open("") == ("OK", 10)
-    bench.plain.hset(bench.meta, "next", 20)
-    assert bench.open("") == ("OK", 10)
+def test_group_without_a_start_begins_at_the_end_and_stays_there(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    assert lua.open("") == ("OK", 10)
+    lua.plain.hset(lua.meta, "next", 20)
+    assert lua.open("") == ("OK", 10)
 
 
-def test_without_create_only_a_confirmed_offset_counts(bench: GroupBench) -> None:
-    bench.create(next=10)
-    assert bench.open(create=False) == ("NOOFFSET",)
-    assert not bench.plain.exists(bench.group, bench.groups)
-    bench.open(3)
-    assert bench.open(create=False) == ("NOOFFSET",)
-    term = ok(bench.acquire("a"))
-    bench.confirm("a", term, 4)
-    assert bench.open(create=False) == ("OK", 4)
-    assert bench.open(0) == ("OK", 4)
+def test_open_without_create_requires_a_confirmed_offset(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    assert lua.open(create=False) == ("NOOFFSET",)
+    assert not lua.plain.exists(lua.group, lua.groups)
+    lua.open(3)
+    assert lua.open(create=False) == ("NOOFFSET",)
+    term = ok(lua.acquire("a"))
+    lua.confirm("a", term, 4)
+    assert lua.open(create=False) == ("OK", 4)
+    assert lua.open(0) == ("OK", 4)
 
 
-def test_group_of_an_earlier_incarnation_is_replaced(bench: GroupBench) -> None:
-    bench.create(next=10)
+def test_group_of_an_earlier_incarnation_is_replaced(lua: GroupScripts) -> None:
+    lua.create(next=10)
     old: dict[Any, Any] = {"start": "7", "confirmed": "8", "term": "5", "nonce": "a"}
-    bench.plain.hset(bench.group, mapping={"incarnation": "earlier"} | old)
-    bench.plain.set(bench.lease, "m-a 5", px=TTL_MS)
-    assert bench.open(2) == ("OK", 2)
-    assert bench.field("confirmed") is None
-    assert bench.field("nonce") is None
-    assert bench.holder() is None
+    lua.plain.hset(lua.group, mapping={"incarnation": "earlier"} | old)
+    lua.plain.set(lua.lease, "m-a 5", px=TTL_MS)
+    assert lua.open(2) == ("OK", 2)
+    assert lua.field("confirmed") is None
+    assert lua.field("nonce") is None
+    assert lua.holder() is None
 
 
 # acquire
 
 
-def test_lease_goes_to_one_member_and_others_learn_its_owner(ten: GroupBench) -> None:
+def test_lease_goes_to_one_member_and_others_learn_its_owner(ten: GroupScripts) -> None:
     before = int(time.time() * 1000) - 5000
     answer = ten.acquire("a", ttl_ms=5000)
     term = ok(answer)
     assert answer == ("OK", term, 0, 1, 10, "")
-    assert before < term < before + 60_000  # terms follow the clock
+    assert before < term < before + 60_000  # term numbers follow the clock
     assert ten.holder() == f"m-a {term}"
     assert 0 < ten.plain.pttl(ten.lease) <= 5000
     stored = ten.snapshot()
@@ -143,7 +143,7 @@ def test_lease_goes_to_one_member_and_others_learn_its_owner(ten: GroupBench) ->
     ]
 
 
-def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupBench) -> None:
+def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupScripts) -> None:
     answer = ten.acquire("a", ttl_ms=1000)
     stored = ten.snapshot()
     assert ten.acquire("a", ttl_ms=50_000) == answer
@@ -151,13 +151,13 @@ def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupBenc
     assert ten.plain.pttl(ten.lease) > 1000
 
 
-def test_nonce_of_an_expired_lease_gets_a_new_term(ten: GroupBench) -> None:
+def test_nonce_of_an_expired_lease_gets_a_new_term(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.expire()
     assert ok(ten.acquire("a")) > term
 
 
-def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupBench) -> None:
+def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     assert ten.release("a") == ("OK",)
     assert ten.holder() is None
@@ -172,7 +172,7 @@ def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupBench) 
 
 
 def test_positions_of_the_last_terms_that_were_taken_from_their_owners_are_kept(
-    ten: GroupBench,
+    ten: GroupScripts,
 ) -> None:
     term: int | str = ""
     for number in range(30):
@@ -186,14 +186,14 @@ def test_positions_of_the_last_terms_that_were_taken_from_their_owners_are_kept(
     assert ended == [f"{n:016x}:{n // 3}" for n in range(28, 28 - len(ended), -1)]
 
 
-def test_released_term_is_not_listed_among_those_taken_from_their_owners(ten: GroupBench) -> None:
+def test_released_term_is_not_listed_among_terms_taken_from_their_owners(ten: GroupScripts) -> None:
     ten.acquire("a")
     ten.release("a")
     ten.acquire("b")
     assert ten.field("ended") is None
 
 
-def test_expired_lease_is_reserved_for_its_owner_during_the_grace_period(ten: GroupBench) -> None:
+def test_expired_lease_is_reserved_for_its_owner_during_the_grace_period(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.expire()
     stored = ten.snapshot()
@@ -203,14 +203,14 @@ def test_expired_lease_is_reserved_for_its_owner_during_the_grace_period(ten: Gr
     assert ten.renew("a", term) == ("OK",)  # the owner reclaims it
     assert ten.acquire("b", expired=term)[0] == "HELD"
     ten.expire()
-    later = ok(ten.acquire("b", expired=term))  # the owner has not reclaimed it
+    later = ok(ten.acquire("b", expired=term))  # the owner has not reclaimed its lease
     assert later > term
     ten.expire()
     assert ten.acquire("c", expired=term)[0] == "EXPIRED"  # another term has ended since
 
 
 @pytest.mark.parametrize("by", ["acquire", "seek"])
-def test_term_increases_even_if_the_clock_was_set_back(ten: GroupBench, by: str) -> None:
+def test_term_increases_even_if_the_clock_was_set_back(ten: GroupScripts, by: str) -> None:
     far = 10**14  # far above the clock in ms
     ten.plain.hset(ten.group, "term", far)
     if by == "acquire":
@@ -223,42 +223,42 @@ def test_term_increases_even_if_the_clock_was_set_back(ten: GroupBench, by: str)
         assert ok(ten.acquire("a")) == far + 2
 
 
-def test_lease_key_without_an_expiry_is_not_taken(ten: GroupBench) -> None:
+def test_lease_key_without_an_expiry_is_not_taken(ten: GroupScripts) -> None:
     ten.plain.set(ten.lease, "somebody")
     assert ten.acquire("a") == ("HELD", -1, "0-0", "")
 
 
-def test_position_is_the_confirmed_offset_or_the_start(bench: GroupBench) -> None:
-    bench.create(next=10, epoch=7)
-    bench.open(3)
-    answer = bench.acquire("a")
+def test_position_is_the_confirmed_offset_or_the_start(lua: GroupScripts) -> None:
+    lua.create(next=10, epoch=7)
+    lua.open(3)
+    answer = lua.acquire("a")
     assert answer[2:] == (3, 7, 10, "")
-    bench.confirm("a", ok(answer), 6, epoch=7)
-    bench.release("a")
-    bench.plain.hset(bench.meta, "next", 20)
-    assert bench.acquire("b")[2:] == (6, 7, 20, "")
+    lua.confirm("a", ok(answer), 6, epoch=7)
+    lua.release("a")
+    lua.plain.hset(lua.meta, "next", 20)
+    assert lua.acquire("b")[2:] == (6, 7, 20, "")
 
 
-def test_only_the_first_term_floats(bench: GroupBench) -> None:
-    bench.create(next=10)
-    bench.open(2, floating=True)
-    first = bench.acquire("a")
+def test_only_the_first_term_has_a_floating_start(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    lua.open(2, floating=True)
+    first = lua.acquire("a")
     assert first[-1] == "floating"
-    assert bench.acquire("a") == first
-    bench.expire()
-    assert bench.acquire("b", expired=ok(first))[-1] == ""
-    bench.release("b")
-    assert bench.acquire("a")[-1] == ""
-    assert bench.seek(4, floating=True, force=True) == ("OK",)
-    assert bench.acquire("c")[-1] == "floating"  # as in a new group
-    bench.release("c")
-    assert bench.acquire("d")[-1] == ""
+    assert lua.acquire("a") == first
+    lua.expire()
+    assert lua.acquire("b", expired=ok(first))[-1] == ""
+    lua.release("b")
+    assert lua.acquire("a")[-1] == ""
+    assert lua.seek(4, floating=True, force=True) == ("OK",)
+    assert lua.acquire("c")[-1] == "floating"  # as in a new group
+    lua.release("c")
+    assert lua.acquire("d")[-1] == ""
 
 
 # renew and lapse
 
 
-def test_renew_extends_the_lease_of_its_owner_only(ten: GroupBench) -> None:
+def test_renew_extends_the_lease_of_its_owner_only(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a", ttl_ms=1000))
     assert ten.renew("a", term, ttl_ms=50_000) == ("OK",)
     stored = ten.snapshot()
@@ -268,14 +268,14 @@ def test_renew_extends_the_lease_of_its_owner_only(ten: GroupBench) -> None:
     assert ten.snapshot() == stored
 
 
-def test_renew_of_a_group_without_terms_is_fenced(ten: GroupBench) -> None:
+def test_renew_of_a_group_without_terms_is_fenced(ten: GroupScripts) -> None:
     assert ten.renew("a", 1) == ("FENCED", 0)
     assert ten.confirm("a", 1, 1) == ("FENCED", 0)
     assert ten.holder() is None
 
 
 def test_lapsed_lease_is_free_and_its_owner_can_reclaim_it(
-    ten: GroupBench,
+    ten: GroupScripts,
 ) -> None:
     term = ok(ten.acquire("a"))
     assert ten.release("a", lapse=True) == ("OK",)
@@ -290,14 +290,14 @@ def test_lapsed_lease_is_free_and_its_owner_can_reclaim_it(
     assert ten.release("a", lapse=True) == ("FENCED",)
 
 
-def test_lapse_that_arrives_after_the_next_renewal_changes_nothing(ten: GroupBench) -> None:
+def test_lapse_that_arrives_after_the_next_renewal_changes_nothing(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     assert ten.renew("a", term) == ("OK",)
     assert ten.release("a", lapse=True, lease=f"m-a {term} 0") == ("FENCED",)
     assert ten.holder() == f"m-a {term}"
 
 
-def test_owner_of_a_lapsed_lease_can_confirm(ten: GroupBench) -> None:
+def test_owner_of_a_lapsed_lease_can_confirm(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.release("a", lapse=True)
     assert ten.confirm("a", term, 3) == ("OK", 3)
@@ -306,7 +306,7 @@ def test_owner_of_a_lapsed_lease_can_confirm(ten: GroupBench) -> None:
 # confirm
 
 
-def test_confirm_moves_forward_only_and_not_beyond_the_end(ten: GroupBench) -> None:
+def test_confirm_moves_forward_only_and_not_beyond_the_end(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     assert ten.confirm("a", term, 4) == ("OK", 4)
     assert ten.confirm("a", term, 2) == ("OK", 4)
@@ -319,62 +319,62 @@ def test_confirm_moves_forward_only_and_not_beyond_the_end(ten: GroupBench) -> N
     assert ten.snapshot() == stored
 
 
-def test_confirm_below_the_start_does_not_move_the_group_back(bench: GroupBench) -> None:
-    bench.create(next=10)
-    bench.open(5)
-    term = ok(bench.acquire("a"))
-    assert bench.confirm("a", term, 3) == ("OK", 5)
-    assert bench.open(create=False) == ("NOOFFSET",)
-    assert bench.acquire("a")[2] == 5
+def test_confirm_below_the_start_does_not_move_the_group_back(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    lua.open(5)
+    term = ok(lua.acquire("a"))
+    assert lua.confirm("a", term, 3) == ("OK", 5)
+    assert lua.open(create=False) == ("NOOFFSET",)
+    assert lua.acquire("a")[2] == 5
 
 
-def test_confirm_of_another_history_or_epoch_is_refused(bench: GroupBench) -> None:
-    bench.create(next=10, epoch=5, epochs="1:0,5:8")
-    bench.open(0)
-    term = ok(bench.acquire("a"))
-    stored = bench.snapshot()
-    assert bench.confirm("a", term, 3, history="x" * 40) == ("HISTORY", HISTORY)
-    assert bench.confirm("a", term, 3, epoch=1) == ("EPOCH", 5, "1:0,5:8", 10)
-    assert bench.confirm("b", term, 3, epoch=1) == ("FENCED", term)  # checked first
-    assert bench.snapshot() == stored
-    assert bench.confirm("a", term, 3, epoch=5, history="") == ("OK", 3)  # unknown: not compared
+def test_confirm_of_another_history_or_epoch_is_refused(lua: GroupScripts) -> None:
+    lua.create(next=10, epoch=5, epochs="1:0,5:8")
+    lua.open(0)
+    term = ok(lua.acquire("a"))
+    stored = lua.snapshot()
+    assert lua.confirm("a", term, 3, history="x" * 40) == ("HISTORY", HISTORY)
+    assert lua.confirm("a", term, 3, epoch=1) == ("EPOCH", 5, "1:0,5:8", 10)
+    assert lua.confirm("b", term, 3, epoch=1) == ("FENCED", term)  # checked first
+    assert lua.snapshot() == stored
+    assert lua.confirm("a", term, 3, epoch=5, history="") == ("OK", 3)  # unknown: not compared
 
 
-def test_offsets_and_terms_are_exact_up_to_the_maximum(bench: GroupBench) -> None:
+def test_offsets_and_terms_are_exact_up_to_the_maximum(lua: GroupScripts) -> None:
     end = OFFSET_MAX
-    bench.create(next=end)
-    assert bench.open("") == ("OK", end)
-    bench.delete()
-    assert bench.open(end - 3) == ("OK", end - 3)
-    answer = bench.acquire("a")
+    lua.create(next=end)
+    assert lua.open("") == ("OK", end)
+    lua.delete()
+    assert lua.open(end - 3) == ("OK", end - 3)
+    answer = lua.acquire("a")
     term = ok(answer)
     assert answer[2:] == (end - 3, 1, end, "")
     for offset in (end - 2, end - 1, end):
-        assert bench.confirm("a", term, offset) == ("OK", offset)
-        assert bench.field("confirmed") == str(offset)
-    assert bench.confirm("a", term, end - 1) == ("OK", end)
-    assert bench.seek(end - 1, force=True) == ("OK",)
-    assert bench.acquire("b")[2] == end - 1
-    bench.plain.hset(bench.group, mapping={"term": 2**53 - 2, "nonce": "b"})
-    assert bench.renew("b", 2**53 - 2) == ("OK",)
-    bench.release("b")
-    assert ok(bench.acquire("c")) == 2**53 - 1
-    assert bench.field("term") == str(2**53 - 1)
+        assert lua.confirm("a", term, offset) == ("OK", offset)
+        assert lua.field("confirmed") == str(offset)
+    assert lua.confirm("a", term, end - 1) == ("OK", end)
+    assert lua.seek(end - 1, force=True) == ("OK",)
+    assert lua.acquire("b")[2] == end - 1
+    lua.plain.hset(lua.group, mapping={"term": 2**53 - 2, "nonce": "b"})
+    assert lua.renew("b", 2**53 - 2) == ("OK",)
+    lua.release("b")
+    assert ok(lua.acquire("c")) == 2**53 - 1
+    assert lua.field("term") == str(2**53 - 1)
 
 
 # seek_group
 
 
-def test_seek_creates_or_moves_a_group(bench: GroupBench) -> None:
-    bench.create(next=10)
-    assert bench.seek(7, request="1") == ("OK",)
-    assert bench.plain.smembers(bench.groups) == {b"g"}
-    assert bench.open(0) == bench.open(create=False) == ("OK", 7)
-    assert bench.seek(3, request="2") == ("OK",)  # backwards, too
-    assert bench.acquire("a")[2] == 3
+def test_seek_creates_or_moves_a_group(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    assert lua.seek(7, request="1") == ("OK",)
+    assert lua.plain.smembers(lua.groups) == {b"g"}
+    assert lua.open(0) == lua.open(create=False) == ("OK", 7)
+    assert lua.seek(3, request="2") == ("OK",)  # backwards, too
+    assert lua.acquire("a")[2] == 3
 
 
-def test_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupBench) -> None:
+def test_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.confirm("a", term, 5)
     stored = ten.snapshot()
@@ -393,7 +393,7 @@ def test_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupBenc
     assert ten.happened()[1] == {"event": "sought", "group": "g", "term": str(fence), "offset": "2"}
 
 
-def test_repeated_seek_does_not_undo_later_confirms(ten: GroupBench) -> None:
+def test_repeated_seek_does_not_undo_later_confirms(ten: GroupScripts) -> None:
     assert ten.seek(2, request="1", force=True) == ("OK",)
     term = ok(ten.acquire("a"))
     ten.confirm("a", term, 4)
@@ -402,19 +402,19 @@ def test_repeated_seek_does_not_undo_later_confirms(ten: GroupBench) -> None:
     assert ten.snapshot() == stored
 
 
-def test_lease_of_an_earlier_incarnation_does_not_block_a_seek(bench: GroupBench) -> None:
-    bench.create(next=10)
-    bench.plain.hset(bench.group, mapping={"incarnation": "earlier", "term": "5", "nonce": "a"})
-    bench.plain.set(bench.lease, "m-a 5", px=TTL_MS)
-    assert bench.seek(2) == ("OK",)
-    assert bench.holder() is None
-    assert bench.acquire("b")[2] == 2
+def test_lease_of_an_earlier_incarnation_does_not_block_a_seek(lua: GroupScripts) -> None:
+    lua.create(next=10)
+    lua.plain.hset(lua.group, mapping={"incarnation": "earlier", "term": "5", "nonce": "a"})
+    lua.plain.set(lua.lease, "m-a 5", px=TTL_MS)
+    assert lua.seek(2) == ("OK",)
+    assert lua.holder() is None
+    assert lua.acquire("b")[2] == 2
 
 
 # delete_group
 
 
-def test_active_group_is_deleted_only_with_force(ten: GroupBench) -> None:
+def test_active_group_is_deleted_only_with_force(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     stored = ten.snapshot()
     assert ten.delete() == ("ACTIVE", f"m-a {term} 0")
@@ -428,7 +428,7 @@ def test_active_group_is_deleted_only_with_force(ten: GroupBench) -> None:
     assert not ten.plain.exists(ten.group, ten.lease, ten.groups)
 
 
-def test_recreated_group_fences_its_former_owner(ten: GroupBench) -> None:
+def test_recreated_group_fences_its_former_owner(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.delete(force=True)
     ten.open(0)
@@ -437,8 +437,8 @@ def test_recreated_group_fences_its_former_owner(ten: GroupBench) -> None:
     assert ten.acquire("b")[2] == 0
 
 
-def test_groups_are_independent(ten: GroupBench) -> None:
-    other = GroupBench(ten.client, group="h")
+def test_groups_are_independent(ten: GroupScripts) -> None:
+    other = GroupScripts(ten.client, group="h")
     other.open(5)
     first, second = ok(ten.acquire("a")), ok(other.acquire("b"))
     assert ten.confirm("b", second, 3)[0] == "FENCED"
@@ -469,7 +469,7 @@ def test_every_key_is_deleted_with_its_group_or_stream(any_url: str) -> None:
         assert client.redis.keys("*") == []  # the member that leaves late creates no key
 
 
-def test_events_are_bounded(ten: GroupBench) -> None:
+def test_number_of_stored_events_is_bounded(ten: GroupScripts) -> None:
     pipe = ten.plain.pipeline(transaction=False)
     for _ in range(1500):
         pipe.xadd(ten.events, {"event": "released", "group": "g"})
@@ -479,7 +479,7 @@ def test_events_are_bounded(ten: GroupBench) -> None:
     assert 1000 <= kept <= 1200
 
 
-def test_lease_expires(ten: GroupBench) -> None:
+def test_lease_expires(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a", ttl_ms=50))
     eventually(lambda: ten.acquire("b", expired=term)[0] == "OK")
 
@@ -487,12 +487,12 @@ def test_lease_expires(ten: GroupBench) -> None:
 # Epochs in confirms
 
 
-def lose_tail(bench: GroupBench, first: int) -> None:
-    """Make the server lose all records from ``first`` on, and begin a new epoch there."""
-    for entry_id, _ in bench.entries():
+def lose_tail(lua: GroupScripts, first: int) -> None:
+    """Make the server lose all records from ``first`` on and begin a new epoch there."""
+    for entry_id, _ in lua.entries():
         if int(entry_id.split(b"-")[0]) >= first:
-            bench.plain.xdel(bench.log, entry_id)
-    bench.plain.hset(bench.meta, mapping={"next": first, "history": "of a former server"})
+            lua.plain.xdel(lua.log, entry_id)
+    lua.plain.hset(lua.meta, mapping={"next": first, "history": "of a former server"})
 
 
 @pytest.mark.parametrize("lost", [0, 5])
@@ -502,7 +502,7 @@ def test_only_records_of_a_lost_branch_cannot_be_confirmed(url: str, lost: int) 
         fill(stream, *[1] * 10)
         with stream.subscriber(group="g") as sub:
             assert len(sub.poll()) == 10
-            lose_tail(GroupBench(client), 10 - lost)
+            lose_tail(GroupScripts(client), 10 - lost)
             fill(stream, 10)
             assert sub.confirm(4).result(20) == 5  # the session learns of the epoch
             if lost:

@@ -1,4 +1,4 @@
-"""Groups with signal handlers that close, Ctrl-C, forks, and interpreter exit."""
+"""Groups survive signal handlers that close them, Ctrl-C, forks and interpreter exit."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from meteor_py.subscribe import fetcher
 from meteor_py.subscribe.group_session import GroupSession
 from tests.conftest import ServerFactory
 from tests.support.forking import exit_code, fork
-from tests.support.group_members import GROUP, STREAM, Crew, discard
-from tests.support.proxied_stream import Bench
+from tests.support.group_members import GROUP, STREAM, GroupHarness, discard
+from tests.support.proxied_stream import ProxiedStream
 from tests.support.readers import background, fill
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url, capacity=1_000_000) as crew:
-        yield crew
+def harness(url: str) -> Iterator[GroupHarness]:
+    with GroupHarness(url, capacity=1_000_000) as harness:
+        yield harness
 
 
 @pytest.fixture
-def bench(private_server: ServerFactory) -> Iterator[Bench]:
-    with Bench(private_server()) as bench:
-        bench.client.load_scripts()
-        fill(bench.stream, 5)
-        yield bench
+def proxied(private_server: ServerFactory) -> Iterator[ProxiedStream]:
+    with ProxiedStream(private_server()) as proxied:
+        proxied.client.load_scripts()
+        fill(proxied.stream, 5)
+        yield proxied
 
 
-class Closing:
+class CloseOnSignal:
     """A signal handler that closes a subscriber, as programs do on SIGTERM."""
 
     def __init__(self, sub: meteor.Subscriber) -> None:
@@ -52,7 +52,7 @@ class Closing:
         self.took_s: float | None = None
         self.error: BaseException | None = None
 
-    def __enter__(self) -> Closing:
+    def __enter__(self) -> CloseOnSignal:
         self._before = signal.signal(signal.SIGALRM, self.handle)
         return self
 
@@ -99,14 +99,14 @@ def session_threads() -> list[str]:
 
 
 def test_signal_handler_may_close_at_any_moment_of_a_confirming_loop(
-    crew: Crew, rng: random.Random
+    harness: GroupHarness, rng: random.Random
 ) -> None:
-    crew.fill(100_000)
+    harness.fill(100_000)
     for number in range(12):
         group = f"g{number}"
-        sub = crew.stream.subscriber(group=group)
+        sub = harness.stream.subscriber(group=group)
         acks: list[meteor.Ack] = []
-        with Closing(sub) as closing:
+        with CloseOnSignal(sub) as closing:
             closing.after(rng.uniform(0.02, 0.08))
             try:
                 acks.extend(sub.confirm(record) for record in sub)
@@ -118,27 +118,27 @@ def test_signal_handler_may_close_at_any_moment_of_a_confirming_loop(
         assert closing.error is None or isinstance(closing.error, meteor.MeteorError)
         assert all(ack.done() for ack in acks)
         eventually(lambda: not session_threads(), message="the thread is still running")
-        assert crew.redis.get(keys.lease(STREAM, group)) is None
+        assert harness.redis.get(keys.lease(STREAM, group)) is None
 
 
 def test_signal_handler_may_close_in_a_poll_of_a_server_that_does_not_reply(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=1.5)
+    sub = proxied.subscriber(group=GROUP, lease_ttl=1.5)
     sub.poll(5)
     session = session_of(sub)
-    bench.proxy.stall()
+    proxied.proxy.stall()
     eventually(lambda: not sub.is_assigned)  # so that the poll itself asks the server
     begun = time.monotonic()
-    with Closing(sub) as closing, background(closing.when(session_is_asked_here(session))):
+    with CloseOnSignal(sub) as closing, background(closing.when(session_is_asked_here(session))):
         with contextlib.suppress(meteor.MeteorError):
             sub.poll(20)
         assert time.monotonic() - begun < 8
         assert closing.error is None
-        bench.proxy.resume()
+        proxied.proxy.resume()
     assert sub.closed
     eventually(lambda: not session_threads(), message="the thread is still running")
-    eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)))
+    eventually(lambda: not proxied.direct.exists(keys.lease(STREAM, GROUP)))
 
 
 def session_is_asked_here(session: GroupSession) -> Callable[[], bool]:
@@ -147,19 +147,19 @@ def session_is_asked_here(session: GroupSession) -> Callable[[], bool]:
 
 
 def test_signal_handler_may_close_in_the_middle_of_a_confirm(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew.fill(5)
+    harness.fill(5)
     for offset in (None, 1):  # without another confirm in flight, and with one
-        with crew.stream.subscriber(group=f"{GROUP}{offset}") as sub:
+        with harness.stream.subscriber(group=f"{GROUP}{offset}") as sub:
             sub.poll(5)
             state, confirming = session_of(sub).condition, session_of(sub).confirms
             if offset is not None:
                 confirming._send_at = now() + 1
                 sub.confirm(offset)
                 for confirmation in confirming._waiting:
-                    confirmation.sent = True  # its first try has failed
-            closing = Closing(sub)
+                    confirmation.sent = True  # the first attempt has failed
+            closing = CloseOnSignal(sub)
             real = state.notify_all
             want = confirming.want
 
@@ -175,16 +175,16 @@ def test_signal_handler_may_close_in_the_middle_of_a_confirm(
         assert closing.took_s is not None
         assert closing.took_s < 3
         assert ack.done()
-        confirmed: Any = crew.redis.hget(keys.group(STREAM, f"{GROUP}{offset}"), "confirmed")
+        confirmed: Any = harness.redis.hget(keys.group(STREAM, f"{GROUP}{offset}"), "confirmed")
         assert (ack.exception(0) is None) == (confirmed == b"5")
-        assert crew.redis.get(keys.lease(STREAM, f"{GROUP}{offset}")) is None
+        assert harness.redis.get(keys.lease(STREAM, f"{GROUP}{offset}")) is None
 
 
 def test_signal_handler_may_close_in_a_confirm_during_a_renewal(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew.fill(5)
-    sub = crew.subscriber(lease_ttl=0.6)
+    harness.fill(5)
+    sub = harness.subscriber(lease_ttl=0.6)
     sub.poll(5)
     session = session_of(sub)
     in_handler, renewing = threading.Event(), threading.Event()
@@ -195,7 +195,7 @@ def test_signal_handler_may_close_in_a_confirm_during_a_renewal(
         renewing.set()
         in_handler.wait(10)
 
-    closing = Closing(sub)
+    closing = CloseOnSignal(sub)
 
     def closes(to: int) -> None:
         in_handler.set()
@@ -210,7 +210,7 @@ def test_signal_handler_may_close_in_a_confirm_during_a_renewal(
     assert closing.took_s is not None
     assert closing.took_s < 3
     eventually(lambda: not session_threads(), message="the thread is still running")
-    assert crew.owner is None
+    assert harness.owner is None
 
 
 # Ctrl-C
@@ -222,26 +222,26 @@ def interrupt_main() -> None:
     signal.pthread_kill(ident, signal.SIGINT)
 
 
-def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(bench: Bench) -> None:
-    sub = bench.subscriber(group=GROUP, lease_ttl=3)
+def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(proxied: ProxiedStream) -> None:
+    sub = proxied.subscriber(group=GROUP, lease_ttl=3)
     sub.poll(5)
-    bench.proxy.stall()
+    proxied.proxy.stall()
     sub.confirm()
     timer = threading.Timer(0.3, interrupt_main)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         sub.close()
     timer.join()
-    bench.proxy.resume()
+    proxied.proxy.resume()
     eventually(lambda: not session_threads(), message="the thread is still running")
-    eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)), 2)
+    eventually(lambda: not proxied.direct.exists(keys.lease(STREAM, GROUP)), 2)
     with contextlib.suppress(meteor.MeteorError):  # the confirm may have been too late
         sub.close()
 
 
-def test_ctrl_c_in_a_poll_ends_polling(crew: Crew) -> None:
-    crew.fill(5)
-    sub = crew.subscriber(lease_ttl=30)
+def test_member_does_not_count_as_polling_after_ctrl_c_in_a_poll(harness: GroupHarness) -> None:
+    harness.fill(5)
+    sub = harness.subscriber(lease_ttl=30)
     sub.poll(5)
     session = session_of(sub)
     codes = {fetcher.__file__, now.__code__}
@@ -274,9 +274,9 @@ def test_ctrl_c_in_a_poll_ends_polling(crew: Crew) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets
 @pytest.mark.parametrize("work", ["confirm", "poll", "deactivate"])
-def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> None:
-    crew.fill(10_000)
-    sub = crew.subscriber(lease_ttl=30)
+def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work: str) -> None:
+    harness.fill(10_000)
+    sub = harness.subscriber(lease_ttl=30)
     sub.poll(5, 5_000)  # so that the polls below find fetched records
     state, connection = session_of(sub).condition, session_of(sub).connection
     interrupts = 0
@@ -285,7 +285,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> No
 
         def profile(frame: FrameType, event: str, arg: object) -> None:
             nonlocal left
-            if event in ("call", "c_return"):  # where Python checks for signals
+            if event in ("call", "c_return"):  # Python checks for signals here
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
@@ -294,7 +294,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> No
         sys.setprofile(profile)
         try:
             if work == "confirm":
-                sub.confirm(interrupts)  # another offset each time: a confirmed one does nothing
+                sub.confirm(interrupts)  # another offset each time: a repeat does nothing
             elif work == "poll":
                 sub.poll(0, 1)
             else:
@@ -316,10 +316,10 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> No
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_ctrl_c_while_a_receiver_starts_leaves_nothing_to_wait_for(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch, starts: bool
+def test_receiver_interrupted_while_it_starts_can_be_closed(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
-    sub = crew.subscriber(lease_ttl=30)
+    sub = harness.subscriber(lease_ttl=30)
     start = JoinableThread.start
 
     def interrupted(thread: JoinableThread) -> None:
@@ -337,7 +337,7 @@ def test_ctrl_c_while_a_receiver_starts_leaves_nothing_to_wait_for(
     eventually(
         lambda: not [t for t in threading.enumerate() if t.name.startswith("meteor-receiver")]
     )
-    assert crew.owner is None
+    assert harness.owner is None
 
 
 # Forks
@@ -365,15 +365,15 @@ FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning
 
 @FORKS
 @pytest.mark.parametrize("dropped", [False, True])
-def test_ack_of_the_parent_raises_in_a_forked_child(bench: Bench, dropped: bool) -> None:
-    subs = [bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=30)]
+def test_ack_of_the_parent_raises_in_a_forked_child(proxied: ProxiedStream, dropped: bool) -> None:
+    subs = [proxied.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=30)]
     subs[0].poll(5)
-    bench.proxy.stall()
+    proxied.proxy.stall()
     ack = subs[0].confirm()
     if dropped:
         subs.clear()
     assert "belongs to the parent" in in_child(lambda: str(ack.result()))
-    bench.proxy.resume()
+    proxied.proxy.resume()
     assert ack.result(10) == 5
     for sub in subs:
         discard(sub)
@@ -381,10 +381,10 @@ def test_ack_of_the_parent_raises_in_a_forked_child(bench: Bench, dropped: bool)
 
 @FORKS
 def test_loop_is_refused_in_a_forked_child_even_if_a_parent_thread_held_the_lock(
-    crew: Crew,
+    harness: GroupHarness,
 ) -> None:
-    crew.fill(5)
-    sub = crew.subscriber(lease_ttl=30, auto_confirm=True)
+    harness.fill(5)
+    sub = harness.subscriber(lease_ttl=30, auto_confirm=True)
     session = sub._fetcher.session
     assert session is not None
     loop = iter(sub)
@@ -425,35 +425,37 @@ if sys.argv[2] == "poll":
 
 
 @pytest.mark.parametrize("how", ["poll", "receiver"])
-def test_exit_ends_in_time_if_the_server_does_not_reply(bench: Bench, how: str) -> None:
-    with Crew(bench.proxy.url) as crew:
-        program = crew.program(LEAVE, how)
+def test_interpreter_exits_in_time_if_the_server_does_not_reply(
+    proxied: ProxiedStream, how: str
+) -> None:
+    with GroupHarness(proxied.proxy.url) as harness:
+        program = harness.program(LEAVE, how)
         assert program.read() == "ready"
-        eventually(lambda: all(bench.direct.get(keys.lease(STREAM, f"g{n}")) for n in range(3)))
-        bench.proxy.stall()
+        eventually(lambda: all(proxied.direct.get(keys.lease(STREAM, f"g{n}")) for n in range(3)))
+        proxied.proxy.stall()
         begun = time.monotonic()
         program.write("go")
         program.wait()
         assert time.monotonic() - begun < 6
-        bench.proxy.resume()
+        proxied.proxy.resume()
 
 
 def test_exit_sends_confirms_and_releases_all_leases(url: str) -> None:
-    with Crew(url) as crew:
-        crew.fill(5)
-        program = crew.program(LEAVE, "poll")
+    with GroupHarness(url) as harness:
+        harness.fill(5)
+        program = harness.program(LEAVE, "poll")
         assert program.read() == "ready"
         program.write("go")
         assert program.wait() == 0
         for n in range(3):
-            assert crew.redis.get(keys.lease(STREAM, f"g{n}")) is None
-            assert crew.redis.hget(keys.group(STREAM, f"g{n}"), "confirmed") == b"5"
+            assert harness.redis.get(keys.lease(STREAM, f"g{n}")) is None
+            assert harness.redis.hget(keys.group(STREAM, f"g{n}"), "confirmed") == b"5"
 
 
 def test_poll_in_a_signal_handler_during_acquire_does_not_release_the_lease(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with crew.stream.subscriber(group="nested") as sub:
+    with harness.stream.subscriber(group="nested") as sub:
         session = session_of(sub)
         acquire, nested = session.lease.acquire, list[object]()
 
@@ -468,4 +470,4 @@ def test_poll_in_a_signal_handler_during_acquire_does_not_release_the_lease(
         term = session.hold(5.0)
         assert term is not None
         assert nested == [True, term]
-        assert crew.redis.get(keys.lease(STREAM, "nested")) is not None
+        assert harness.redis.get(keys.lease(STREAM, "nested")) is not None

@@ -1,4 +1,4 @@
-"""Terms: how they begin and end while members are healthy, slow or hung."""
+"""Terms begin and end correctly while members are healthy, slow or hung."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.subscribe.group_session import GroupSession
-from tests.support.group_members import Crew
+from tests.support.group_members import GroupHarness
 from tests.support.readers import background, blocked, check_values, drain
 from tests.support.waiting import eventually
 
 # on_assigned
 
 
-def test_on_assigned_is_called_once_per_term(crew: Crew) -> None:
-    crew.fill(4)
+def test_on_assigned_is_called_once_per_term(harness: GroupHarness) -> None:
+    harness.fill(4)
     terms: list[int | None] = []
-    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: terms.append(sub.term))
+    sub = harness.subscriber(lease_ttl=60, on_assigned=lambda sub: terms.append(sub.term))
     for _ in range(3):
         sub.poll(5, max_records=1)
     assert terms == [sub.term]
@@ -31,26 +31,26 @@ def test_on_assigned_is_called_once_per_term(crew: Crew) -> None:
     sub.reactivate()
     sub.poll(5)
     assert terms == [terms[0], sub.term]
-    assert sub.term == crew.events("assigned")[-1].term
-    assert [event.term for event in crew.events("assigned")] == terms
+    assert sub.term == harness.events("assigned")[-1].term
+    assert [event.term for event in harness.events("assigned")] == terms
     assert terms[0] != terms[1]
 
 
-def test_term_starts_where_on_assigned_says(crew: Crew) -> None:
-    crew.fill(10)
+def test_term_starts_where_on_assigned_says(harness: GroupHarness) -> None:
+    harness.fill(10)
     starts = iter([7, 2, None])
-    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: next(starts))
+    sub = harness.subscriber(lease_ttl=60, on_assigned=lambda sub: next(starts))
     assert drain(sub) == [7, 8, 9]
     sub.confirm(7).result(5)
     for expected in ([2, 3, 4, 5, 6, 7, 8, 9], [8, 9]):
         sub.deactivate()
         sub.reactivate()
         assert drain(sub) == expected
-    assert crew.confirmed == 8
+    assert harness.confirmed == 8
 
 
-def test_on_assigned_that_raises_is_called_again_at_the_next_poll(crew: Crew) -> None:
-    crew.fill(3)
+def test_on_assigned_that_raises_is_called_again_at_the_next_poll(harness: GroupHarness) -> None:
+    harness.fill(3)
     calls: list[int | None] = []
 
     def on_assigned(sub: meteor.Subscriber) -> int:
@@ -59,32 +59,32 @@ def test_on_assigned_that_raises_is_called_again_at_the_next_poll(crew: Crew) ->
             raise KeyError("the database is down")
         return 1
 
-    sub = crew.subscriber(lease_ttl=60, on_assigned=on_assigned)
+    sub = harness.subscriber(lease_ttl=60, on_assigned=on_assigned)
     for _ in range(2):
         with pytest.raises(KeyError):
             sub.poll(5)
     assert drain(sub) == [1, 2]
-    assert calls == [sub.term] * 3  # in one and the same term
+    assert calls == [sub.term] * 3  # in the same term
 
 
 @pytest.mark.parametrize(("start", "error"), [(4, ValueError), (-1, ValueError), ("1", TypeError)])
-def test_on_assigned_must_name_an_offset_that_exists(
-    crew: Crew, start: object, error: type[Exception]
+def test_on_assigned_must_return_an_offset_that_exists(
+    harness: GroupHarness, start: object, error: type[Exception]
 ) -> None:
-    crew.fill(3)
+    harness.fill(3)
     answers = [start, start, 2]
-    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: answers.pop(0))
+    sub = harness.subscriber(lease_ttl=60, on_assigned=lambda sub: answers.pop(0))
     for _ in range(2):
         with pytest.raises(error):
             sub.poll(5)
     assert drain(sub) == [2]
-    assert crew.confirmed is None
+    assert harness.confirmed is None
 
 
-def test_consumer_that_stores_its_own_offsets_sees_each_record_once(crew: Crew) -> None:
-    crew.fill(30)
+def test_consumer_that_stores_its_own_offsets_sees_each_record_once(harness: GroupHarness) -> None:
+    harness.fill(30)
     output: list[int] = []
-    subs = [crew.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
+    subs = [harness.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
     while len(output) < 30:
         for sub in subs:
             output += check_values(sub.poll(5, max_records=4))  # never confirmed
@@ -96,22 +96,24 @@ def test_consumer_that_stores_its_own_offsets_sees_each_record_once(crew: Crew) 
 # Regaining the lease
 
 
-def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(crew: Crew) -> None:
-    crew.fill(10)
-    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(10)
+    first, second = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
     assert check_values(first.poll(5, max_records=5)) == [0, 1, 2, 3, 4]
     first.deactivate()
     assert check_values(second.poll(5, max_records=8)) == list(range(8))
     second.confirm(6).result(5)
     second.deactivate()
-    first.reactivate()  # not polled since, so it has not seen the other term
+    first.reactivate()  # it has not polled since, so it has not seen the other term
     assert check_values(first.poll(5)) == [7, 8, 9]
     assert first.confirm().result(5) == 10
 
 
-def test_deactivated_member_reads_unconfirmed_records_again(crew: Crew) -> None:
-    crew.fill(10)
-    sub = crew.subscriber(lease_ttl=60)
+def test_deactivated_member_reads_unconfirmed_records_again(harness: GroupHarness) -> None:
+    harness.fill(10)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5, max_records=5)
     sub.confirm(1)
     sub.deactivate()
@@ -119,13 +121,13 @@ def test_deactivated_member_reads_unconfirmed_records_again(crew: Crew) -> None:
     assert check_values(sub.poll(5)) == list(range(2, 10))
 
 
-def test_terms_increase_even_if_the_server_clock_moved_back(crew: Crew) -> None:
-    sub = crew.subscriber(lease_ttl=60)
+def test_terms_increase_even_if_the_server_clock_moved_back(harness: GroupHarness) -> None:
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(0)
     assert sub.term is not None
     future = sub.term + 1_000_000_000
     sub.deactivate()
-    crew.set_fields(term=future)
+    harness.set_fields(term=future)
     sub.reactivate()
     sub.poll(0)
     assert sub.term == future + 1
@@ -134,73 +136,79 @@ def test_terms_increase_even_if_the_server_clock_moved_back(crew: Crew) -> None:
 # Slow and hung members
 
 
-def test_poll_longer_than_lease_and_max_poll_interval_keeps_the_lease(crew: Crew) -> None:
-    sub = crew.subscriber(lease_ttl=0.6, max_poll_interval=0.3)
-    other = crew.subscriber(lease_ttl=0.6)
+def test_poll_longer_than_lease_and_max_poll_interval_keeps_the_lease(
+    harness: GroupHarness,
+) -> None:
+    sub = harness.subscriber(lease_ttl=0.6, max_poll_interval=0.3)
+    other = harness.subscriber(lease_ttl=0.6)
     sub.poll(0)
     term = sub.term
     with background(lambda stop: _poll_until(other, stop)):
         assert len(sub.poll(1.2)) == 0
         assert sub.term == term
-        assert crew.owner == sub.member
-    assert len(crew.events()) == 1
+        assert harness.owner == sub.member
+    assert len(harness.events()) == 1
 
 
-def test_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew: Crew) -> None:
-    crew.fill(3)
-    hung = crew.subscriber(lease_ttl=60, max_poll_interval=0.3)
-    other = crew.subscriber(lease_ttl=60, max_poll_interval=60)
+def test_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(3)
+    hung = harness.subscriber(lease_ttl=60, max_poll_interval=0.3)
+    other = harness.subscriber(lease_ttl=60, max_poll_interval=60)
     assert check_values(hung.poll(5)) == [0, 1, 2]
     assert check_values(other.poll(20)) == [0, 1, 2]
     with pytest.raises(meteor.LeaseLost):
         hung.confirm().result(5)
-    assert crew.confirmed is None
+    assert harness.confirmed is None
     other.deactivate()  # free again, but the hung member does not compete
-    eventually(lambda: len(crew.events()) == 4)
-    assert [(event.what, event.member) for event in crew.events()] == [
+    eventually(lambda: len(harness.events()) == 4)
+    assert [(event.what, event.member) for event in harness.events()] == [
         ("assigned", hung.member),
         ("released", hung.member),
         ("assigned", other.member),
         ("released", other.member),
     ]
-    assert crew.owner is None
+    assert harness.owner is None
     assert check_values(hung.poll(5)) == [0, 1, 2]
-    assert crew.owner == hung.member
+    assert harness.owner == hung.member
 
 
-def test_hung_member_continues_its_term_if_no_other_wanted_the_lease(crew: Crew) -> None:
-    crew.fill(4)
+def test_hung_member_continues_its_term_if_no_other_member_wanted_the_lease(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(4)
     calls: list[int | None] = []
-    sub = crew.subscriber(
+    sub = harness.subscriber(
         lease_ttl=60, max_poll_interval=0.2, on_assigned=lambda sub: calls.append(sub.term)
     )
     assert check_values(sub.poll(5, max_records=2)) == [0, 1]
     term = sub.term
-    eventually(lambda: crew.owner is None)
+    eventually(lambda: harness.owner is None)
     assert not sub.is_assigned
     assert sub.confirm(0).result(5) == 1  # no other member has read it since
     assert check_values(sub.poll(5)) == [2, 3]
-    assert (sub.term, calls, crew.owner) == (term, [term], sub.member)
+    assert (sub.term, calls, harness.owner) == (term, [term], sub.member)
     assert sub.confirm().result(5) == 4
 
 
-def test_slow_loop_continues_where_it_left_off(crew: Crew) -> None:
-    crew.fill(4)
-    sub = crew.subscriber(lease_ttl=60, max_poll_interval=0.1)
+def test_slow_loop_continues_where_it_left_off(harness: GroupHarness) -> None:
+    harness.fill(4)
+    sub = harness.subscriber(lease_ttl=60, max_poll_interval=0.1)
     seen: list[int] = []
     for record in sub:
         seen.append(record.offset)
-        eventually(lambda: crew.owner is None)
+        eventually(lambda: harness.owner is None)
         if record.offset == 3:
             break
     assert seen == [0, 1, 2, 3]
-    assert {event.term for event in crew.events()} == {sub.term}
+    assert {event.term for event in harness.events()} == {sub.term}
 
 
-def test_loop_without_the_lease_hands_out_nothing(crew: Crew) -> None:
-    crew.fill(10)
-    first = crew.subscriber(lease_ttl=60, max_poll_interval=0.2)
-    second = crew.subscriber(lease_ttl=60)
+def test_loop_without_the_lease_yields_nothing(harness: GroupHarness) -> None:
+    harness.fill(10)
+    first = harness.subscriber(lease_ttl=60, max_poll_interval=0.2)
+    second = harness.subscriber(lease_ttl=60)
     records = iter(first)
     assert [next(records).offset for _ in range(3)] == [0, 1, 2]
     assert drain_after(second) == list(range(10))
@@ -212,9 +220,9 @@ def test_loop_without_the_lease_hands_out_nothing(crew: Crew) -> None:
 # Other threads
 
 
-def test_reactivate_wakes_a_poll(crew: Crew) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(lease_ttl=60)
+def test_reactivate_wakes_a_poll(harness: GroupHarness) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(lease_ttl=60)
     sub.deactivate()
 
     def reactivate(stop: threading.Event) -> None:
@@ -227,56 +235,58 @@ def test_reactivate_wakes_a_poll(crew: Crew) -> None:
 
 @pytest.mark.parametrize("holding", [True, False])
 def test_deactivate_takes_the_lease_from_a_poll_in_another_thread(
-    crew: Crew, holding: bool
+    harness: GroupHarness, holding: bool
 ) -> None:
-    sub, other = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    sub, other = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
     if not holding:
         other.poll(0)
     got: list[int] = []
     with background(lambda stop: got.extend(sub.poll(1.2).offsets)):
-        blocked(crew.redis)
+        blocked(harness.redis)
         sub.deactivate()
         assert not sub.is_assigned
         if holding:
             other.poll(0)
-        assert crew.owner == other.member
-        crew.fill(2)
+        assert harness.owner == other.member
+        harness.fill(2)
         assert check_values(other.poll(5)) == [0, 1]
     assert got == []
 
 
 @pytest.mark.parametrize("holding", [True, False])
 @pytest.mark.parametrize("how", ["poll", "loop"])
-def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, how: str) -> None:
-    other = crew.subscriber(lease_ttl=60)
+def test_close_ends_a_wait_in_another_thread_at_once(
+    harness: GroupHarness, holding: bool, how: str
+) -> None:
+    other = harness.subscriber(lease_ttl=60)
     began = time.monotonic()
     for _ in range(5):
-        sub = crew.subscriber(lease_ttl=60)
+        sub = harness.subscriber(lease_ttl=60)
         if not holding:
             other.poll(0)
         got: list[object] = []
         with background(partial(_read_all, sub, how == "loop", got)) as thread:
-            blocked(crew.redis)
+            blocked(harness.redis)
             sub.close()
             thread.join(10)
             assert not thread.is_alive()
         assert got == []
-        assert crew.owner == (None if holding else other.member)
+        assert harness.owner == (None if holding else other.member)
         with pytest.raises(meteor.MeteorError, match="closed"):
             sub.poll(0)
     assert time.monotonic() - began < 8  # a blocking read lasts two seconds
 
 
-def test_members_come_and_go_quickly(crew: Crew) -> None:
+def test_members_can_join_and_leave_quickly(harness: GroupHarness) -> None:
     for number in range(50):
-        crew.fill(1)
-        with crew.stream.subscriber(group=crew.group, lease_ttl=60) as sub:
+        harness.fill(1)
+        with harness.stream.subscriber(group=harness.group, lease_ttl=60) as sub:
             assert check_values(sub.poll(5)) == [number]
             sub.confirm()
 
 
-def test_session_stopped_while_choosing_a_job_ends_at_once(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+def test_session_stopped_while_it_chooses_its_next_job_ends_at_once(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = GroupSession.next_job
 
@@ -285,33 +295,33 @@ def test_session_stopped_while_choosing_a_job_ends_at_once(
         return look(session, retry_at)
 
     monkeypatch.setattr(GroupSession, "next_job", stop_and_look)
-    crew.subscriber(lease_ttl=60).poll(0)
-    eventually(lambda: crew.events("released"))
-    assert crew.owner is None
+    harness.subscriber(lease_ttl=60).poll(0)
+    eventually(lambda: harness.events("released"))
+    assert harness.owner is None
 
 
 # Closed
 
 
-def test_closed_member_leaves_no_connection_behind(crew: Crew) -> None:
-    holder = crew.subscriber(lease_ttl=60)
+def test_closed_member_leaves_no_connection_behind(harness: GroupHarness) -> None:
+    holder = harness.subscriber(lease_ttl=60)
     holder.poll(0)
-    before = _connections(crew)
+    before = _connections(harness)
     for _ in range(3):
-        waiter = crew.subscriber(lease_ttl=60)
+        waiter = harness.subscriber(lease_ttl=60)
         waiter.poll(0.05)
         waiter.close()
-    eventually(lambda: _connections(crew) <= before)
+    eventually(lambda: _connections(harness) <= before)
     holder.close()
-    eventually(lambda: _connections(crew) < before)
+    eventually(lambda: _connections(harness) < before)
 
 
 def _read_all(sub: meteor.Subscriber, loop: bool, got: list[object], stop: threading.Event) -> None:
     got.extend(sub if loop else sub.poll(60))
 
 
-def _connections(crew: Crew) -> int:
-    found: int = crew.redis.info("clients")["connected_clients"]
+def _connections(harness: GroupHarness) -> int:
+    found: int = harness.redis.info("clients")["connected_clients"]
     return found
 
 

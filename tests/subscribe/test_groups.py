@@ -13,70 +13,70 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.subscribe.lease import Lease, LeaseUnavailable, Term
-from tests.support.group_members import GROUP, STREAM, Crew
+from tests.support.group_members import GROUP, STREAM, GroupHarness
 from tests.support.readers import background, check_values, drain, entries, fill, replace_frame
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def crew(any_url: str) -> Iterator[Crew]:
-    with Crew(any_url) as crew:
-        yield crew
+def harness(any_url: str) -> Iterator[GroupHarness]:
+    with GroupHarness(any_url) as harness:
+        yield harness
 
 
 @pytest.fixture
-def served(url: str) -> Iterator[Crew]:
-    """A crew on one kind of server, for receivers: a wait in fake:// cannot be interrupted."""
-    with Crew(url) as crew:
-        yield crew
+def served(url: str) -> Iterator[GroupHarness]:
+    """A harness on a real server, for receivers: a wait in fake:// cannot be interrupted."""
+    with GroupHarness(url) as harness:
+        yield harness
 
 
 # SubscriberGroupedTest
 
 
-def test_subscriber_of_a_group_cannot_seek(crew: Crew) -> None:
-    sub = crew.subscriber()
+def test_subscriber_of_a_group_cannot_seek(harness: GroupHarness) -> None:
+    sub = harness.subscriber()
     with pytest.raises(meteor.GroupError, match="seek_group"):
         sub.seek(0)
 
 
-def test_poll_of_an_empty_stream_acquires_the_lease(crew: Crew) -> None:
-    sub = crew.subscriber()
+def test_poll_of_an_empty_stream_acquires_the_lease(harness: GroupHarness) -> None:
+    sub = harness.subscriber()
     assert (sub.is_assigned, sub.term) == (False, None)
     assert len(sub.poll(0)) == 0
     assert sub.is_assigned
     assert len(sub.poll(0.05)) == 0
-    assert (crew.owner, crew.field("term")) == (sub.member, str(sub.term))
+    assert (harness.owner, harness.field("term")) == (sub.member, str(sub.term))
 
 
-def test_confirm_before_the_first_read_changes_nothing(crew: Crew) -> None:
-    sub = crew.subscriber()
+def test_confirm_before_the_first_read_changes_nothing(harness: GroupHarness) -> None:
+    sub = harness.subscriber()
     assert sub.confirm().result(5) == 0
     sub.poll(0)
     assert sub.confirm().result(5) == 0
     assert sub.confirmed == 0
-    assert crew.confirmed is None
+    assert harness.confirmed is None
 
 
-def test_waiting_poll_returns_records_once_the_lease_is_free(crew: Crew) -> None:
-    crew.fill(2)
-    sub = crew.subscriber(lease_ttl=0.3)
-    crew.take_away()  # a lease without an expiry, and without an owner that would release it
+def test_waiting_poll_returns_records_once_the_lease_is_free(harness: GroupHarness) -> None:
+    harness.fill(2)
+    sub = harness.subscriber(lease_ttl=0.3)
+    harness.take_away()  # a lease without an expiry, and without an owner that would release it
     assert len(sub.poll(0.2)) == 0
     assert not sub.is_assigned
 
     def free_it(stop: threading.Event) -> None:
         eventually(lambda: sub._fetcher.session and sub._fetcher.session.polling)
-        crew.redis.delete(keys.lease(STREAM, GROUP))
+        harness.redis.delete(keys.lease(STREAM, GROUP))
 
     with background(free_it):
         assert check_values(sub.poll(60)) == [0, 1]
     assert sub.is_assigned
 
 
-def test_polls_without_a_timeout_get_a_released_lease_promptly(crew: Crew) -> None:
-    crew.fill(2)
-    owner, waiter = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+def test_polls_without_a_timeout_get_a_released_lease_promptly(harness: GroupHarness) -> None:
+    harness.fill(2)
+    owner, waiter = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
     assert check_values(owner.poll(5)) == [0, 1]
     assert not waiter.poll(0)
     owner.close()
@@ -85,7 +85,9 @@ def test_polls_without_a_timeout_get_a_released_lease_promptly(crew: Crew) -> No
     assert waiter.is_assigned
 
 
-def test_poll_without_a_timeout_replaces_a_dead_connection_while_it_waits(served: Crew) -> None:
+def test_poll_without_a_timeout_replaces_a_dead_connection_while_it_waits(
+    served: GroupHarness,
+) -> None:
     owner, waiter = served.subscriber(lease_ttl=60), served.subscriber(lease_ttl=60)
     owner.poll(0)
     assert not waiter.poll(0)
@@ -93,115 +95,115 @@ def test_poll_without_a_timeout_replaces_a_dead_connection_while_it_waits(served
     assert not waiter.poll(0)
 
 
-def test_expired_lease_is_taken_over_and_renewed(crew: Crew) -> None:
-    crew.fill(2)
-    sub = crew.subscriber(lease_ttl=0.6)
-    crew.set_fields(term=7, owner="dead member", nonce="old nonce")
+def test_expired_lease_is_taken_over_and_renewed(harness: GroupHarness) -> None:
+    harness.fill(2)
+    sub = harness.subscriber(lease_ttl=0.6)
+    harness.set_fields(term=7, owner="dead member", nonce="old nonce")
     assert check_values(sub.poll(10)) == [0, 1]
-    assert crew.field("confirmed") is None
+    assert harness.field("confirmed") is None
     assert sub.term is not None
     assert sub.term > 7
     assert sub.confirm().result(10) == 2
-    assert crew.confirmed == 2
+    assert harness.confirmed == 2
     for _ in range(2):
-        before = crew.lease_left_ms
+        before = harness.lease_left_ms
 
         def renewed() -> bool:
             nonlocal before
-            left, before = before, crew.lease_left_ms
+            left, before = before, harness.lease_left_ms
             return before > left
 
         eventually(renewed)
     eventually(lambda: sub.is_assigned)
 
 
-def test_polling_often_does_not_renew_often(crew: Crew) -> None:
-    sub = crew.subscriber(lease_ttl=60)
+def test_polling_often_does_not_renew_often(harness: GroupHarness) -> None:
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(0)
-    left_ms = crew.lease_left_ms
+    left_ms = harness.lease_left_ms
 
     def polled_until_it_is_older() -> bool:
         sub.poll(0)
-        return crew.lease_left_ms < left_ms - 100
+        return harness.lease_left_ms < left_ms - 100
 
     eventually(polled_until_it_is_older)
 
 
-def test_confirm_under_a_lost_lease_changes_nothing_and_raises_once(crew: Crew) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(lease_ttl=60)
+def test_confirm_under_a_lost_lease_changes_nothing_and_raises_once(harness: GroupHarness) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(lease_ttl=60)
     assert check_values(sub.poll(5)) == [0]
-    crew.take_away()
+    harness.take_away()
     ack = sub.confirm()
     eventually(ack.done)
     with pytest.raises(meteor.LeaseLost) as caught:
         sub.poll(0)
     assert (caught.value.stream, caught.value.group) == (STREAM, GROUP)
     assert len(sub.poll(0)) == 0
-    assert (sub.is_assigned, sub.term, crew.confirmed) == (False, None, None)
+    assert (sub.is_assigned, sub.term, harness.confirmed) == (False, None, None)
     sub.deactivate()
     sub.close()
-    assert crew.owner == "somebody"
+    assert harness.owner == "somebody"
 
 
-def test_checked_refusal_of_a_confirm_is_not_raised_by_poll(crew: Crew) -> None:
-    crew.fill(1)
-    sub = crew.subscriber(lease_ttl=60)
+def test_checked_refusal_of_a_confirm_is_not_raised_by_poll(harness: GroupHarness) -> None:
+    harness.fill(1)
+    sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
-    crew.take_away()
+    harness.take_away()
     with pytest.raises(meteor.LeaseLost):
         sub.confirm().result(5)
     assert len(sub.poll(0)) == 0
     sub.close()
 
 
-def test_failing_poll_keeps_the_lease_until_a_renewal_is_refused(crew: Crew) -> None:
-    crew.fill(1)
-    ((entry_id, _),) = entries(crew.redis, STREAM)
-    replace_frame(crew.redis, STREAM, entry_id, b"not a frame", b"0kv")
-    sub = crew.subscriber(lease_ttl=0.5)
+def test_failing_poll_keeps_the_lease_until_a_renewal_is_refused(harness: GroupHarness) -> None:
+    harness.fill(1)
+    ((entry_id, _),) = entries(harness.redis, STREAM)
+    replace_frame(harness.redis, STREAM, entry_id, b"not a frame", b"0kv")
+    sub = harness.subscriber(lease_ttl=0.5)
     for _ in range(2):
         with pytest.raises(meteor.CorruptFrame):
             sub.poll(5)
     assert sub.is_assigned
     assert sub.position == 0
-    crew.take_away()
+    harness.take_away()
     eventually(lambda: not sub.is_assigned)
     assert len(sub.poll(0)) == 0
-    assert crew.owner == "somebody"
+    assert harness.owner == "somebody"
 
 
 @pytest.mark.parametrize(("initial_offset", "seen"), [("earliest", [0, 1]), ("latest", [])])
 def test_new_group_starts_at_its_initial_offset(
-    crew: Crew, initial_offset: str, seen: list[int]
+    harness: GroupHarness, initial_offset: str, seen: list[int]
 ) -> None:
-    crew.fill(2)
-    sub = crew.subscriber(initial_offset=initial_offset)
+    harness.fill(2)
+    sub = harness.subscriber(initial_offset=initial_offset)
     assert drain(sub) == seen
-    crew.fill(1)
+    harness.fill(1)
     assert check_values(sub.poll(5)) == [2]
 
 
-def test_initial_offset_none_needs_a_confirmed_offset(crew: Crew) -> None:
-    crew.fill(3)
+def test_initial_offset_none_needs_a_confirmed_offset(harness: GroupHarness) -> None:
+    harness.fill(3)
     with pytest.raises(meteor.NoConfirmedOffset):
-        crew.subscriber(initial_offset="none")
-    assert crew.stream.groups() == []  # no group was created
-    with crew.subscriber() as sub:
+        harness.subscriber(initial_offset="none")
+    assert harness.stream.groups() == []  # no group was created
+    with harness.subscriber() as sub:
         sub.poll(5, max_records=2)
         with pytest.raises(meteor.NoConfirmedOffset):  # read, but not confirmed
-            crew.subscriber(initial_offset="none")
+            harness.subscriber(initial_offset="none")
         sub.confirm()
-    assert check_values(crew.subscriber(initial_offset="none").poll(5)) == [2]
+    assert check_values(harness.subscriber(initial_offset="none").poll(5)) == [2]
 
 
-def test_two_members_take_turns_by_deactivating(crew: Crew) -> None:
-    crew.fill(2)
-    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+def test_two_members_take_turns_by_deactivating(harness: GroupHarness) -> None:
+    harness.fill(2)
+    first, second = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
     assert check_values(first.poll(5)) == [0, 1]
     assert first.confirm().result(5) == 2
     assert len(second.poll(0)) == 0
-    crew.fill(2)
+    harness.fill(2)
     assert check_values(first.poll(5)) == [2, 3]
     assert (first.is_assigned, second.is_assigned) == (True, False)
     first.deactivate()
@@ -213,33 +215,33 @@ def test_two_members_take_turns_by_deactivating(crew: Crew) -> None:
     assert check_values(first.poll(5)) == [3]
 
 
-def test_each_of_two_groups_gets_every_record(crew: Crew) -> None:
-    crew.fill(3)
-    first, second = crew.subscriber(group="first"), crew.subscriber(group="second")
+def test_each_of_two_groups_gets_every_record(harness: GroupHarness) -> None:
+    harness.fill(3)
+    first, second = harness.subscriber(group="first"), harness.subscriber(group="second")
     assert [drain(first), drain(second)] == [[0, 1, 2]] * 2
     first.confirm().result(5)
-    crew.group = "second"
-    assert crew.confirmed is None
+    harness.group = "second"
+    assert harness.confirmed is None
     assert [first.lag, second.lag] == [0, 3]
 
 
-def test_groups_with_the_same_name_on_two_streams_are_independent(crew: Crew) -> None:
-    other = crew.client.stream("other", create=True)
-    crew.fill(2)
+def test_groups_with_the_same_name_on_two_streams_are_independent(harness: GroupHarness) -> None:
+    other = harness.client.stream("other", create=True)
+    harness.fill(2)
     fill(other, 3)
-    first = crew.subscriber()
+    first = harness.subscriber()
     with other.subscriber(group=GROUP) as second:
         assert (drain(first), drain(second)) == ([0, 1], [0, 1, 2])
         assert second.confirm().result(5) == 3
         first.deactivate()
         assert second.is_assigned
-        assert crew.confirmed is None
+        assert harness.confirmed is None
 
 
 # PubSubTest, and the ledger test of Blackstrom
 
 
-def test_each_receiver_without_a_group_gets_every_record_in_order(served: Crew) -> None:
+def test_each_receiver_without_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
     seen: list[list[int]] = [[], [], []]
     for offsets in seen:
         sub = served.subscriber(group=None)
@@ -249,7 +251,7 @@ def test_each_receiver_without_a_group_gets_every_record_in_order(served: Crew) 
     assert seen == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_one_receiver_of_a_group_gets_every_record_in_order(served: Crew) -> None:
+def test_one_receiver_of_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber() for _ in seen]
     for sub, offsets in zip(subs, seen, strict=True):
@@ -259,7 +261,7 @@ def test_one_receiver_of_a_group_gets_every_record_in_order(served: Crew) -> Non
     assert sorted(seen) == [[], [], [0, 1, 2, 3, 4]]
 
 
-def test_later_members_get_nothing_while_the_first_is_alive(served: Crew) -> None:
+def test_later_members_get_no_records_while_the_first_member_is_alive(served: GroupHarness) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber(lease_ttl=60)]
     subs[0].attach_receiver(_note(seen[0], subs[0]))
@@ -297,11 +299,11 @@ def _note(
 class Candidate:
     """A member that asks for the lease without a subscriber."""
 
-    def __init__(self, crew: Crew, name: str, nonce: str = "") -> None:
+    def __init__(self, harness: GroupHarness, name: str, nonce: str = "") -> None:
         self.name = name
         self.nonce = nonce or f"nonce of {name}"
-        self.link = crew.client._connector.open_connection()
-        self.lease = Lease(STREAM, crew.stream.incarnation, GROUP, name, 60.0)
+        self.link = harness.client._connector.open_connection()
+        self.lease = Lease(STREAM, harness.stream.incarnation, GROUP, name, 60.0)
 
     def acquire(self, expired: int | None = None) -> Term | LeaseUnavailable:
         return self.lease.acquire(self.link, self.nonce, expired)
@@ -313,64 +315,64 @@ class Candidate:
 
 
 @pytest.fixture
-def candidates(crew: Crew) -> Iterator[tuple[Candidate, Candidate]]:
-    crew.subscriber()  # creates the group
-    pair = Candidate(crew, "one"), Candidate(crew, "two")
-    yield pair
-    for candidate in pair:
+def candidates(harness: GroupHarness) -> Iterator[tuple[Candidate, Candidate]]:
+    harness.subscriber()  # creates the group
+    both = Candidate(harness, "one"), Candidate(harness, "two")
+    yield both
+    for candidate in both:
         candidate.link.close()
 
 
-def test_member_that_never_polls_does_not_take_the_lease(crew: Crew) -> None:
-    sub = crew.subscriber()
-    assert (crew.events(), crew.owner, sub.is_assigned) == ([], None, False)
+def test_member_that_never_polls_does_not_take_the_lease(harness: GroupHarness) -> None:
+    sub = harness.subscriber()
+    assert (harness.events(), harness.owner, sub.is_assigned) == ([], None, False)
 
 
-def test_deactivated_member_does_not_take_an_expired_lease(crew: Crew) -> None:
-    sub = crew.subscriber(lease_ttl=0.2)
-    crew.set_fields(term=7, owner="dead member", nonce="old nonce")
+def test_deactivated_member_does_not_take_an_expired_lease(harness: GroupHarness) -> None:
+    sub = harness.subscriber(lease_ttl=0.2)
+    harness.set_fields(term=7, owner="dead member", nonce="old nonce")
     sub.deactivate()
     assert len(sub.poll(0.5)) == 0
-    assert (crew.events(), crew.owner) == ([], None)
-    assert crew.field("owner") == "dead member"
+    assert (harness.events(), harness.owner) == ([], None)
+    assert harness.field("owner") == "dead member"
 
 
 def test_free_lease_is_acquired_renewed_and_released(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
+    harness: GroupHarness, candidates: tuple[Candidate, Candidate]
 ) -> None:
     one, _ = candidates
     term = one.win()
-    assert crew.owner == "one"
-    crew.redis.pexpire(keys.lease(STREAM, GROUP), 20_000)
+    assert harness.owner == "one"
+    harness.redis.pexpire(keys.lease(STREAM, GROUP), 20_000)
     one.lease.renew(one.link, term)
-    assert crew.lease_left_ms > 20_000
+    assert harness.lease_left_ms > 20_000
     one.lease.release(one.link, term.nonce)
-    assert crew.lease_left_ms == -2
-    assert [(event.what, event.term) for event in crew.events()] == [
+    assert harness.lease_left_ms == -2
+    assert [(event.what, event.term) for event in harness.events()] == [
         ("assigned", term.number),
         ("released", term.number),
     ]
 
 
 def test_expired_lease_is_taken_over_after_the_grace_period(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
+    harness: GroupHarness, candidates: tuple[Candidate, Candidate]
 ) -> None:
     one, two = candidates
     old = one.win()
-    crew.redis.delete(keys.lease(STREAM, GROUP))
+    harness.redis.delete(keys.lease(STREAM, GROUP))
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # waited for another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited for another term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number
-    assert crew.owner == "two"
+    assert harness.owner == "two"
 
 
 @pytest.mark.parametrize("how", ["released", "taken over", "sought", "never owner"])
 def test_former_owner_can_neither_renew_nor_release_the_lease(
-    crew: Crew, candidates: tuple[Candidate, Candidate], how: str
+    harness: GroupHarness, candidates: tuple[Candidate, Candidate], how: str
 ) -> None:
     one, two = candidates
     old = one.win()
@@ -380,14 +382,14 @@ def test_former_owner_can_neither_renew_nor_release_the_lease(
         two.win()
         owner = "two"
     elif how == "sought":
-        crew.stream.seek_group(GROUP, 0)
+        harness.stream.seek_group(GROUP, 0)
     elif how == "never owner":
         old = old._replace(number=two.win().number)  # another member's term with its own nonce
         owner = "two"
-    events = crew.events()
+    events = harness.events()
     with pytest.raises(meteor.LeaseLost):
         one.lease.renew(one.link, old)
     with pytest.raises(meteor.LeaseLost):
         one.lease.confirm(one.link, old, old.start._replace(offset=0))
     one.lease.release(one.link, old.nonce)
-    assert (crew.owner, crew.events()) == (owner, events)
+    assert (harness.owner, harness.events()) == (owner, events)

@@ -1,7 +1,7 @@
 """A subscriber survives interruptions and outages, and does not disturb other clients.
 
-Ctrl-C at any moment, a server that is killed and restarted or stays down, a stream that is deleted
-or recreated, a fork, other readers and publishers.
+Covers Ctrl-C at any moment, a server that is killed, a stream that is deleted or recreated, forks,
+and other readers and publishers.
 """
 
 from __future__ import annotations
@@ -215,14 +215,14 @@ def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: r
         stream.delete()
 
     with stream.subscriber() as sub, background(delete):
-        with pytest.raises(meteor.StreamNotFound, match="'s' does not exist any more"):
+        with pytest.raises(meteor.StreamNotFound, match="'s' no longer exists"):
             sub.poll(timeout=20)
         with pytest.raises(meteor.StreamNotFound):
             sub.poll(timeout=0)
 
 
 @pytest.mark.parametrize("read", [0, 5])
-def test_recreated_stream_is_not_taken_for_the_old_one(
+def test_recreated_stream_is_not_mistaken_for_the_deleted_stream(
     client: meteor.Client, stream: meteor.Stream, read: int
 ) -> None:
     if read:
@@ -232,7 +232,7 @@ def test_recreated_stream_is_not_taken_for_the_old_one(
         again = client.stream("s", create=True)
         fill(again, 10)
         for _ in range(2):
-            with pytest.raises(meteor.LogTruncated, match="deleted and created again") as caught:
+            with pytest.raises(meteor.LogTruncated, match="deleted and recreated") as caught:
                 sub.poll()
             assert (caught.value.first, caught.value.last) == (0, read - 1)
         sub.skip_gap()

@@ -166,8 +166,8 @@ def test_signal_handler_that_uses_the_client_in_a_call_gets_its_own_reply(
     assert set(inner) == {b"inner"}
 
 
-class alarms:  # lower case: used like a function
-    """Call something from a signal handler, repeatedly."""
+class alarms:  # in lower case, because it is used like a function
+    """Calls a function from a signal handler, repeatedly."""
 
     def __init__(self, action: Callable[[], object], first_s: float = 0.001) -> None:
         self._action = action
@@ -184,7 +184,7 @@ class alarms:  # lower case: used like a function
 
     def _handle(self, *_: object) -> None:
         self._action()
-        if self._first_s < 0.1:  # not periodic: the next one starts only when this one is done
+        if self._first_s < 0.1:  # not periodic: the next alarm is set only when this one is handled
             signal.setitimer(signal.ITIMER_REAL, self._first_s)
 
 
@@ -251,13 +251,13 @@ def test_publish_failure_does_not_hide_a_loss() -> None:
     assert [accumulator.take_failure() for _ in range(3)] == [unknown, loss, None]
 
 
-def test_epoch_unknown_to_the_server_was_lost() -> None:
+def test_epoch_unknown_to_the_server_counts_as_lost() -> None:
     # The server's clock was set back, so the new epoch has the lower number.
     assert diverged_at(Position("i", 2_000, 200), "1:0,1500:100", 300) == 100
     assert diverged_at(Position("i", 2_000, 100), "1:0,1500:100", 300) is None
 
 
-def test_demotion_and_promotion_under_an_idle_publisher_are_noticed(
+def test_idle_publisher_detects_demotion_and_promotion_of_its_server(
     private_server: ServerFactory,
 ) -> None:
     first = private_server()
@@ -268,7 +268,7 @@ def test_demotion_and_promotion_under_an_idle_publisher_are_noticed(
         idle.publish(b"common").result()
         second.wait_in_sync()
         second.promote()
-        busy.publish_many([b"lost"] * 50).result()  # on the first server only
+        busy.publish_many([b"lost"] * 50).result()  # this record is on the first server only
         busy.close()
         with stream.subscriber() as sub:
             make_replica(first, second)

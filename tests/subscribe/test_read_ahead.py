@@ -1,7 +1,8 @@
-"""Reading ahead: records requested in advance are handed out in order, or not at all.
+"""Reading ahead: records requested in advance are returned in order, or not at all.
 
 After a few fetches in a row, the reader requests the next records before the caller has processed
-the last. The hazard: the reply waits in the connection, and must not be taken for another.
+the last. The hazard: the reply waits in the connection, and must not be mistaken for the reply to
+another request.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def test_lost_connection_loses_no_record(stream: meteor.Stream, server: Server) 
         read_all(sub, RECORDS)
 
 
-def test_deleted_stream_is_noticed(stream: meteor.Stream) -> None:
+def test_reader_notices_that_the_stream_was_deleted(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         stream.delete()

@@ -1,4 +1,4 @@
-"""Receivers pass every record in order, keep their lease, and never end without an error."""
+"""Receivers pass on every record in order, keep their lease, and never end without an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.receivers import (
 )
 from tests.support.waiting import eventually
 
-#: Settings of a member that soon loses its lease to a rival unless it shows that it is alive.
+#: Settings of a member that soon loses its lease to another member unless it polls.
 QUICK: dict[str, Any] = {"group": "g", "lease_ttl": 0.6, "max_poll_interval": 0.6}
 
 
@@ -47,7 +47,7 @@ def test_receiver_gets_every_record_in_order(any_url: str, group: str | None) ->
         with stream.subscriber(group=group, initial_offset="earliest") as sub:
             receiver = sub.attach_receiver(handler)
             handler.wait_for(*range(52))
-            fill(stream, 1, 100)  # while it waits
+            fill(stream, 1, 100)  # published while the receiver waits
             handler.wait_for(*range(153))
             assert sub.position == 153
         assert not receiver.alive
@@ -92,7 +92,7 @@ def test_auto_confirm_does_not_confirm_the_current_record(stream: meteor.Stream)
         sub.attach_receiver(Handler(gate))
         with gate.hold():
             eventually(lambda: confirmed(stream) == 4)
-            fill(stream, 1)  # gives a wrong confirm time to be sent
+            fill(stream, 1)  # leaves time for a wrong confirm to be sent
             assert confirmed(stream) == 4
         eventually(lambda: confirmed(stream) == 11)
 
@@ -185,7 +185,9 @@ def test_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | No
         assert next_of(stream) == list(range(4, 10))
 
 
-def test_handler_may_close_the_receiver_and_its_record_counts(stream: meteor.Stream) -> None:
+def test_handler_may_close_the_receiver_and_its_record_counts_as_done(
+    stream: meteor.Stream,
+) -> None:
     fill(stream, 10)
     attached = threading.Event()
     with stream.subscriber(group="g", auto_confirm=True) as sub:
@@ -243,7 +245,7 @@ def test_close_returns_at_once_without_a_current_record(stream: meteor.Stream, s
         assert not receiver.alive
 
 
-def test_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
+def test_closing_a_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
     client = meteor.connect(url)
     stream = client.stream("s", create=True)
     fill(stream, 5)
@@ -266,13 +268,13 @@ def test_error_in_the_block_is_not_hidden_by_the_receivers(url: str) -> None:
         receiver = stream.subscriber(group="g").attach_receiver(fails_for(0))
         assert receiver.join(20)
         raise KeyError("mine")
-    assert caught.value.__notes__ == ["While closing the client: no 0"]
+    assert caught.value.__notes__ == ["Closing the client also failed: no 0"]
 
 
 # Invalid calls
 
 
-def test_subscriber_has_one_reader(stream: meteor.Stream) -> None:
+def test_subscriber_allows_only_one_reader_at_a_time(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         sub.attach_receiver(Handler())
         for refused in (
@@ -313,7 +315,7 @@ def test_invalid_arguments_are_refused_and_attach_nothing(stream: meteor.Stream)
 def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
     fill(stream, 12)
     pause = threading.Event()
-    handler = Handler(lambda record: pause.wait(0.1))  # all records take twice max_poll_interval
+    handler = Handler(lambda record: pause.wait(0.1))  # in total twice max_poll_interval
     with stream.subscriber(**QUICK) as sub, stream.subscriber(**QUICK) as rival:
         sub.attach_receiver(handler)
         term = eventually(lambda: sub.term)
@@ -324,7 +326,7 @@ def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
         assert waiting.given == []
 
 
-def test_hung_handler_loses_the_lease_and_its_receiver_waits_for_it(
+def test_receiver_with_a_hung_handler_loses_the_lease_and_waits_to_regain_it(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 6)

@@ -1,4 +1,4 @@
-"""A record for which the handler raises is treated as ``on_error`` says, and never lost."""
+"""If the handler raises, ``on_error`` decides what happens to the record. It is never lost."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_skip_counts_the_record_and_continues(
         assert confirmed(stream) == 6
 
 
-def test_skipped_record_is_confirmed_if_all_before_it_are(stream: meteor.Stream) -> None:
+def test_skipped_record_is_confirmed_if_all_earlier_records_are_confirmed(
+    stream: meteor.Stream,
+) -> None:
     fill(stream, 3)
     with stream.subscriber(group="g") as sub:
         receiver = sub.attach_receiver(fails_for(0, 2), on_error="skip")
@@ -296,7 +298,7 @@ def test_record_becomes_a_dead_letter_after_three_tries(
 
 
 @pytest.mark.parametrize("first", ["confirmed", "open"])
-def test_dead_letter_is_confirmed_if_all_before_it_are(
+def test_dead_letter_is_confirmed_if_all_earlier_records_are_confirmed(
     stream: meteor.Stream, dead: meteor.Stream, first: str
 ) -> None:
     fill(stream, 3)
@@ -389,9 +391,9 @@ def test_deleted_dead_letter_stream_ends_the_receiver_with_an_error(
     assert next_of(stream) == [0, 1]
 
 
-def test_stream_cannot_take_its_own_dead_letters(stream: meteor.Stream) -> None:
+def test_stream_cannot_be_its_own_dead_letter_stream(stream: meteor.Stream) -> None:
     same = stream.client.stream("s", create=True)
-    with stream.subscriber() as sub, pytest.raises(ValueError, match="the stream itself"):
+    with stream.subscriber() as sub, pytest.raises(ValueError, match="its own dead letters"):
         sub.attach_receiver(Handler(), on_error=same)
 
 

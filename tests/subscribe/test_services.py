@@ -1,4 +1,4 @@
-"""Services as the documentation recommends: they end on SIGTERM, and count exactly once."""
+"""Services written as the documentation recommends end on SIGTERM, and count exactly once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.group_members import GROUP, STREAM, Crew, Process
+from tests.support.group_members import GROUP, STREAM, GroupHarness, Process
 from tests.support.waiting import eventually
 
 _PLACE = f"""
@@ -18,9 +18,9 @@ STREAM, GROUP = {STREAM!r}, {GROUP!r}
 
 
 @pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url, capacity=1_000_000) as crew:
-        yield crew
+def harness(url: str) -> Iterator[GroupHarness]:
+    with GroupHarness(url, capacity=1_000_000) as harness:
+        yield harness
 
 
 # SIGTERM
@@ -71,23 +71,23 @@ finally:
 """
 
 
-def service(crew: Crew, body: str, frame: str) -> Process:
-    return crew.program(_BEGINS + frame.format(body.strip().replace("\n", "\n        ")))
+def service(harness: GroupHarness, body: str, frame: str) -> Process:
+    return harness.program(_BEGINS + frame.format(body.strip().replace("\n", "\n        ")))
 
 
 BODIES = pytest.mark.parametrize("body", [_LOOP, _RECEIVER], ids=["loop", "receiver"])
 FRAMES = pytest.mark.parametrize("frame", [_WITH, _BARE], ids=["with", "bare"])
 
 
-def check_released(crew: Crew, program: Process, at_least: int) -> int:
+def check_released(harness: GroupHarness, program: Process, at_least: int) -> int:
     """Check that the service has ended cleanly; return the confirmed offset."""
     assert program.wait() == 0
-    assert (crew.owner, crew.field("owner")) == (
+    assert (harness.owner, harness.field("owner")) == (
         None,
         "",
     )  # released, not expired
-    assert [event.what for event in crew.events()] == ["assigned", "released"]
-    confirmed = crew.confirmed
+    assert [event.what for event in harness.events()] == ["assigned", "released"]
+    confirmed = harness.confirmed
     assert confirmed is not None
     # The record in progress may be confirmed too; the receiver's thread continues meanwhile.
     assert confirmed >= at_least
@@ -97,35 +97,35 @@ def check_released(crew: Crew, program: Process, at_least: int) -> int:
 @BODIES
 @FRAMES
 def test_waiting_service_confirms_and_releases_its_lease_at_sigterm(
-    crew: Crew, body: str, frame: str
+    harness: GroupHarness, body: str, frame: str
 ) -> None:
-    crew.fill(10)
-    program = service(crew, body, frame)
+    harness.fill(10)
+    program = service(harness, body, frame)
     assert [program.read(), program.read()] == ["0", "9"]
     program.terminate()  # just after the last confirm, which is usually not sent yet
     program.read()
-    assert check_released(crew, program, 10) == 10
-    crew.fill(1)
-    with crew.subscriber() as sub:
+    assert check_released(harness, program, 10) == 10
+    harness.fill(1)
+    with harness.subscriber() as sub:
         assert list(sub.poll(5).offsets) == [10]
 
 
 @BODIES
 @FRAMES
 def test_busy_service_confirms_and_releases_its_lease_at_sigterm(
-    crew: Crew, body: str, frame: str
+    harness: GroupHarness, body: str, frame: str
 ) -> None:
-    end = crew.fill(*[10_000] * 30)
-    program = service(crew, body, frame)
+    end = harness.fill(*[10_000] * 30)
+    program = service(harness, body, frame)
     assert program.read() == "0"
-    eventually(lambda: (crew.confirmed or 0) > 1000)
+    eventually(lambda: (harness.confirmed or 0) > 1000)
     program.terminate()
     line = program.read()
     if line == "9":
         line = program.read()
-    confirmed = check_released(crew, program, int(line) + 1)
+    confirmed = check_released(harness, program, int(line) + 1)
     assert confirmed < end, "the service had already finished"
-    with crew.subscriber() as sub:
+    with harness.subscriber() as sub:
         assert sub.poll(5, max_records=1).first_offset == confirmed
 
 
@@ -182,29 +182,29 @@ print("end", flush=True)
 )
 
 _GUARD = "WHERE next = ?3"
-#: The same number of parameters, but no guard.
+#: Takes the same parameters, but does not check the offset.
 _NO_GUARD = "WHERE next >= 0 AND ?3 >= 0"
 
 TOTAL = sum(range(100))
 
 
-def count(crew: Crew, path: Path, guard: str, stop: str) -> tuple[int, int]:
-    """Sum up 100 amounts in two processes; the owner is stopped for longer than its lease."""
+def count(harness: GroupHarness, path: Path, guard: str, stop: str) -> tuple[int, int]:
+    """Sum up 100 amounts in two processes. The owner is stopped for longer than its lease."""
     with closing(sqlite3.connect(path)) as db:
         with db:
             db.execute("CREATE TABLE total (amount INT, next INT)")
             db.execute("INSERT INTO total VALUES (0, 0)")
-        stream = crew.client.stream("amounts", codec="json")
+        stream = harness.client.stream("amounts", codec="json")
         with stream.publisher() as pub:
             for first in range(0, 100, 5):
                 pub.publish_many(list(range(first, first + 5))).result(10)
-        one = crew.program(_COUNTS, str(path), guard, stop, "100")
-        other = crew.program(_COUNTS, str(path), guard, "never", "60")
+        one = harness.program(_COUNTS, str(path), guard, stop, "100")
+        other = harness.program(_COUNTS, str(path), guard, "never", "60")
         assert [one.read(), other.read()] == ["ready", "ready"]
         one.write("go")
         assert one.read() == stop
         one.pause()
-        one.write("go")  # for when it is resumed
+        one.write("go")  # read by the process when it is resumed
         other.write("go")
         assert other.read() == "end"
         one.resume()
@@ -219,11 +219,13 @@ def count(crew: Crew, path: Path, guard: str, stop: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stop", ["before", "after"])
 def test_amounts_are_summed_once_if_the_owner_is_stopped_around_its_commit(
-    crew: Crew, tmp_path: Path, stop: str
+    harness: GroupHarness, tmp_path: Path, stop: str
 ) -> None:
-    assert count(crew, tmp_path / "db", _GUARD, stop) == (TOTAL, 100)
+    assert count(harness, tmp_path / "db", _GUARD, stop) == (TOTAL, 100)
 
 
-def test_amounts_are_summed_twice_without_the_offset_guard(crew: Crew, tmp_path: Path) -> None:
-    amount, _ = count(crew, tmp_path / "db", _NO_GUARD, "before")
+def test_amounts_are_summed_twice_without_the_offset_guard(
+    harness: GroupHarness, tmp_path: Path
+) -> None:
+    amount, _ = count(harness, tmp_path / "db", _NO_GUARD, "before")
     assert amount > TOTAL, "the test above proves nothing"

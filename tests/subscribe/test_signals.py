@@ -83,7 +83,7 @@ def test_each_call_of_a_member_may_be_interrupted_at_any_moment(
         eventually(lambda: works(sub), 10, "the member is stuck")
 
 
-def test_interrupted_deactivate_leaves_the_connection_to_the_next_call(
+def test_interrupted_deactivate_leaves_the_connection_usable(
     stream: meteor.Stream, rng: Random
 ) -> None:
     deadline = time.monotonic() + SECONDS

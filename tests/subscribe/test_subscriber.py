@@ -69,7 +69,7 @@ def test_published_records_are_read(stream: meteor.Stream, n: int) -> None:
         assert not sub.poll(timeout=0)
 
 
-def test_seek_reads_again(stream: meteor.Stream) -> None:
+def test_records_are_read_again_after_a_seek(stream: meteor.Stream) -> None:
     fill(stream, 1, 1)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert drain(sub) == [0, 1]
@@ -166,7 +166,9 @@ def test_subscribers_of_several_clients_each_get_every_record(
 # Polling
 
 
-def test_any_batch_sizes_return_each_record_once(client: meteor.Client, rng: random.Random) -> None:
+def test_polls_of_any_size_return_each_record_once(
+    client: meteor.Client, rng: random.Random
+) -> None:
     stream = client.stream("mixed", capacity=100_000)
     end = fill(stream, *(rng.choice([1, 1, 2, 31, 32, 33, 500]) for _ in range(60)))
     for _ in range(10):
@@ -210,7 +212,7 @@ def test_poll_may_wait_longer_than_the_connection_timeout(url: str) -> None:
 
 
 def test_poll_may_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
-    """A blocking read lasts two seconds: redis-py 8 abandons a reply after five."""
+    """A blocking read lasts two seconds, because redis-py 8 abandons a reply after five."""
     with stream.subscriber() as sub:
         start = time.monotonic()
         assert not sub.poll(timeout=2.3)
@@ -269,7 +271,7 @@ def test_earliest_means_the_first_record_at_the_time_of_reading(client: meteor.C
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.position == 0
-        fill(stream, 10, 10)  # the ring drops everything before
+        fill(stream, 10, 10)  # the ring drops all earlier records
         assert drain(sub) == list(range(20, 30))
         sub.seek("earliest")
         fill(stream, 10, 10)
@@ -314,7 +316,7 @@ def test_seek_inside_a_loop_continues_from_there(stream: meteor.Stream, to: int 
         assert drain(sub) == []
 
 
-def test_poll_inside_a_loop_takes_its_records_out_of_the_loop(stream: meteor.Stream) -> None:
+def test_loop_does_not_repeat_records_that_a_poll_inside_it_returned(stream: meteor.Stream) -> None:
     fill(stream, 10, 50)
     with stream.subscriber(initial_offset="earliest") as sub:
         looped, polled = [], []
@@ -328,7 +330,7 @@ def test_poll_inside_a_loop_takes_its_records_out_of_the_loop(stream: meteor.Str
         assert looped == [*range(5), *range(8, 60)]
 
 
-def test_closing_inside_a_loop_ends_it(stream: meteor.Stream) -> None:
+def test_closing_the_subscriber_inside_a_loop_ends_the_loop(stream: meteor.Stream) -> None:
     fill(stream, 10)
     seen = []
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -379,7 +381,7 @@ def test_seek_by_offset_time_and_keyword_agree(client: meteor.Client, rng: rando
         assert sub.position == end
 
 
-def test_lag_counts_the_records_ahead(stream: meteor.Stream) -> None:
+def test_lag_is_the_number_of_unread_records(stream: meteor.Stream) -> None:
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.lag == 10

@@ -1,1 +1,1 @@
-"""Test equipment: everything that tests share, and no tests."""
+"""Helpers that tests share. This package contains no tests."""

@@ -37,7 +37,11 @@ def dead_letter_rules() -> list[str]:
 @pytest.fixture(params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
     """A server with these roles, streams that the admin created, and loaded scripts."""
-    server = private_server(kind=request.param)
+    return guard(private_server(kind=request.param))
+
+
+def guard(server: Server) -> Server:
+    """Give a server the roles, two streams and the scripts."""
     with server.client() as client:
         for name, rules in roles().items():
             if name != "default":  # stays enabled for the tests' own client

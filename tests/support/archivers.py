@@ -1,14 +1,14 @@
-"""A stream with a store, and archivers in this process or in one that fails on cue.
+"""A stream with a store, and archivers in this process or in one that fails at a given step.
 
-    with Depot(url, tmp_path) as depot:
-        end = depot.fill(1000)
-        depot.process(fault="kill before rename").wait()
-        depot.archiver()
-        depot.check(end)
+    with StoredStream(url, tmp_path) as stored:
+        end = stored.fill(1000)
+        stored.process(fault="kill before rename").wait()
+        stored.archiver()
+        stored.check(end)
 
-A fault names what a process does to itself, and when: "kill" (SIGKILL) or "stop" (SIGSTOP),
-"before" or "after", a step of the commit, and optionally the number of the call. The steps are
-functions of the library, wrapped only in that process.
+A fault describes how and when a process fails: "kill" (SIGKILL) or "stop" (SIGSTOP), "before" or
+"after", a step of the commit, and optionally the number of the call. The steps are functions of the
+library, wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.redis import keys
 from meteor_py.store import segment_log
 from tests.support.forking import exit_code, fork
-from tests.support.group_members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
+from tests.support.group_members import (
+    ANSWER_S,
+    STREAM,
+    GroupHarness,
+    Process,
+    Refused,
+    answer,
+    serve,
+)
 from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
@@ -63,8 +71,8 @@ def _may_mount() -> bool:
 needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This user may not mount anything.")
 
 
-class Depot(Crew):
-    """A crew for the group of archivers. It starts no archiver by itself."""
+class StoredStream(GroupHarness):
+    """A stream with a store, and its group of archivers. Starts no archiver by itself."""
 
     def __init__(self, url: str, root: Path, **settings: Any) -> None:
         defaults = {"capacity": 100, "archive": False}
@@ -233,7 +241,7 @@ class _Child:
     ) -> None:
         for place, other in (bind or {}).items():
             self.mount(other, place)
-        self.refusals: list[str] = []  # error names of refused commits
+        self.refusals: list[str] = []  # the names of the errors of refused commits
         self._note_refusals()
         if fault:
             plant(fault)
@@ -316,14 +324,14 @@ def plant(fault: str) -> None:
 
 
 def _fail(what: str) -> None:
-    # Signal this thread: if another one stopped first, this one would keep running.
+    # Signal this thread: if another thread stopped first, this one would keep running.
     how = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
     signal.pthread_kill(threading.get_ident(), how)
 
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
-    if "bind" in orders and "unshared" not in sys.argv:  # private mounts, before anything is opened
+    if "bind" in orders and "unshared" not in sys.argv:  # mount before opening anything
         program = [sys.executable, "-m", "tests.support.archivers", sys.argv[1], "unshared"]
         os.execvp("unshare", ["unshare", "--mount", *program])
     logging.basicConfig(level=logging.INFO)  # shown when a test fails

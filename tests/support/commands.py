@@ -1,4 +1,4 @@
-"""The ``meteor`` command as a process, as in a shell, but with its modules already imported."""
+"""Runs the ``meteor`` command as a process, as in a shell, but with its modules preloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METEOR = Path(sys.executable).parent / "meteor"
 PATIENCE_S = 60.0
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """The result of a command."""
 
     code: int
@@ -54,7 +54,7 @@ def meteor(
     environ: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
     preloaded: bool = True,
-) -> Done:
+) -> CommandResult:
     """Run a command to its end, with $METEOR_URL set."""
     command = [str(METEOR), *arguments]
     env = environment(url, environ)
@@ -64,17 +64,17 @@ def meteor(
         done = subprocess.run(
             command, input=given, timeout=patience_s, env=env, capture_output=True, check=False
         )
-    return Done(done.returncode, done.stdout, done.stderr.decode())
+    return CommandResult(done.returncode, done.stdout, done.stderr.decode())
 
 
-def succeed(url: str | None, *arguments: str, given: bytes = b"") -> Done:
+def succeed(url: str | None, *arguments: str, given: bytes = b"") -> CommandResult:
     """Run a command that must succeed."""
     done = meteor(url, *arguments, given=given)
     assert done.code == 0, done
     return done
 
 
-class Running:
+class RunningCommand:
     """A running command, with pipes for its input and output."""
 
     def __init__(self, url: str | None, *arguments: str) -> None:
@@ -113,10 +113,10 @@ class Running:
         line, _, self._seen[source] = self._seen[source].partition(b"\n")
         return line.decode()
 
-    def end(self, how: signal.Signals | None = None) -> Done:
+    def end(self, how: signal.Signals | None = None) -> CommandResult:
         """Send a signal or close the input, and wait for the exit."""
         if how is not None:
             self.process.send_signal(how)
         out, err = self.process.communicate(timeout=PATIENCE_S)
         err = self._seen["stderr"] + err
-        return Done(self.process.wait(), self._seen["stdout"] + out, err.decode())
+        return CommandResult(self.process.wait(), self._seen["stdout"] + out, err.decode())

@@ -38,7 +38,7 @@ class _Request:
             os.close(file)
 
     def apply(self) -> None:
-        """Apply files, folder and environment, as in a newly started process."""
+        """Set up files, folder and environment as in a newly started process."""
         if self._options["session"]:
             os.setsid()
         for number, file in enumerate(self._files):

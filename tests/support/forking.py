@@ -1,4 +1,4 @@
-"""Forks of processes whose other threads may be writing to the log."""
+"""Safe forks, even if other threads are writing to the log."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Group members in other processes, and the group as the server sees it.
 
-    with Crew(url) as crew:
-        crew.fill(3)
-        first, second = crew.members(2, lease_ttl=0.5)
+    with GroupHarness(url) as harness:
+        harness.fill(3)
+        first, second = harness.members(2, lease_ttl=0.5)
         assert first.poll() == [0, 1, 2]
         first.kill()
         assert second.poll(10) == [0, 1, 2]
 
 A `Member` is a child process with one subscriber. It executes commands one after the other and
-replies; every wait for a reply has a deadline. It ends with the test, whatever the outcome.
+replies; every wait for a reply has a deadline. It always ends with the test.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Process:
-    """A child process that exchanges lines with the test. It ends with the test at the latest."""
+    """A child process that exchanges lines with the test, and ends with the test at the latest."""
 
     def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
@@ -202,7 +202,7 @@ class Event(NamedTuple):
     term: int
 
 
-class Crew:
+class GroupHarness:
     """A stream, its one group, and the group's members; closes everything it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
@@ -282,7 +282,7 @@ class Crew:
         return int(left)
 
     def take_away(self, member: str = "somebody") -> None:
-        """Give the lease to another member in Redis, as if it had acquired it."""
+        """Assign the lease to another member in Redis, as if that member had acquired it."""
         term = int(self.field("term") or 0) + 1
         self.set_fields(term=term, owner=member, nonce="another nonce")
         self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}")
@@ -369,7 +369,7 @@ class _Child:
         return repr(receiver.error)
 
     def hang(self, seconds: float) -> None:
-        """Do not poll, like a slow or stuck application."""
+        """Stop polling, like a slow or stuck application."""
         time.sleep(seconds)
 
     def close(self) -> None:
@@ -398,7 +398,7 @@ class _Child:
         raise SystemExit(0)
 
     def fork(self) -> list[str]:
-        """Fork a child that tries everything and exits; returns its errors and its exit code."""
+        """Fork a child that calls every method and exits. Returns its errors and its exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

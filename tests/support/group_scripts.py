@@ -1,4 +1,4 @@
-"""The scripts of subscriber groups, for tests that call them directly."""
+"""Direct calls of the scripts of subscriber groups."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import meteor_py as meteor
 from meteor_py.redis import keys, scripts
-from tests.client.test_scripts import HISTORY, INCARNATION, Bench
+from tests.client.test_scripts import HISTORY, INCARNATION, StreamScripts
 
 TTL_MS = 60_000
 
 Answer = tuple[Any, ...]
 
 
-class GroupBench(Bench):
+class GroupScripts(StreamScripts):
     """A stream ``s`` with a group ``g``, and each script as a method that returns its reply."""
 
     def __init__(self, client: meteor.Client, name: str = "s", group: str = "g") -> None:

@@ -1,4 +1,4 @@
-"""Java, which Spark needs."""
+"""Checks for Java, which Spark needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles of one peer group, each with its own client, as in separate processes.
+"""Handles of a peer group for tests of messages. Each has its own client, like a process.
 
     with Post(url) as post:
         group, other = post.group(), post.group()

@@ -54,7 +54,7 @@ def make_old(path: Path, seconds: float = maintenance.GRACE_S + 60) -> None:
 
 
 def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
-    """Returns the readable offsets, after checking them; skips damage as users would."""
+    """Check the readable records and return their offsets; skip damage as a user would."""
     found: set[int] = set()
     while start < stop:
         try:
@@ -71,5 +71,5 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
 
 
 def everything_said(error: BaseException) -> str:
-    """Returns all text that a log could show, including the causes."""
+    """Returns all text of an error that a log could show, including its causes."""
     return "".join(traceback.format_exception(error, chain=True)) + repr(error)

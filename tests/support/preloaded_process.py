@@ -203,7 +203,7 @@ def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, 
 def _line(connection: socket.socket) -> bytes:
     received = b""
     while not received.endswith(b"\n"):
-        part = connection.recv(1)  # more would read into the next line
+        part = connection.recv(1)  # reading more would consume a part of the next line
         assert part, "the fork server has ended"
         received += part
     return received

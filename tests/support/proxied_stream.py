@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 NAME = "orders"
 
 
-class Bench:
+class ProxiedStream:
     """One stream, its server, and a proxy in front of it; closes everything it opened.
 
-    with Bench(server) as bench:
-        pub = bench.publisher()
-        bench.proxy.stall("replies")
+    with ProxiedStream(server) as proxied:
+        pub = proxied.publisher()
+        proxied.proxy.stall("replies")
         ack = pub.publish(b"executed, no reply")
-        bench.wait_for_next(1)
+        proxied.wait_for_next(1)
     """
 
     def __init__(self, server: Server, user: str = "", **settings: Any) -> None:
@@ -137,16 +137,16 @@ class Bench:
         return acks + [publisher.publish_many(values) for values in batches]
 
 
-class Pair:
-    """A bench whose server has a replica, and the link between the two."""
+class ReplicatedStream:
+    """A proxied stream whose server has a replica, with a proxy in the replication link."""
 
     def __init__(self, stack: ExitStack, primary: Server, **settings: Any) -> None:
         self._stack = stack
-        self.bench = stack.enter_context(Bench(primary, **settings))
+        self.proxied = stack.enter_context(ProxiedStream(primary, **settings))
         self.link, self.replica = self.add_replica()
 
     def add_replica(self) -> tuple[Proxy, Replica]:
-        primary = self.bench.server
+        primary = self.proxied.server
         link = self._stack.enter_context(Proxy(HOST, primary.port))
         replica = self._stack.enter_context(Replica(primary, port=link.port))
         replica.wait_in_sync()
@@ -159,14 +159,14 @@ class Pair:
         return link, replica
 
     def lag(self) -> None:
-        """Cut the replica off from further writes."""
+        """Cut the replica off from all further writes."""
         self.replica.wait_in_sync()
         self.link.stall()
 
     def fail_over(self) -> None:
         self.replica.promote()
-        self.bench.server.kill()
-        self.bench.move_to(self.replica)
+        self.proxied.server.kill()
+        self.proxied.move_to(self.replica)
 
 
 def discard(publisher: meteor.Publisher) -> None:
@@ -202,13 +202,15 @@ def poll_until(
 
 
 @pytest.fixture
-def bench(server: Server, url: str) -> Iterator[Bench]:
-    with Bench(server) as running:
+def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
+    with ProxiedStream(server) as running:
         yield running
 
 
 @pytest.fixture(params=["valkey", "redis"])
-def private(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Bench]:
-    """A bench with a private server; runs once for each kind of server."""
-    with Bench(private_server(kind=request.param)) as running:
+def private(
+    request: pytest.FixtureRequest, private_server: ServerFactory
+) -> Iterator[ProxiedStream]:
+    """A proxied stream on a private server. The test runs once for each kind of server."""
+    with ProxiedStream(private_server(kind=request.param)) as running:
         yield running

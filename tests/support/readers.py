@@ -1,4 +1,4 @@
-"""Helpers for tests that read: streams with known frames, and raw keys."""
+"""Helpers for tests of readers: streams with known values, and raw keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 
 def value(offset: int) -> bytes:
-    """Returns the value at an offset, the same in all streams here."""
+    """Returns the value at an offset, which is the same in all test streams."""
     return b"value %d" % offset
 
 
@@ -45,7 +45,7 @@ def check_values(batch: meteor.RecordBatch) -> list[int]:
 
 
 def drain(sub: meteor.Subscriber, **options: Any) -> list[int]:
-    """Read until nothing is left, checking values; returns the offsets."""
+    """Read and check all remaining records; return their offsets."""
     offsets: list[int] = []
     while batch := sub.poll(timeout=0, **options):
         offsets += check_values(batch)

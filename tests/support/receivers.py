@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 
 class Handler:
-    """A handler that records its calls, and those in which ``work`` raised no error."""
+    """A handler that records all its calls, and those that succeeded."""
 
     def __init__(self, work: Callable[[meteor.Record], object] = lambda record: None) -> None:
         self.work = work

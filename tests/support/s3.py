@@ -6,7 +6,7 @@
     with S3() as s3, s3.proxy() as proxy:          # uploads can be cut in the middle
         store = ParquetStore(s3.uri(proxy.port), "orders")
 
-pyarrow has its own client, in C++, so nothing here replaces code under test. It retries three
+pyarrow has its own S3 client, in C++, so moto replaces no code under test. It retries three
 times, which takes six seconds without a server; `filesystem()` does not retry.
 """
 
@@ -35,7 +35,7 @@ class S3:
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer  # takes half a second
 
-        # It logs a line for each request, and a traceback for each that was cut.
+        # The server logs a line for each request, and a traceback for each interrupted one.
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self._server = ThreadedMotoServer(HOST, 0, verbose=False)
         self._server.start()
@@ -54,7 +54,7 @@ class S3:
     def uri(self, port: int | None = None, folder: str | None = None) -> str:
         """Returns the address of a new folder, through a proxy if its port is given."""
         endpoint = f"{HOST}:{port or self.port}"
-        os.environ[ENDPOINTS_VARIABLE] = endpoint  # streams that are opened by name find it there
+        os.environ[ENDPOINTS_VARIABLE] = endpoint  # readers may follow this address
         return (
             f"s3://{ACCESS_KEY}:{SECRET}@{BUCKET}/{folder or secrets.token_hex(8)}"
             f"?endpoint_override={endpoint}&scheme=http&region=us-east-1"

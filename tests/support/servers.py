@@ -1,6 +1,6 @@
 """Real servers for the library's own tests: those of the testing kit, on TCP, and replicas.
 
-The kit uses only redis-py, so a bug in the library cannot hide in its own test equipment.
+The kit uses only redis-py, so the library and its tests cannot share a bug.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Server(testing.Server):
         try:
             return super().start()
         except ServerStartFailed as error:
-            # A test that expects a library error must not mistake broken equipment for it.
+            # A test that expects an error of the library must not mistake a broken test server for
+            # it.
             raise RuntimeError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Qpid's stress program for message groups, msg_group_test: generator, checker, stall detector.
+"""Qpid's stress test for message groups, msg_group_test: generator, checker, stall detector.
 
 A record has its key, its number within the key, and whether it is the last. All receivers share the
 checker: within each key, the numbers must arrive in order, each once, up to the last.

@@ -1,4 +1,4 @@
-"""Hand-made snapshots of streams, for tests of `top` and `watch`."""
+"""Builds snapshots of streams by hand, for tests of `top` and `watch`."""
 
 from __future__ import annotations
 

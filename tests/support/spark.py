@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.support.java import SPARK_PYTHON
 
-#: Seconds for a query to end: many times what it needs.
+#: Seconds for a query to end: many times as long as it needs.
 END_S = 100
 #: Spark's Python processes inherit the environment in which Java was started.
 PASSWORD_ENV = "METEOR_TEST_SPARK_PASSWORD"
@@ -41,7 +41,7 @@ def session() -> Iterator[SparkSession]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
-        "spark.sql.codegen.wholeStage": "false",  # compiling costs more than the tests' records
+        "spark.sql.codegen.wholeStage": "false",  # compiling a query takes longer than running it
         # Java does not run long enough here for its optimising compiler to pay off.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.sql.streaming.stopTimeout": "30s",

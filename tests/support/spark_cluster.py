@@ -31,7 +31,7 @@ SOURCE, TARGET = "source", "target"
 TASKS = 4
 #: Rows of a task and their size, large enough that some are sent before the last is produced.
 TASK_ROWS, ROW_BYTES = 1000, 2000
-#: Seconds for the program to end: many times what it needs, for loaded machines.
+#: Seconds for the program to end: many times as long as it needs, for loaded machines.
 END_S = 250
 
 _ROOT = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ def main(master: str, url: str, folder: str) -> None:
 class _Slow:
     """Slows down the first attempt of the first task of each job, after some rows are staged.
 
-    In the second job the first attempt never continues, and Spark kills it. In the others both
+    In the second job the first attempt never continues, and Spark kills it. In the other jobs, both
     attempts wait for each other and continue, and Spark decides which one counts.
     """
 

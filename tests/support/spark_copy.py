@@ -4,7 +4,8 @@
         ...
         copy.kill()
 
-It continues from the checkpoint in its folder. Without ``follow``, it ends when all is copied.
+It continues from the checkpoint in its folder. Without ``follow``, it ends when it has copied all
+records.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON
 from tests.support.waiting import eventually
 
 SOURCE, TARGET = "source", "target"
-#: Seconds for the program to end: many times what it needs, for loaded machines.
+#: Seconds for the program to end: many times as long as it needs, for loaded machines.
 END_S = 100
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for Spark's engine, as a streaming source or a task of a sink sees it.
+"""A stand-in for Spark's engine, which calls a streaming source or a sink task like Spark does.
 
 Like Spark's, it asks for the initial offset repeatedly, plans twice, reads with a reader that was
 pickled before the run, commits late, and compares offsets as JSON. A test may let it crash between
@@ -29,7 +29,7 @@ dumps: Callable[[object], bytes] = cloudpickle.dumps
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """Clean up resources that the source releases only when its process ends."""
+    """Release resources that a source keeps until its process ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -83,7 +83,7 @@ class Engine:
             self.kept.done = 1
 
     def plan(self) -> bool:
-        """Plan the next batch with records; returns False if there is nothing for one."""
+        """Plan the next batch with records; returns False if there are none."""
         self.begin()
         return self._plan()
 

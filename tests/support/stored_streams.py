@@ -25,7 +25,7 @@ def kept(client: meteor.Client, root: Path, **settings: Any) -> meteor.Stream:
 
 @contextmanager
 def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver]:
-    """During the block, run an archiver that writes records at once."""
+    """Run an archiver during the block that writes records at once."""
     archiver = stream.archiver(**{"segment_age": 0.0} | options)
     archiver.start()
     try:
@@ -82,7 +82,7 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
     raise AssertionError("No batch was fetched in advance, so this test proves nothing.")
 
 
-class Watched(meteor.ParquetStore):
+class ObservedStore(meteor.ParquetStore):
     """A store that reports each batch after reading it, before returning it."""
 
     def __init__(self, root: Path, stream: str = NAME) -> None:

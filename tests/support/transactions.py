@@ -1,4 +1,4 @@
-"""Stages, commits and their leftovers, for tests of transactions."""
+"""Helpers for tests of transactions: stages, commits and their leftovers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fence(stream: meteor.Stream, writer: str = "w") -> bytes | None:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Run all concurrently; raises the first error."""
+    """Run all functions concurrently; raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
-        """Continues after the death of a process, such as one whose test hangs.
+        """A scheduler that continues after a process has died, for example because its test hung.
 
         The scheduler of pytest-xdist 3.8 repeats the test that caused the death, and waits forever
         for groups that have no tests left.

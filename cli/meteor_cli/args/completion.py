@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
-#: Valid names. A server may hold others, which a shell would execute as part of a command.
+#: Valid names. A server may hold other names, which a shell could execute as part of a command.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
-#: Targets of a message, and the prefix that marks a member id that equals one of them.
+#: Targets of a message, and the prefix for a member whose id is the same word as a target.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
 #: Seconds to wait for a server.
@@ -32,7 +32,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
 
     Args:
         find: Called with a client and the value of ``parent``.
-        parent: The argument on which the names depend; while it is missing, nothing is offered.
+        parent: The argument on which the names depend. While it is missing, offers nothing.
     """
 
     def find_names(session: Session, above: str | None) -> list[str]:
@@ -42,7 +42,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         warnings.simplefilter("ignore")
         has_url = session.url or os.environ.get("METEOR_URL")
         if not has_url and not default_directory().exists():
-            return []  # connecting would create the user's server
+            return []  # connecting would start the user's server
         with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
             return find(m, above)
 
@@ -56,7 +56,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         try:
             names = find_names(context.find_object(Session) or Session(), above)
         except Exception:
-            return []  # an error message would end up in the user's command line
+            return []  # the shell would print an error message in the command line
         fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
         return [CompletionItem(name) for name in fitting]
 

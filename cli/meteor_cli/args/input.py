@@ -20,7 +20,7 @@ _QUOTED_MAX = 60
 
 
 def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
-    """Yields the lines that are available, without their ends and without waiting for more.
+    """Yields lists of lines, without line ends, as soon as they are available.
 
     Args:
         fd: A file descriptor.
@@ -56,7 +56,7 @@ def read_whole(fd: int, limit: int) -> bytes:
         found += block
         if len(found) > limit:
             raise ValueError(
-                f"The input is longer than {limit:,} bytes. Raise --max-bytes, at most to 32 MiB."
+                f"The input is longer than {limit:,} bytes. Raise --max-bytes (up to 32 MiB)."
             )
     return bytes(found)
 
@@ -89,7 +89,7 @@ def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
     """Parses the body of a message or a topic: JSON if it is valid JSON, otherwise text.
 
     Raises:
-        click.BadParameter: It starts like JSON but is invalid, which is probably a typo.
+        click.BadParameter: The text starts like JSON but is invalid, probably because of a typo.
     """
     import msgspec
 
@@ -136,7 +136,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """Converts values or lines; ``number`` is that of the first, for errors."""
+        """Converts values or lines. ``number`` is the number of the first, for errors."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:
@@ -151,7 +151,7 @@ class RecordParser:
         return self._jsonl.Columns(values, keys, headers, None)
 
     def records(self, lines: list[bytes], number: int) -> Columns:
-        """Converts lines of ``meteor tail --json``; ``number`` is that of the first."""
+        """Converts lines of ``meteor tail --json``. ``number`` is the number of the first."""
         return self._jsonl.decode(lines, number, self._check)
 
     def _encode(self, values: list[bytes], number: int) -> list[bytes]:
@@ -166,7 +166,7 @@ class RecordParser:
         return encoded
 
     def _encode_one(self, value: bytes) -> bytes:
-        """Validates a value; for msgpack, which cannot be typed, converts it from JSON."""
+        """Validates a value. For msgpack, which users cannot type, converts it from JSON."""
         if self._codec != "msgpack":
             self._check(value)
             return value

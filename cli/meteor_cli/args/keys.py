@@ -1,7 +1,7 @@
 r"""Ordering keys as text.
 
-Bytes that are not text or not safe for a terminal are written ``\xNN``, a backslash ``\\``. The
-text of a key can therefore be passed back to a command, in single quotes for the shell.
+Bytes that are not text, or not safe for a terminal, are written as ``\xNN``, and a backslash as
+``\\``. So users can pass the text of a key back to a command, in single quotes for the shell.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse_key(text: str) -> bytes:
         elif match[2]:
             parts.append(_SHORT[match[2]])
         else:
-            raise ValueError(r"write a backslash as \\, and other bytes as \xNN")
+            raise ValueError(r"write a backslash as \\ and other bytes as \xNN")
     parts.append(text[end:].encode(errors="surrogateescape"))
     return b"".join(parts)
 
@@ -70,7 +70,7 @@ class KeyType(click.ParamType[bytes]):
             why = "it is not hexadecimal" if as_hex else str(error)
             self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
         if not 1 <= len(found) <= 256:
-            self.fail(f"an ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
+            self.fail(f"An ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
         return found
 
 

@@ -18,7 +18,7 @@ Decorator = Callable[[Any], Any]
 
 
 class Option(click.Option):
-    """An option whose help does not show the range of a number; errors do."""
+    """An option that shows the range of a number only in errors, not in the help."""
 
     def get_help_extra(self, context: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(context)
@@ -27,7 +27,7 @@ class Option(click.Option):
 
 
 class Parsed(click.ParamType[T]):
-    """A parameter type from a parser, whose ``ValueError`` is shown to the user."""
+    """A parameter type made from a parser. The user sees the parser's ``ValueError``."""
 
     def __init__(self, name: str, parse: Callable[[str], T]) -> None:
         self.name = name

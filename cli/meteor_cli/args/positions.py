@@ -4,7 +4,7 @@
     N                   an offset
     +N | -N             N after earliest, N before latest
     @TIME               the first record appended at that time or later
-    A..B                from A up to, but excluding B; both are optional
+    A..B                from A up to but not including B; both are optional
     @T1..T2             the same by time; T2 may be a duration: @2026-11-16..1h
 
 A TIME is in ms (13 digits) or seconds since 1970, a date, RFC 3339 (``2026-11-16T14:30:00Z``),
@@ -97,7 +97,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
 
 
 def _guess(text: str) -> str | None:
-    """Returns the valid spelling of a word of other tools, or of a near miss."""
+    """Returns the position that the user may have meant: another tool's word, or a typo."""
     if text in _OTHER_WORDS:
         return _OTHER_WORDS[text]
     for candidate in (f"@{text}", text.replace(":", "..", 1)):

@@ -49,9 +49,9 @@ meteor archive run --once orders  # for cron""",
 @options.flag("--once", help="Archive the existing records, and exit.")
 @options.count("--segment-records", help="Write a file once N records wait. Default: 1,000,000.")
 @options.size(
-    "--segment-bytes", min=1, help="Write a file once they take up SIZE in memory. Default: 64MiB."
+    "--segment-bytes", min=1, help="Write a file once records fill SIZE in memory. Default: 64MiB."
 )
-@options.seconds("--segment-age", help="Write a file once the oldest is this old. Default: 60.")
+@options.seconds("--segment-age", help="Write a file once a record is this old. Default: 60.")
 @options.seconds(
     "--lease-ttl",
     positive=True,
@@ -63,11 +63,11 @@ def run(
 ) -> None:
     """Archive streams in the foreground until Ctrl-C.
 
-    Without names, archives all streams that have a store at the start. You can run several
-    archivers: one is active per stream, and the others wait to take over.
+    Without names, archives all streams that have a store when the command starts. You can run
+    several archivers. For each stream one is active, and the others wait to take over.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if not session.verbose:  # an archiver reports errors that it survives in its log only
+    if not session.verbose:  # an archiver only logs the errors that it survives
         logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
         if streams:  # fails before any is started
@@ -120,7 +120,7 @@ class _ArchiverReport:
         try:
             self._report(self.archiver.stream.describe())
         except MeteorError:
-            pass  # the archiver gets the same error, and logs it or ends
+            pass  # the archiver gets the same error, and logs it or stops
         if not alive:
             self._report_end()
         return alive
@@ -136,7 +136,7 @@ class _ArchiverReport:
                 state = f"this process is the archiver; {state}"
             else:
                 owner = sanitize(found.archiver or "")
-                state = f"{owner} is the archiver, this process stands by; {state}"
+                state = f"{owner} is the archiver, and this process is standing by; {state}"
         elif archived == self._archived:
             return
         self._archived = archived
@@ -150,13 +150,13 @@ class _ArchiverReport:
             say(f"stream {name!r} was deleted; its archiver stopped.")
         elif isinstance(error, LogTruncated):
             say(
-                f"stream {name!r} was deleted and created again; its archiver stopped. Run the "
-                "command again to archive the new stream."
+                f"stream {name!r} was deleted and recreated; its archiver stopped. Run the command "
+                "again to archive the new stream."
             )
         try:
             self.archiver.close()
         except Exception:
-            pass  # the error that stopped it, which was logged
+            pass  # the error that stopped the archiver was logged
 
 
 def _follow(reports: list[_ArchiverReport]) -> None:
@@ -168,7 +168,7 @@ def _follow(reports: list[_ArchiverReport]) -> None:
 
 
 def _flush(archiver: Archiver) -> None:
-    """Waits until all records of the stream are archived, by us or by another archiver.
+    """Waits until this or another archiver has archived all records of the stream.
 
     Raises:
         StoreUnavailable: There was no progress for ``_PATIENCE_S`` seconds.
@@ -216,7 +216,7 @@ def list_segments(session: Session, stream: str, as_json: bool, store: str | Non
 @options.json("Print one JSON object per flaw.")
 @_store
 def verify(session: Session, stream: str, as_json: bool, store: str | None) -> None:
-    """Read the whole archive, verify checksums, and report flaws.
+    """Read the whole archive, verify its checksums, and report flaws.
 
     The exit status is 1 if a record is missing or damaged.
     """
@@ -242,14 +242,14 @@ def verify(session: Session, stream: str, as_json: bool, store: str | None) -> N
 
 @command("compact", example="meteor archive compact orders --max-bytes 1GiB")
 @options.stream_name
-@options.count("--max-records", help="Records per file at most. Default: 1,000,000.")
-@options.size("--max-bytes", min=1, help="Size per file at most. Default: 256MiB.")
+@options.count("--max-records", help="Maximum records per file. Default: 1,000,000.")
+@options.size("--max-bytes", min=1, help="Maximum size of a file. Default: 256MiB.")
 @_store
 def compact(session: Session, stream: str, store: str | None, **limits: int | None) -> None:
     """Merge small files into larger ones.
 
-    The stream can be read meanwhile. The small files stay for ten minutes, because readers may be
-    using them; then an archiver removes them.
+    The stream stays readable. The small files stay for ten minutes, because readers may be using
+    them. Then an archiver removes them.
     """
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     with session.stream(stream, store=store, archive=False) as opened:
@@ -275,9 +275,9 @@ meteor archive expire orders --max-bytes 500GB --yes""",
     "--before",
     type=options.Parsed("time", lambda text: parse_time(text.removeprefix("@"))),
     metavar="TIME",
-    help="Delete records appended before: -30d, 2026-11-16, 2026-11-16T14:30:00Z.",
+    help="Delete records appended before a time: -30d, 2026-11-16, 2026-11-16T14:30:00Z.",
 )
-@options.size("--max-bytes", help="Delete until the files take up at most SIZE: 500GB, 1TiB.")
+@options.size("--max-bytes", help="Delete until the files have at most SIZE: 500GB, 1TiB.")
 @options.count("--offset", min=0, help="Delete records below this offset.")
 @options.flag("--force", help="Also delete records that a group has not confirmed.")
 @options.confirmation("Show what would be deleted, and exit.")
@@ -316,7 +316,7 @@ def expire(
             subject, f"deleted from the store: {_sum(doomed)}", dry_run=dry_run, yes=yes
         ):
             return
-        # By offset: no more than the user agreed to, however long that took.
+        # Delete by offset, so that no more is deleted than the user has confirmed.
         stop = archive.expire(offset=stop, force=force)
     say(f"records {first:,} to {stop - 1:,} of stream {stream!r} deleted from the store.")
 

@@ -63,7 +63,7 @@ def describe_group(session: Session, stream: str, group: str, as_json: bool) -> 
     else:
         facts |= {"owner": found.owner or "none", "term": str(found.term)}
         if found.confirmed < first:
-            facts["lost"] = f"records {found.confirmed} to {first - 1}, dropped before it read them"
+            facts["lost"] = f"records {found.confirmed} to {first - 1}, dropped before being read"
     print_facts(facts)
 
 
@@ -92,7 +92,7 @@ for member in (list_groups, describe_group, remove_group):
 
 
 def active(stream: Stream, group: GroupDescription) -> GroupActive:
-    """Returns the error that the library raises for an attempt to change an active group."""
+    """Returns the error that the library raises if a command changes an active group."""
     from meteor_py import GroupActive
 
     owner, is_shared = group.owner or "", group.kind == "shared"

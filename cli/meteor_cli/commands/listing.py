@@ -1,4 +1,4 @@
-"""Helpers of the ``ls`` commands, which skip items that they cannot read."""
+"""Helpers for the ``ls`` commands, which skip items that they cannot read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from meteor_py import Client, Stream
 
 T = TypeVar("T")
-#: The results, and whether they are complete.
+#: (results, whether they are complete).
 Found = tuple[list[T], bool]
 
 
 def read_streams(
     m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """Returns what ``read`` returns for each stream of a server, or for the stream ``only``."""
+    """Calls ``read`` for each stream of a server, or only for ``only``; returns all results."""
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:
@@ -31,15 +31,16 @@ def read_streams(
         try:
             return read(m.stream(name, create=False))
         except (StreamNotFound, LogTruncated):
-            return ()  # deleted meanwhile
+            return ()  # deleted in the meantime
 
     return read_all("stream", m.streams(), read_one)
 
 
 def read_all(what: str, names: Iterable[str], read: Callable[[str], Iterable[T]]) -> Found[T]:
-    """Returns what ``read`` returns for each name.
+    """Calls ``read`` for each name, and returns all results.
 
-    If one cannot be read, such as keys that another program wrote, reports it and continues.
+    If an item cannot be read, for example because another program wrote its keys, reports it and
+    continues.
     """
     from meteor_cli.errors import explain
     from meteor_py import ConnectionFailed, MeteorError
@@ -64,7 +65,7 @@ def print_list(
     print_for_people: Callable[[Sequence[T]], None],
     if_none: str,
 ) -> None:
-    """Prints the results; exits with 1 if they are incomplete."""
+    """Prints the results. Exits with 1 if they are incomplete."""
     things, is_complete = found
     if as_json:
         for thing in things:

@@ -27,8 +27,8 @@ JSON: '{"id": 7}', 7, '"text"', null. Anything else is text, unless it starts
 with {, [ or ", which needs --text. The default is null.
 """.strip("\n")
 _TARGET = """
-any, all, leader, or the id of a member. Write member:all for a member whose
-id is one of these words.
+any, all, leader, or the id of a member. If an id is one of these words, write
+member: before it, as in member:all.
 """.strip("\n")
 _MORE = {"BODY": _BODY, "TARGET": _TARGET}
 
@@ -136,7 +136,7 @@ def _deliver(
     as_text: bool,
     **settings: Any,
 ) -> Any:
-    """Delivers a message and returns the reply. If none arrives, the error suggests a reason."""
+    """Delivers a message and returns the reply. Without a reply, the error suggests a reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
     value = parse_body(body, "BODY", as_text=as_text)
@@ -168,7 +168,7 @@ def _parse_kind(text: str) -> str | int:
         return text
     if text.isdecimal() and 1 <= int(text) <= 1_000:
         return int(text)
-    raise ValueError(f"{text!r} is neither majority nor consensus nor a number from 1 to 1,000.")
+    raise ValueError(f"{text!r} is not majority, consensus, or a number from 1 to 1,000.")
 
 
 @command(
@@ -199,7 +199,7 @@ def propose(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Have all live members vote on a topic, and print the outcome.
+    """Ask all live members to vote on a topic, and print the outcome.
 
     The exit status is 0 if the vote passed, and 1 otherwise.
     """
@@ -219,7 +219,7 @@ def _print_outcome(outcome: Outcome) -> None:
     why = {
         "passed": "passed",
         "rejected": "did not pass",
-        "left": "did not pass: a member left whose vote was needed",
+        "left": "did not pass: a member whose vote was needed left",
         "timeout": "did not pass: too few members voted in time",
     }
     facts: dict[str, object] = {"outcome": why[outcome.reason]}
@@ -248,5 +248,5 @@ def _target(group: PeerGroup, to: str) -> Target:
 def _outcome_fields(group: str, outcome: Outcome) -> dict[str, Any]:
     fields = to_fields(outcome, group=group)
     fields |= {"decided": round(outcome.decided * 1000), "topic": writable(outcome.topic)}
-    del fields["action"], fields["at"]  # only proposals of actions have them
+    del fields["action"], fields["at"]  # only proposals of actions have these fields
     return fields

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meteor_py import PeerGroup, PeerLetter
     from meteor_py.peers.protocol import Look
 
-#: Number of members to name in an error message.
+#: Maximum number of members to list in an error message.
 _NAMED = 3
 
 
@@ -29,7 +29,7 @@ _NAMED = 3
 def peers() -> None:
     """Inspect peer groups, and send messages to their members.
 
-    GROUP is NAME or NAME/INSTANCE. These commands neither create a group nor join it.
+    GROUP is NAME or NAME/INSTANCE. These commands never create or join a group.
     """
 
 
@@ -49,7 +49,7 @@ def list_peers(session: Session, as_json: bool) -> None:
             except PeerGroupNotFound:
                 if name in m.peer_groups():
                     raise
-                return []  # deleted meanwhile
+                return []  # deleted in the meantime
 
         found = read_all("group", m.peer_groups(), read)
     if_none = "there are no peer groups yet. In Python, `client.peer_group(NAME)` creates one."
@@ -120,8 +120,8 @@ meteor peers watch workers --json | jq -c 'select(.event == "elected")'""",
 def watch_peers(session: Session, group: str, as_json: bool) -> None:
     """Print the state of a group, then a line for each event.
 
-    Reports members that join, leave, die and come back, elections, votes, and a server that goes
-    away. All observers see the same events in the same order, numbered without gaps.
+    Reports members that join, leave, die or come back, elections, votes, and outages of the server.
+    All observers see the same events in the same order, numbered without gaps.
     """
     with session.peer_group(group) as opened:
         watcher = PeerWatcher(opened, as_json=as_json)
@@ -144,8 +144,8 @@ meteor peers leader workers --wait 10 --json""",
 def show_leader(session: Session, group: str, wait_s: float, as_json: bool) -> None:
     """Print the id of the leader.
 
-    The exit status is 1 if there is none. The leader may change at any time: use the term to fence
-    work that two processes must not do at once.
+    The exit status is 1 if there is no leader. The leader may change at any time. If two processes
+    must not do the same work at once, use the term to fence it.
     """
     with session.peer_group(group) as opened:
         if opened.config.election == "none":
@@ -183,8 +183,8 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
-    Their type was unknown to the receiver, or one member after another left while handling them.
-    The group keeps the last thousand or so.
+    Either the receiver did not know a message's type, or one member after another left while
+    handling it. The group keeps about the last thousand.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()
@@ -209,8 +209,8 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
 
 def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
     fields = vars(letter) | {"body": writable(letter.body)}
-    times = {name: round(fields.pop(f"{name}_at") * 1000) for name in ("buried", "sent")}
-    return times | fields
+    times = {"failed": fields.pop("buried_at"), "sent": fields.pop("sent_at")}
+    return {name: round(seconds * 1000) for name, seconds in times.items()} | fields
 
 
 @command("remove", example="meteor peers remove workers worker-7 --dry-run")
@@ -220,8 +220,8 @@ def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
 def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) -> None:
     """Remove a member from a group, dead or alive.
 
-    Messages to it fail; messages to any member go to another one. A live member is notified and
-    does not rejoin by itself.
+    Messages to the member fail, except those sent to `any`, which go to another member. A live
+    member is notified, and does not rejoin automatically.
     """
     from meteor_py import MemberUnknown
 

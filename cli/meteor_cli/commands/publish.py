@@ -1,4 +1,4 @@
-"""``meteor publish``: publishes arguments or the standard input."""
+"""``meteor publish``: publishes arguments or standard input."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def publish(
     quiet: bool,
     **settings: Any,
 ) -> None:
-    """Publish values and print their offsets, or publish each line of the standard input.
+    """Publish values and print their offsets, or publish each line of standard input.
 
-    If the stream has a codec, values must be valid for it; for msgpack, write them as JSON.
+    If the stream has a codec, values must be valid for it. For msgpack, write them as JSON.
     """
     if values and source:
         raise click.UsageError(f"Pass either values or --{source}, not both.")
     if source == "jsonl" and (key is not None or key_separator or headers):
-        raise click.UsageError("With --jsonl, keys and headers are in the input: omit -k, -K, -H.")
+        raise click.UsageError("With --jsonl, the input has keys and headers: omit -k, -K, -H.")
     if key is not None and key_separator:
         raise click.UsageError("Pass either -k or -K, not both.")
     with session.connect(writing=True) as m:
@@ -147,7 +147,7 @@ def _publish(pub: meteor_py.Publisher, rows: Columns) -> ManyAck:
 
 @contextmanager
 def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
-    """Archives a stream that has a store, so that the input cannot fill it."""
+    """Archives a stream that has a store, so that the input does not fill the stream."""
     from meteor_py import StoreMismatch, StoreUnavailable
 
     with ExitStack() as stack:
@@ -155,12 +155,12 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
             if stream.config.store is not None:
                 stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
-            pass  # the store, and so the archiver, is on another machine
+            pass  # the store, and therefore its archiver, is on another machine
         yield
 
 
 def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> Iterator[Columns]:
-    """Yields batches of records from the standard input."""
+    """Yields batches of records from standard input."""
     from meteor_cli.render.jsonl import Unreadable
 
     fd = sys.stdin.fileno()
@@ -169,11 +169,11 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
         return
     make = parser.columns if source == "lines" else parser.records
     number = 1
-    # As JSON, a record is longer: escapes, base64, field names.
+    # In JSON, a record is longer because of escapes, base64 and field names.
     for lines in read_lines(fd, delimiter, limit if source == "lines" else 8 * limit):
         try:
             rows = make(lines, number)
-        except Unreadable as error:  # publish the lines before it, however the input was read
+        except Unreadable as error:  # publish the lines before it, no matter how they were read
             if error.index and (rows := make(lines[: error.index], number)).values:
                 yield rows
             raise
@@ -185,8 +185,8 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
 def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
     """Splits rows before the first record that is too large.
 
-    The publisher refuses the second part only, so the result does not depend on how the input was
-    read.
+    The publisher then refuses only the second part, so the result does not depend on how the input
+    was split into reads.
     """
     from meteor_py.publish.validation import headers_size
 
@@ -216,7 +216,7 @@ class Tally:
         self.count = 0
 
     def add(self, ack: ManyAck, records: int, *, at_once: bool) -> None:
-        """Adds records and settles earlier ones that are done; raises the error of a failure."""
+        """Adds records, and counts earlier records that are done. Raises if one has failed."""
         self._waiting.append((ack, records))
         while self._waiting and (at_once or self._waiting[0][0].done()):
             self._settle()
@@ -227,12 +227,12 @@ class Tally:
             self._settle()
 
     def _settle(self) -> None:
-        # Stays in the queue while we wait, so that report() counts it after Ctrl-C.
+        # The ack stays in the queue while we wait, so that report() counts it after Ctrl-C.
         ack = self._waiting[0][0]
         try:
             error = ack.exception(self._patience_s)
         except TimeoutError:
-            say("the server does not reply; waiting for it.")
+            say("the server is not replying; waiting for it.")
             error = ack.exception()
         self._count(self._waiting.popleft()[0])
         if error is not None:
@@ -245,7 +245,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Counts a batch that was not settled; returns how many outcomes are unknown."""
+        """Counts a batch that is not settled. Returns how many outcomes are unknown."""
         from meteor_py import OutcomeUnknown
 
         before = self.count
@@ -254,7 +254,7 @@ class Tally:
         return 0 if is_known else records - (self.count - before)
 
     def report(self, *, quiet: bool) -> None:
-        """Prints how many records were published, also after an error."""
+        """Prints how many records were published, even after an error."""
         unknown = sum(self._count_unknown(ack, records) for ack, records in self._waiting)
         if not quiet or sys.exc_info()[0] is not None:
             took_s = max(time.monotonic() - self._since, 1e-6)
@@ -268,7 +268,7 @@ class Tally:
         name, capacity = self._stream.name, self._stream.config.capacity
         if self.count > capacity and self._stream.config.store is None:
             say(
-                f"warning: stream {name!r} keeps only {capacity:,} records, so the first ones are "
-                f"already gone. Enlarge it with `meteor streams configure {name} --capacity N`, or "
-                "create it with a --store to keep everything."
+                f"warning: stream {name!r} keeps only {capacity:,} records, so the first records "
+                f"are already gone. Enlarge it with `meteor streams configure {name} --capacity "
+                "N`, or create it with a --store to keep everything."
             )

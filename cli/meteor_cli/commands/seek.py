@@ -85,7 +85,7 @@ def _find(stream: Stream, group: str, *, create: bool) -> GroupDescription | Non
         return None
     if found.kind == "shared":
         raise ValueError(
-            f"Group {group!r} of stream {stream.name!r} is a shared one, which cannot be moved "
-            "because it settles records one by one. To start over, delete it: `meteor groups rm`."
+            f"Group {group!r} of stream {stream.name!r} is a shared group. It settles records one "
+            "by one, so it cannot be moved. To start over, delete it with `meteor groups rm`."
         )
     return found

@@ -1,4 +1,4 @@
-"""``meteor server``: keeps a server running until the command is interrupted."""
+"""``meteor server``: runs a server until the user interrupts the command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meteor_cli.signals import cleaning_up
 if TYPE_CHECKING:
     from meteor_py.server import EmbeddedServer
 
-#: Minimum number of seconds to wait for the server to start: it may have to load a lot of data.
+#: Minimum seconds to wait for the server to start, because it may have to load a lot of data.
 _START_S = 10.0
 _PAUSE_S = 0.5
 
@@ -44,14 +44,14 @@ meteor server --private --tcp  # a temporary server, for any client"""
 def server(session: Session, directory: Path | None, private: bool, tcp: bool) -> None:
     """Run a server until Ctrl-C, and print its URL.
 
-    The server program comes with this package or is found on PATH. All processes that use the same
-    directory share one server, which stops when the last of them ends. If it is killed, it is
-    restarted.
+    The server program is part of this package or found in PATH. All processes that use the same
+    directory share one server, which stops when the last of them ends. If the server is killed,
+    this command restarts it.
     """
     if session.url:
-        raise click.UsageError("This runs your personal server: pass --dir instead of --url.")
+        raise click.UsageError("This command starts a server. Pass --dir instead of --url.")
     if private and directory:
-        raise click.UsageError("A private server keeps no data: omit --dir or --private.")
+        raise click.UsageError("A private server keeps no data. Omit --dir or --private.")
     from meteor_py.server import default_directory, open_embedded
 
     home = None if private else directory or default_directory()
@@ -68,7 +68,7 @@ def server(session: Session, directory: Path | None, private: bool, tcp: bool) -
         finally:
             running.close()
             if is_alive(running.pid):
-                say("other processes still use the server; it stops with the last of them.")
+                say("other processes are using the server; it stops when the last of them ends.")
 
 
 def _introduce(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,7 +23,7 @@ from meteor_cli.session import Session
 if TYPE_CHECKING:
     from meteor_py import KeyState, SharedDescription, SharedGroup, Stream
 
-#: Number of consumers to name in a list of reasons.
+#: Maximum number of consumers to list among the reasons.
 _NAMED = 3
 _KEY = {
     "KEY": r"""
@@ -57,7 +57,14 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
                 f"stream {stream!r} was created without --ordering-key, so it cannot have shared "
                 "groups. Create one with `meteor streams create NAME --ordering-key key`."
             )
-    print_list(found, as_json, stream_fields, _print_shared, if_none)
+    print_list(found, as_json, _fields, _print_shared, if_none)
+
+
+def _fields(found: tuple[str, SharedDescription]) -> dict[str, Any]:
+    fields = stream_fields(found)
+    fields["scanned"] = fields.pop("looked")
+    fields["dead_letters_pending"] = fields.pop("dying")
+    return fields
 
 
 def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
@@ -68,7 +75,7 @@ def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
         try:
             found.append((stream.name, stream.shared_group(name).describe()))
         except GroupNotFound:
-            continue  # deleted meanwhile
+            continue  # deleted in the meantime
     return found
 
 
@@ -101,7 +108,7 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
     if as_json:
         states = [to_fields(state) | {"key": writable(state.key)} for state in keys[:number]]
         more = {"keys": states, "keys_total": len(keys), "reasons": why}
-        print_json(to_fields(found, stream=stream) | more)
+        print_json(_fields((stream, found)) | more)
         return
     print_facts(_facts(stream, found, end))
     if found.consumers:
@@ -117,7 +124,7 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
         if len(keys) > number:
             click.echo(f"\u2026 and {counted(len(keys) - number, 'more key')}")
     click.echo()
-    for sentence in why:  # wrapped for a small terminal, also in a pipe
+    for sentence in why:  # wrapped for a small terminal, even in a pipe
         click.echo(click.wrap_text(sanitize(sentence), 80, "* ", "  "))
 
 
@@ -127,7 +134,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
     when = "only if rejected"
     if config.max_deliveries:
         when = f"after {counted(config.max_deliveries, 'failure')}"
-    letters = "none: they stay at the head of their keys" if parks else "none: counted and logged"
+    letters = "none; they stay at the head of their keys" if parks else "none; counted and logged"
     if config.dead_letter:
         letters = f"stream {config.dead_letter}"
     is_free = config.keyless == "free"
@@ -149,7 +156,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
     }
     if found.lost_last:
         first, last = found.lost_last
-        facts["last lost"] = f"records {first} to {last}, dropped before they were delivered"
+        facts["last lost"] = f"records {first} to {last}, dropped before delivery"
     return facts
 
 
@@ -189,16 +196,16 @@ def purge(
 ) -> None:
     """Settle the waiting records of an ordering key without processing them.
 
-    Records that a consumer holds stay with it. Other groups still get the records.
+    Does not affect records that a consumer holds. Other groups still get the records.
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
-        found = opened.keys(look_ahead=not dry_run)  # looking ahead writes
+        found = opened.keys(look_ahead=not dry_run)  # looking ahead changes the group's state
         state = next((one for one in found if one.key == key), None)
         unknown = opened.stream.end().offset - opened.describe().looked
         if dry_run and unknown > 0:
             new = counted(unknown, "record", "is", "are")
-            say(f"{new} not scanned yet, and may have any key.")
+            say(f"{new} not scanned yet, and may have this key.")
         waiting = state.waiting if state else 0
         stay = ""
         if state and state.acquired:
@@ -213,7 +220,7 @@ def purge(
         done = f"purged from shared group {group!r} of stream {stream!r}{stay}"
         if not confirm(what, done, dry_run=dry_run, yes=yes):
             return
-        purged = opened.purge(key, count)  # no more than the user agreed to
+        purged = opened.purge(key, count)  # no more than the user has confirmed
     say(f"{counted(purged, 'record')} of {name} {done}.")
 
 
@@ -244,7 +251,8 @@ def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) 
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
     """Check the state of a shared group for contradictions.
 
-    The exit status is 1 if there are any. A large group keeps the server busy for a moment.
+    The exit status is 1 if there are any. Checking a large group keeps the server busy for a
+    moment.
     """
     with _opened(session, stream, group) as opened:
         flaws = opened.fsck()
@@ -274,7 +282,7 @@ def _opened(session: Session, stream: str, group: str) -> Iterator[SharedGroup]:
 
 
 def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns why a shared group does not deliver all records, the most urgent reason first.
+    """Returns the reasons why a shared group does not deliver all records, most urgent first.
 
     The sentences contain untrusted names and are not sanitized.
     """
@@ -285,8 +293,8 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
     why: list[str] = []
     if found.waiting >= WAITING_MAX:
         why.append(
-            f"{found.waiting:,} records wait for their keys, which is the maximum. Nothing new is "
-            "delivered until some of them are settled, resumed or purged."
+            f"{found.waiting:,} records wait for their keys, which is the maximum. The group "
+            "delivers no new records until some of these are settled, resumed or purged."
         )
     why += _stopped(stream, found, keys)
     lag = f"{counted(found.lag, 'record', 'is', 'are')} not settled"
@@ -333,8 +341,8 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
     if found.dying:
         why.append(
             f"{counted(found.dying, 'record', 'is', 'are')} waiting to be published to the "
-            f"dead-letter stream {found.config.dead_letter!r}. A consumer that may publish there "
-            "must poll."
+            f"dead-letter stream {found.config.dead_letter!r}. A consumer that has permission to "
+            "publish there must poll."
         )
     return why
 
@@ -356,7 +364,7 @@ def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
             "of the same keys."
         )
     if len(waiting) > _NAMED:
-        why.append(f"The same is true of {counted(len(waiting) - _NAMED, 'more consumer')}.")
+        why.append(f"The same applies to {counted(len(waiting) - _NAMED, 'more consumer')}.")
     return why
 
 

@@ -97,7 +97,7 @@ def _facts(found: Description) -> dict[str, object]:
         "epoch": str(found.epoch),
     }
     if found.archived is not None:
-        facts["store"] = config.store or "in another process"
+        facts["store"] = config.store or "without an address"
         waiting = found.next - found.archived
         facts["archived"] = f"all records below {found.archived:,}; {waiting:,} waiting"
         facts["max unarchived"] = config.max_unarchived
@@ -110,7 +110,7 @@ def _limit(limit: T | None, show: Callable[[T], str]) -> str:
     return "no limit" if limit is None else show(limit)
 
 
-#: The settings that 0 removes.
+#: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The settings that can be changed later.
 _settings = options.together(
@@ -226,7 +226,7 @@ def remove_streams(
 ) -> None:
     """Delete streams with all their records and groups."""
     with session.connect() as m:
-        opened = [m.stream(name, create=False) for name in streams]  # fails before any is deleted
+        opened = [m.stream(name, create=False) for name in streams]  # fail before deleting any
         for stream in opened:
             found = stream.describe()
             what = f"{counted(found.next - found.first, 'record')}, "
@@ -251,8 +251,8 @@ meteor streams repair orders --apply --yes""",
 def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None:
     """Find entries in the log that no publisher wrote, and remove them with --apply.
 
-    Such an entry stops publishing or reading. Exits with 1 if there is something to repair. The
-    repair copies the ring on the server, which needs memory for both.
+    Such an entry stops publishing or reading. The exit status is 1 if there is something to repair.
+    The repair copies the ring on the server, which needs memory for both copies.
     """
     with session.stream(stream, writing=apply) as opened:
         found = opened.repair()
@@ -266,7 +266,7 @@ def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None
         if not apply:
             stops = "Publishing" if found.blocked else "Reading"
             say(
-                f"stream {stream!r} has {what} beside {kept}. {stops} is stopped; repair it with "
+                f"stream {stream!r} has {what} besides {kept}. {stops} is stopped. Repair it with "
                 f"`meteor streams repair {stream} --apply`."
             )
             raise click.exceptions.Exit(1)

@@ -110,8 +110,8 @@ def tail(
 ) -> None:
     """Print the records of a stream, and follow it.
 
-    Control characters are escaped, so that records cannot harm the terminal. Records that are gone
-    are reported on stderr, and the exit status is then 1.
+    Control characters are escaped, so that records cannot harm the terminal. If records are gone,
+    the command reports them on stderr and exits with 1.
     """
     if as_json + raw + (form is not None) > 1:
         raise click.UsageError("Use only one of --json, --raw and --format.")
@@ -184,11 +184,11 @@ def _header(text: str) -> tuple[str, bytes | None]:
 
 @dataclass
 class Bounds:
-    """When to stop: at the first of these limits."""
+    """The limits at which to stop, whichever is reached first."""
 
-    #: Offset, exclusive.
+    #: The offset at which to stop, exclusive.
     stop: int | None = None
-    #: Time, while it is in the future.
+    #: The time at which to stop, as long as it is in the future.
     until: datetime | None = None
     #: Number of records left to print.
     number: int | None = None
@@ -233,7 +233,7 @@ class Tailer:
         self._loop(bounds, group=group, initial_offset=initial)
 
     def _start(self, end: int, number: int | None, *, follow: bool) -> int | str:
-        """Returns the default start: the last few records, or all if we exit at the end."""
+        """Returns the default start: the last few records, or all with ``--exit-at-end``."""
         if number is None and not follow:
             return "earliest"
         number = LAST if number is None else number
@@ -244,15 +244,15 @@ class Tailer:
     def _resolve(self, position: Position) -> int | str:
         """Returns the offset of a position.
 
-        A relative position that reaches the oldest record becomes "earliest": records that the
-        ring drops before we read them were not asked for, and must not count as lost.
+        A relative position that reaches the oldest record becomes "earliest". Then records that the
+        ring drops before we read them do not count as lost: the user did not ask for them.
         """
         offset = position.resolve(self._stream)
         is_relative = position.kind not in ("", "@")
         return "earliest" if is_relative and offset <= self._stream.bounds()[0] else offset
 
     def _last_matching(self, end: int, number: int) -> int | str:
-        """Scans backwards for the offset from which ``number`` records match."""
+        """Scans backwards until ``number`` records match, and returns the offset of the first."""
         start, step, found = end, _SCAN, 0
         while found < number:
             first = self._stream.bounds()[0]
@@ -310,7 +310,7 @@ class Tailer:
                 return
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
-        """Polls; returns None after an error that may be temporary."""
+        """Polls. Returns None after an error that may be temporary."""
         from meteor_py import ConnectionFailed, LeaseLost
 
         most = _BATCH
@@ -327,7 +327,7 @@ class Tailer:
             now = time.monotonic()
             if self._waiting_since is None:
                 self._waiting_since = now
-                say("the server does not reply; waiting for it.")
+                say("the server is not replying; waiting for it.")
             if now - self._waiting_since >= self._session.timeout:
                 raise
             return None
@@ -335,7 +335,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Turns the time limit into an offset once it is past, by our clock or the server's."""
+        """Once the time limit has passed, by our clock or the server's, makes it an offset."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
@@ -357,7 +357,7 @@ class Tailer:
             self._confirm(sub, done)
 
     def _write(self, records: RecordBatch | list[Record]) -> None:
-        """Writes in chunks, because escapes can make the text many times larger than records."""
+        """Writes in chunks, because escapes can make the text much larger than the records."""
         start = 0
         while start < len(records):
             part = records[start : start + self._chunk]
@@ -372,7 +372,7 @@ class Tailer:
 
         try:
             sub.confirm(done)
-        except LeaseLost:  # the reader of the pipe was slow
+        except LeaseLost:  # for example, because the reader of the pipe was slow
             _report_lost_lease(sub)
 
     def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
@@ -390,7 +390,7 @@ class Tailer:
             return False
         if found.owner not in (None, sub.member) and not self._reported_owner:
             self._reported_owner = True
-            say(f"{found.owner} has the lease of group {found.name!r}; waiting for it.")
+            say(f"{found.owner} holds the lease of group {found.name!r}; waiting for it.")
         return bounds.stop is not None and found.confirmed >= bounds.stop
 
     def _note_gap(self, first: int, last: int) -> None:

@@ -13,7 +13,7 @@ from meteor_cli.live.top import FIRST_S, Display, Gauge, open_console
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.session import Session
 
-#: How long to wait for a server that has gone, as a multiple of ``--timeout``: 30 s by default.
+#: How long to wait for a server that is gone, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
@@ -74,7 +74,7 @@ def _print_text(view: View, sort: Sort, number: int | None) -> None:
 
     console = Console(markup=False, highlight=False)
     width = console.width if console.is_terminal else None
-    # Printed by click: on a closed pipe, rich would end the process.
+    # Print with click: on a closed pipe, rich would end the process.
     with console.capture() as capture:
         for line in draw(view, sort, width=width, height=None, number=number):
             console.print(line, soft_wrap=True)

@@ -31,9 +31,9 @@ def watch(
     """Print a line for each change of streams, groups and leases.
 
     Reports streams that are created or deleted; groups that are created, deleted or moved back;
-    leases that are taken, taken over or end; records that the server lost, or that the ring dropped
-    before a group read them; and streams without an archiver. A change that is undone within one
-    interval is not seen.
+    leases that are taken, taken over or ended; records that the server lost, or that the ring
+    dropped before a group read them; and streams without an archiver. Does not report a change that
+    is undone within one interval.
     """
     with session.connect() as m:
         watcher = Watcher(Observer(m, streams), lag_max, as_json=as_json)

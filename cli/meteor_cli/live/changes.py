@@ -17,13 +17,13 @@ Fact = int | str | None
 
 @dataclass(frozen=True)
 class Change:
-    """An event."""
+    """A change of a stream or a group."""
 
     stream: str | None
     group: str | None
-    #: The name of the event for programs; stable across versions, as are the names of the facts.
+    #: The event's name for programs. Names of events and facts are stable across versions.
     event: str
-    #: A description for people. It contains untrusted names and is not sanitized.
+    #: A human-readable description. It contains untrusted names and is not sanitized.
     text: str
     facts: dict[str, Fact] = field(default_factory=dict)
 
@@ -32,9 +32,9 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
     """Returns the changes between two snapshots, by stream and group.
 
     Args:
-        before: The earlier snapshot; None reports only problems that need attention.
+        before: The earlier snapshot. With None, reports only problems that need attention.
         after: The later snapshot.
-        lag_max: Report groups whose lag rises above this, or falls back to it.
+        lag_max: Report groups whose lag rises above this number, and when it falls again.
     """
     if before is None:
         found = [_problems(None, seen, lag_max) for seen in after.streams.values()]
@@ -70,7 +70,7 @@ def _stream(
     if before is None:
         yield _change(name, "created", "created", next=after.stream.next)
     elif before.stream.incarnation != after.stream.incarnation:
-        yield _change(name, "created_anew", "deleted and created again", next=after.stream.next)
+        yield _change(name, "recreated", "deleted and recreated", next=after.stream.next)
         before = None
     else:
         yield from _history(before.stream, after.stream)
@@ -115,7 +115,8 @@ def _group(
     name, at, now, term = after.name, after.confirmed, after.owner, after.term
     was = before.owner if before else None
     if before is None:
-        yield _change(stream, "group_begun", f"created at {at}", name, confirmed=at, lag=after.lag)
+        text = f"created at {at}"
+        yield _change(stream, "group_created", text, name, confirmed=at, lag=after.lag)
     elif at < before.confirmed:
         text = f"moved back from {before.confirmed} to {at}"
         facts = {"confirmed": at, "before": before.confirmed}
@@ -128,8 +129,8 @@ def _group(
             yield _change(stream, "consumers_changed", text, name, **facts)
     if now is None:
         if was is not None:
-            # The server does not tell whether the lease was released or expired.
-            text = f"{was} no longer has the lease"
+            # The server does not say whether the lease was released or expired.
+            text = f"{was} no longer holds the lease"
             yield _change(stream, "lease_ended", text, name, before=was, term=term)
     elif was is None or before is None:
         yield _change(stream, "lease_taken", f"lease taken by {now}", name, owner=now, term=term)

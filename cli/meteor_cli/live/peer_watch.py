@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 #: Seconds between two checks of the output pipe, and of the server.
 _CHECK_S, _PING_S = 0.5, 2.0
-#: Characters of a topic to show to people.
+#: Maximum characters of a topic in human-readable output.
 _TOPIC_MAX = 200
-#: Texts for the reasons for which a leader stepped down.
+#: Texts for the reasons why a leader stepped down.
 _WHY = {
     "expired": "its heartbeats stopped",
     "left": "it left",
@@ -60,7 +60,7 @@ class PeerWatcher:
     def begin(self) -> None:
         """Prints the current state of the group; ``step`` prints all events after it."""
         group = self._group
-        with group._handle.lock:  # no event between the two calls
+        with group._handle.lock:  # so that no event arrives between the two calls
             group.on_event(self._events.put)
             view = group.snapshot()
         say(f"watching group {group.name!r}.")
@@ -75,7 +75,7 @@ class PeerWatcher:
                 self._sink.write(line.encode())
 
     def step(self) -> None:
-        """Prints the next event, if one arrives; raises ``BrokenPipeError`` without a reader."""
+        """Prints the next event, if any. Raises ``BrokenPipeError`` if the pipe has no reader."""
         try:
             event = self._events.get(timeout=_CHECK_S)
         except queue.Empty:
@@ -86,7 +86,7 @@ class PeerWatcher:
         self._print(event.view, event.kind, *describe_event(event), at_ms=event.at)
 
     def _ping(self) -> None:
-        """Reports that the server went away or came back. A monitor must outlive the server."""
+        """Reports that the server went away or came back. A monitor must survive its server."""
         from meteor_py import ConnectionFailed, MeteorError
 
         reason = None
@@ -132,7 +132,7 @@ def describe(view: View) -> str:
 
 
 def describe_event(event: Event) -> tuple[str, Fields]:
-    """Returns a description for people, and the JSON fields of an event."""
+    """Returns a human-readable description and the JSON fields of an event."""
     member, why = event.member, event.reason
     seen = {"resync": event.resync}
     match event.kind:
@@ -183,7 +183,7 @@ def _field(event: Event, name: str) -> str:
 
 
 def _topic(event: Event) -> str:
-    """Returns the JSON of the topic, shortened; for other encodings, only its size and type."""
+    """Returns the topic as shortened JSON, or for other encodings only its size and type."""
     kind, _, data = event.fields.get("topic", b"").partition(b":")
     if kind == b"json":
         text = data.decode(errors="replace")

@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A stream, or below it its store or one of its groups."""
+    """A row of the table: a stream, its store, or one of its groups."""
 
     name: Cell
     rate: Cell = Cell()
@@ -91,7 +91,7 @@ def draw(
         view: The data to show.
         sort: The order of streams.
         width: Columns of the screen; None means unlimited.
-        height: Lines of the screen; None means that there is no screen, and no limit.
+        height: Lines of the screen; None means that there is no screen and no limit.
         number: Maximum number of streams.
     """
     blocks = [
@@ -109,7 +109,7 @@ def draw(
 
 
 def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
-    """Returns the streams in the given order; the largest number first."""
+    """Returns the streams in the given order. Numbers are sorted largest first."""
 
     def key(item: tuple[str, StreamSnapshot]) -> tuple[float, str]:
         name, seen = item
@@ -184,10 +184,10 @@ def _owner(owner: str | None, lag: int) -> Cell:
 
 
 def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple[list[Row], str]:
-    """Returns the rows that fit, and a line about the others."""
+    """Returns the rows that fit on the screen, and a line about those that do not."""
     chosen = blocks[:number]
     needed = sum(1 + len(block.parts) for block in chosen) + (len(chosen) < len(blocks))
-    room = needed if rows_max is None or needed <= rows_max else rows_max - 1  # one says "more"
+    room = needed if rows_max is None or needed <= rows_max else rows_max - 1  # one for "more"
     # One stream with very many groups gets at most half of the screen.
     parts_max = needed if room == needed else room // 2
     rows: list[Row] = []
@@ -199,14 +199,14 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
         parts = block.parts[: min(left - 1, parts_max)]
         rows += [block.stream, *parts]
         streams -= 1
-        groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # the store is no group
+        groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # do not count the store
     counts = [(streams, "stream"), (groups, "group")]
     more = [counted(count, f"more {what}") for count, what in counts if count]
     return rows, f"\u2026 and {', '.join(more)}" if more else ""
 
 
 def _head(view: View, width: int | None) -> list[Text]:
-    """Returns two lines: the server and the time, and totals."""
+    """Returns two lines: one with the server and the time, one with totals."""
     from rich.text import Text
 
     server, found = view.server, view.snapshot
@@ -258,7 +258,7 @@ def _table(rows: list[Row], width: int | None) -> list[Text]:
 
 
 def _widths(rows: list[Row], chosen: list[int], width: int | None) -> dict[int, int]:
-    """Returns the widths of columns: names and owners share the space that numbers leave."""
+    """Returns the widths of columns. Names and owners share the space left by numbers."""
     from rich.cells import cell_len
 
     widths = {i: max(_COLUMNS[i].width, *(cell_len(row[i].text) for row in rows)) for i in chosen}

@@ -1,4 +1,4 @@
-"""Snapshots of all streams and their groups, and the rates between two of them."""
+"""Snapshots of all streams and their groups, and the rates between two snapshots."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meteor_py import Client, Description, Stream
 
-#: Maximum number of streams in a snapshot: each takes several round trips.
+#: Maximum number of streams in a snapshot, because each takes several round trips.
 STREAMS_MAX = 500
 
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """The state of a stream at a time of the monotonic clock."""
+    """The state of a stream at a certain time."""
 
     stream: Description
     at: float
@@ -29,7 +29,7 @@ class StreamSnapshot:
 
     @property
     def lag(self) -> int:
-        """The largest lag of a group; the archiver counts as one."""
+        """The largest lag of any group. The archiver counts as a group."""
         return max(self.unarchived, *(group.lag for group in self.stream.groups), 0)
 
 
@@ -61,9 +61,9 @@ class Observer:
         self._client = client
         self._names = tuple(dict.fromkeys(names))
         self._opened: dict[str, Stream] = {}
-        self._has_looked = False
+        self._has_succeeded = False
 
-    def look(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Takes a snapshot.
 
         Raises:
@@ -73,8 +73,8 @@ class Observer:
         from meteor_py import ConnectionFailed, MeteorError
 
         names = self._names or self._client.streams()
-        # Known streams come first. Otherwise a new one could displace another, which would then
-        # look deleted.
+        # Known streams come first. Otherwise a new stream could displace a known one, which would
+        # then seem to be deleted.
         chosen = sorted(names, key=lambda name: (name not in self._opened, name))[:STREAMS_MAX]
         streams: dict[str, StreamSnapshot] = {}
         unreadable: dict[str, str] = {}
@@ -84,16 +84,16 @@ class Observer:
                 seen = self._see(name)
             except ConnectionFailed:
                 raise
-            except (MeteorError, ValueError) as error:  # foreign data, or no permission
+            except (MeteorError, ValueError) as error:  # keys of another program, or no permission
                 unreadable[name] = str(error)
                 refusal = error
             else:
                 if seen is not None:
                     streams[name] = seen
-        # In later snapshots, unreadable streams are a change to report, not a reason to end.
-        if refusal is not None and not streams and not self._has_looked:
+        # In later snapshots, an unreadable stream is a change to report, not a reason to fail.
+        if refusal is not None and not streams and not self._has_succeeded:
             raise refusal
-        self._has_looked = True
+        self._has_succeeded = True
         self._opened = {name: self._opened[name] for name in streams}
         return Snapshot(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 

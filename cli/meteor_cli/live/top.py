@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import meteor_py
 
-#: Seconds before the first rates are shown, and between two attempts to reach a silent server.
+#: Seconds before the first rates are shown, and between attempts to reach a silent server.
 FIRST_S = 1.0
 
 
@@ -39,7 +39,7 @@ class Gauge:
     def measure(self) -> View:
         """Takes a measurement; raises ``ConnectionFailed`` if the server does not reply."""
         server = self._client.describe()
-        found = self._observer.look()
+        found = self._observer.snapshot()
         before, self._before = self._before.streams, found
         rates = {
             name: rates_between(before.get(name), seen) for name, seen in found.streams.items()
@@ -50,7 +50,7 @@ class Gauge:
 class Display:
     """The table on the alternate screen, redrawn after each measurement and resize.
 
-    There is one thread. The handler of the resize signal draws at once, even while the main
+    There is only one thread. The handler for the resize signal redraws at once, even while the main
     program waits for the server.
     """
 
@@ -112,9 +112,9 @@ class Display:
             self._view = replace(self._view, problem=problem)
 
     def _draw(self) -> None:
-        """Draws for the current size of the screen; also the handler of the resize signal."""
+        """Draws the table at the current screen size. Also handles the resize signal."""
         if self._drawing:
-            self._outdated = True  # a frame further up the stack draws again
+            self._outdated = True  # the interrupted call draws again
             return
         self._outdated = True
         while self._outdated:
@@ -167,7 +167,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
-    """Waits; returns whether q was pressed meanwhile."""
+    """Waits, and returns whether the user pressed q."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([] if keyboard is None else [keyboard], [], [], left)

@@ -28,24 +28,24 @@ class Watcher:
         self._is_gone = False
 
     def begin(self, named: tuple[str, ...]) -> None:
-        """Prints existing problems; raises if the server cannot be reached."""
-        self._before = self._observer.look()
+        """Prints existing problems. Raises if the server cannot be reached."""
+        self._before = self._observer.snapshot()
         say(f"watching {counted(len(self._before.streams), 'stream')}.")
         for name in named:
             if name not in self._before.streams and name not in self._before.unreadable:
                 say(f"there is no stream {name!r} yet; waiting for it.")
         if self._before.left_off:
             more = counted(self._before.left_off, "more stream", "is", "are")
-            say(f"{more} not watched. Name the streams to watch.")
+            say(f"{more} not watched. Pass the names of the streams to watch.")
         self._print(changes(None, self._before, self._lag_max))
 
     def step(self) -> None:
-        """Prints the changes; raises ``BrokenPipeError`` if the pipe has no reader any more."""
+        """Prints the changes. Raises ``BrokenPipeError`` if the pipe no longer has a reader."""
         from meteor_py import ConnectionFailed
 
         self._sink.check_reader()
         try:
-            after = self._observer.look()
+            after = self._observer.snapshot()
         except ConnectionFailed as error:
             self._note_gone(error)
             return
@@ -56,7 +56,7 @@ class Watcher:
         self._print(changes(before, after, self._lag_max))
 
     def _note_gone(self, error: MeteorError) -> None:
-        """Reports once that the server is gone. A monitor must outlive its server."""
+        """Reports once that the server is gone. A monitor must survive its server."""
         if not self._is_gone:
             self._is_gone = True
             reason = str(error)

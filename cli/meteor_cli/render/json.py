@@ -22,7 +22,7 @@ def to_json(fields: object) -> str:
 
 
 def to_fields(found: object, **first: object) -> dict[str, Any]:
-    """Returns ``first`` and the fields of a description, with its settings flattened into them."""
+    """Returns ``first``, the fields of a description, and its settings, as one flat dict."""
     import msgspec
 
     fields: dict[str, Any] = first | msgspec.to_builtins(found, builtin_types=(bytes,))
@@ -31,7 +31,7 @@ def to_fields(found: object, **first: object) -> dict[str, Any]:
 
 
 def writable(value: object) -> object:
-    """Returns bytes in the form that records use, and other values unchanged."""
+    """Converts bytes to the form that records use. Returns other values unchanged."""
     from meteor_cli.render.jsonl import to_data
 
     return to_data(value) if isinstance(value, bytes) else value

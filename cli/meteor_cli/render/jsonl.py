@@ -4,9 +4,9 @@
      "key":"customer-7","value":"hello","headers":{"trace":"42"}}
 
 Times are in ms since 1970. A missing key and missing headers are ``null``. Bytes (key, value,
-header values) are a string if they are valid UTF-8, otherwise ``{"b64": "..."}``, so no record
-changes on the way. Characters that are unsafe on a terminal are written as ``\\u`` escapes. Later
-versions may add fields, but never remove one or change its meaning.
+header values) are a string if they are valid UTF-8, and otherwise ``{"b64": "..."}``, so every
+record can be read back unchanged. Characters that are unsafe on a terminal are written as ``\\u``
+escapes. Later versions may add fields, but never remove one or change its meaning.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def decode(
     Args:
         lines: The lines, without line ends.
         number: The line number of the first, for errors.
-        accept: Called with each value; raises ``ValueError`` to refuse it.
+        accept: Called with each value. Raises ``ValueError`` to refuse it.
 
     Raises:
         Unreadable: A line is not a record, or ``accept`` refused its value.
@@ -141,7 +141,7 @@ def _each(convert: Callable[[Any], Any], headers: dict[str, Any] | None) -> dict
 
 
 def _some(column: list[Any]) -> list[Any] | None:
-    """Returns the column, or None if it holds nothing but None."""
+    """Returns the column, or None if it holds only None."""
     return None if column.count(None) == len(column) else column
 
 

@@ -1,4 +1,4 @@
-"""Renderers of records for ``tail``."""
+"""Functions that format records for ``tail``."""
 
 from __future__ import annotations
 

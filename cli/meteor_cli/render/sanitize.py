@@ -1,7 +1,8 @@
 """Makes untrusted text safe for a terminal.
 
-A record may contain control sequences that move the cursor, set the title or type on the user's
-behalf (C0, C1), and characters that change how text reads (bidirectional, invisible).
+A record may contain control sequences that move the cursor, set the title or send input as if the
+user had typed it (C0, C1). It may also contain bidirectional and invisible characters, which
+disguise text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def sanitize(data: bytes | str) -> str:
 
 
 def sanitize_json(text: str) -> str:
-    r"""Replaces unsafe characters in encoded JSON by equivalent ``\u`` escapes; keeps newlines."""
+    r"""Replaces unsafe characters in encoded JSON with ``\u`` escapes. Keeps newlines."""
     if text.isascii() and "\x7f" not in text:
         return text  # the encoder has escaped the other control characters
     return _UNSAFE.sub(_escape_json, text)

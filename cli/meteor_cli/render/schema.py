@@ -1,11 +1,11 @@
-"""Other commands with ``--json`` print the objects below, under the same promise.
+"""Other commands print the JSON objects below. As for records, later versions may add fields, but
+never remove one or change its meaning.
 
-Times are in ms since
-1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations are in seconds, sizes
-in bytes, rates per second. An unknown or missing value is ``null``; ``bench`` omits it. An event of
-``peers watch`` with ``resync`` was derived from the state of the group, because the server had
-lost or trimmed the event itself; such events share one ``view``. ``peers ask`` prints the reply
-itself, except with ``--to all``.
+Times are in ms since 1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations
+are in seconds, sizes in bytes, and rates per second. An unknown or missing value is ``null``;
+``bench`` omits it. If an event of ``peers watch`` has ``resync``, the server had lost or trimmed
+the event, and the command derived it from the state of the group; such events share one ``view``.
+``peers ask`` prints the reply itself, except with ``--to all``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _STREAM = (
     "incarnation", "epoch", "epoch_first", "groups",
 )  # fmt: skip
 _SHARED = (
-    "stream", "name", "confirmed", "lag", "looked", "waiting", "ready", "blocked", "dying", "acked",
-    "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "max_per_key",
-    "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_key", "keyless",
+    "stream", "name", "confirmed", "lag", "scanned", "waiting", "ready", "blocked",
+    "dead_letters_pending", "acked", "dead", "lost", "purged", "returned", "reaped", "lost_last",
+    "consumers", "max_per_key", "lease_ttl", "max_deliveries", "dead_letter", "on_poison",
+    "default_key", "keyless",
 )  # fmt: skip
 _MEMBER = ("status", "leads", "persistent", "priority", "joined", "metadata")
 
@@ -41,7 +42,7 @@ FIELDS = {
     "peers watch": ("time", "group", "view", "event"),
     "peers leader": ("group", "leader", "term", *_MEMBER),
     "peers dead": (
-        "group", "buried", "reason", "member", "id", "queue", "verb", "sender", "sent", "type",
+        "group", "failed", "reason", "member", "id", "queue", "verb", "sender", "sent", "type",
         "body",
     ),
     "peers ask --to all": ("member", "reply", "error"),
@@ -71,9 +72,9 @@ CONSUMER_FIELDS = ("id", "name", "keys", "records", "lease")
 
 #: The events of ``watch``, with their additional fields.
 EVENTS = {
-    "created": ("next",), "created_anew": ("next",), "deleted": (), "unreadable": ("reason",),
+    "created": ("next",), "recreated": ("next",), "deleted": (), "unreadable": ("reason",),
     "readable": (), "epoch_changed": ("epoch", "before"), "records_lost": ("first", "last"),
-    "records_dropped": ("first", "last"), "group_begun": ("confirmed", "lag"),
+    "records_dropped": ("first", "last"), "group_created": ("confirmed", "lag"),
     "group_moved_back": ("confirmed", "before"), "group_deleted": ("confirmed",),
     "lease_taken": ("owner", "term"), "lease_taken_over": ("owner", "before", "term"),
     "lease_ended": ("before", "term"), "consumers_changed": ("consumers", "before"),

@@ -1,7 +1,7 @@
 r"""Templates of ``tail --format``, similar to those of kcat and rpk.
 
     %o %k %v %h %s   offset, key, value, headers, stream
-    %T %A            timestamp, and when the server appended the record, in ms
+    %T %A            timestamp and append time, in ms
     %d %d{%H:%M:%S}  timestamp as RFC 3339, or in strftime format
     %K %V            size of the key and of the value in bytes
     %v{hex}          value as hex, base64 or raw; also %k{...}
@@ -55,7 +55,7 @@ class Template:
             self._pieces.append(self._piece(token))
             end = token.end()
         if end < len(text):
-            raise ValueError(f"The format ends with a single {text[end:]!r}; double it.")
+            raise ValueError(f"The format ends with a single {text[end:]!r}. Double it.")
 
     def render(self, record: Record) -> bytes:
         return b"".join(
@@ -68,7 +68,9 @@ class Template:
             if len(escape) == 3:
                 return bytes.fromhex(escape[1:])
             if escape not in _ESCAPES:
-                raise ValueError(rf"The format has no escape \{escape}; write \\ for a backslash.")
+                raise ValueError(
+                    rf"The format has an unknown escape \{escape}. Write \\ for a backslash."
+                )
             return _ESCAPES[escape]
         if letter is None:
             return token[0].encode()
@@ -86,7 +88,9 @@ class Template:
             return _PLAIN[letter]
         if how is None and letter == "s":
             return self._stream.encode()
-        raise ValueError(f"The format has no {token[0]}; write %% for a percent sign.")
+        raise ValueError(
+            f"The format has an unknown field {token[0]}. Write %% for a percent sign."
+        )
 
 
 def show_headers(record: Record) -> str:

@@ -41,7 +41,7 @@ def is_cut_off(fd: int) -> bool:
 
 
 class Refused(click.ClickException):
-    """The command needs an explicit option to do what was asked."""
+    """The command needs an explicit option before it does something destructive."""
 
     exit_code = 2
 
@@ -59,14 +59,14 @@ def ask(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise Refused(f"{question} There is no terminal to ask on; use --yes to confirm.")
+        raise Refused(f"{question} There is no terminal to ask on. Use --yes to confirm.")
     if not click.confirm(f"{question} Continue?", err=True):
         say("nothing was changed.")
         raise click.exceptions.Exit(1)
 
 
 def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
-    """Asks for confirmation; with ``--dry-run``, reports what would happen and returns False.
+    """Asks for confirmation. With ``--dry-run``, reports what would happen and returns False.
 
     >>> confirm("stream 'a'", "deleted: 7 records", dry_run=False, yes=True)
     True

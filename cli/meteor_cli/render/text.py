@@ -1,4 +1,4 @@
-"""Messages, numbers and tables for people."""
+"""Human-readable messages, numbers and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
-    """Returns a count with its noun in singular or plural, and optionally a verb.
+    """Returns a count with its noun and an optional verb, in the singular or plural.
 
     >>> counted(1, "record"), counted(2_000, "record", "waits", "wait")
     ('1 record', '2,000 records wait')
@@ -60,7 +60,7 @@ def show_count(count: int) -> str:
     size = count / 1000**power
     digits = 0 if size >= 100 else 1 if size >= 10 else 2
     step = 10**digits
-    return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"  # down: 999,999 is not 1M
+    return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"  # round down
 
 
 def show_age(ms: int, now_ms: int) -> str:
@@ -103,14 +103,15 @@ def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool 
     Args:
         headings: Titles separated by " | "; those of right-aligned numbers end with ``#``.
         rows: The cells.
-        whole: Do not shorten names to fit the terminal. Numbers are never shortened.
+        whole: Whether to print full names even if they do not fit the terminal. Numbers are never
+            shortened.
     """
     if not rows:
         return
     from rich.console import Console
     from rich.table import Table
 
-    # In a pipe or a file, lines are as long as they need to be.
+    # In a pipe or a file, lines may have any length.
     console = Console(markup=False, highlight=False)
     if whole or not console.is_terminal:
         console = Console(markup=False, highlight=False, width=100_000)

@@ -27,8 +27,9 @@ meteor bench --url redis://localhost:6379 --size 1000 --json"""
 def bench(session: Session, records: int, size: int, as_json: bool) -> None:
     """Measure the speed of publishing and reading.
 
-    Uses the server of --url or $METEOR_URL, or else a private one. Creates streams with random
-    names, keeps at most 256 MB of records at a time, and deletes the streams at the end.
+    Uses the server of --url or $METEOR_URL, or a private server if neither is set. Creates streams
+    with random names, keeps at most 256 MB of records at a time, and deletes the streams at the
+    end.
     """
     from meteor_cli.commands.bench.benchmark import Benchmark
 

@@ -19,7 +19,7 @@ from meteor_cli.render.terminal import progress
 from meteor_cli.render.text import print_table, product_name, say
 from meteor_cli.session import Session
 
-#: Maximum bytes of records in the ring, and of records that are prepared beforehand.
+#: Maximum bytes of records in the ring, and of records to prepare in advance.
 _KEPT_MAX_BYTES = 256_000_000
 _MADE_MAX_BYTES = 16_000_000
 #: Number of records whose latency is measured.
@@ -62,7 +62,7 @@ class Benchmark:
         self._session = session
         self._records = records
         self._size = size
-        # Values are prepared and reused, so that making them is not measured.
+        # Prepare and reuse values, so that the time to make them is not measured.
         made = max(min(records, measure.CALL, _MADE_MAX_BYTES // size), 1)
         self._values = [random.randbytes(size) for _ in range(made)]
         self._server = ""

@@ -1,4 +1,4 @@
-"""The measurements of ``demo`` and ``bench``: each function does one thing and times it."""
+"""The measurements of ``demo`` and ``bench``. Each function times one operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Advance = Callable[[int], None]
 CALL = 10_000
 #: Seconds to wait for a published record.
 _PATIENCE_S = 30.0
-#: Seconds after which a reader checks whether to stop.
+#: Seconds after which a waiting reader checks whether it should stop.
 _POLL_S = 0.1
 
 
@@ -56,7 +56,7 @@ def publish_each(
             for value in part:
                 ack = pub.publish(value)
             if ack.done():
-                ack.result()  # fails now, not at the end, if the server is gone
+                ack.result()  # if the server is gone, fail now and not at the end
             done += len(part)
             advance(done)
         pub.flush()

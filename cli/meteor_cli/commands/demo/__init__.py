@@ -25,7 +25,7 @@ meteor demo --records 100000 --url redis://localhost:6379""",
 def demo(session: Session, records: int, no_spark: bool) -> None:
     """Take a tour: publish, tail, kill and recover, archive. Every figure is measured.
 
-    Runs on a private server unless --url names one, and leaves nothing behind.
+    Runs on a private server unless you pass --url, and leaves nothing behind.
     """
     from meteor_cli.commands.demo.tour import Tour
 

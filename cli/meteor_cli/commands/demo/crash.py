@@ -1,4 +1,4 @@
-"""The crash of the tour: a server is killed and restarted while a publisher works."""
+"""The crash step of the tour: kills and restarts a server while a publisher is publishing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meteor_py.server import open_embedded
 
 RECORDS = 100_000
 _CALL = 500
-#: Calls of publish_many that are acknowledged when the server is killed.
+#: Number of acknowledged calls of publish_many after which to kill the server.
 _KILL_AFTER = 50
-#: Calls that have been made by then.
+#: Number of calls made by then.
 _ON_THE_WAY = 100
-#: Longest directory name, in bytes, that leaves room for the socket. In a longer one, the address
-#: of the server would change with the restart.
+#: Maximum bytes of a directory name that leaves room for the socket. With a longer name, the
+#: server's address would change when it restarts.
 _DIRECTORY_MAX = 50
 
 
@@ -31,14 +31,14 @@ _DIRECTORY_MAX = 50
 class Outcome:
     #: Seconds from the kill until records were acknowledged again.
     pause_s: float
-    #: Whether each record is there once, in order.
+    #: Whether the stream has each record once, in order.
     complete: bool
     #: Acknowledged records that the server lost because the disk was too slow.
     lost: range
 
 
 def crash(advance: Callable[[int], None]) -> Outcome:
-    """Kills and restarts a private server, never that of ``--url``, during a publish."""
+    """Kills and restarts a private server, never the one of ``--url``, during a publish."""
     root = tempfile.gettempdir()
     with (
         warnings.catch_warnings(),
@@ -83,7 +83,7 @@ def _publish(
 
 
 def _kill(pid: int) -> None:
-    """Kills a process and waits until it is gone: a dying server might still reply."""
+    """Kills a process and waits until it is gone, because it might still reply before that."""
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(pid), f"Server {pid} was killed but is still running")
 

@@ -1,4 +1,4 @@
-"""The peer group of the tour: a leader is killed, the others vote and act at the same time."""
+"""The peer group of the tour: kills the leader, then the others vote and act at the same time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Done(NamedTuple):
 class Outcome:
     #: The terms before and after the leader was killed.
     terms: tuple[int, int]
-    #: Seconds from the kill until another leader was known.
+    #: Seconds from the kill until there was a new leader.
     pause_s: float
     vote: meteor.Outcome
     vote_s: float
@@ -56,7 +56,7 @@ class Peer(Worker):
 
 
 def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]) -> Outcome:
-    """Starts members, kills the leader, and has the others vote and act."""
+    """Starts members, kills the leader, and makes the others vote and act."""
     with ExitStack() as stack:
         peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
         _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
@@ -94,7 +94,7 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The members of the peer group were not done")
+    wait_until(condition, "The members of the peer group did not finish")
 
 
 def _work(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Spark in the tour: another process starts Spark and reads the stream of the tour."""
+"""The Spark step of the tour: another process starts Spark and reads the stream."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def missing() -> str | None:
 
 
 def _java_version() -> int:
-    """Returns the major version of Java, or 0 without one."""
+    """Returns the major version of Java, or 0 if Java is not installed."""
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if java is None:
@@ -64,7 +64,7 @@ def _java_version() -> int:
 
 def read(url: str, stream: str) -> Outcome:
     """Reads a whole stream with Spark. If Spark fails, raises its last log line as RuntimeError."""
-    # Spark leaves files in its working directory, which disappear with the folder.
+    # Spark leaves files in its working directory, which is removed at the end.
     with (
         tempfile.TemporaryDirectory(prefix="meteor-demo-") as folder,
         open(f"{folder}/out", "w+") as out,
@@ -73,16 +73,16 @@ def read(url: str, stream: str) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, stream],
             cwd=folder,
-            stdin=subprocess.PIPE,  # closes when we end, even if we are killed
+            stdin=subprocess.PIPE,  # closes when this process ends, even if it is killed
             stdout=out,
             stderr=said,  # Spark logs a lot
             env=_environment(url, folder),
-            start_new_session=True,  # so that Ctrl-C reaches only us, and we end Spark
+            start_new_session=True,  # Ctrl-C must reach only this process, which ends Spark
         )
         try:
             process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"It took more than {_PATIENCE_S:g} seconds.") from None
+            raise RuntimeError(f"Spark took more than {_PATIENCE_S:g} seconds.") from None
         finally:
             _end(process)
         out.seek(0)
@@ -93,16 +93,16 @@ def read(url: str, stream: str) -> Outcome:
 
 
 def _environment(url: str, folder: str) -> dict[str, str]:
-    # Settings of the user's Spark could break the tour.
+    # The user's own Spark settings could break the tour.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
     return inherited | {
-        # Not in an argument or option of Spark: the URL may contain a password.
+        # Do not pass it as an argument or a Spark option: the URL may contain a password.
         "METEOR_URL": url,
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": folder,
         "TMPDIR": folder,
-        # -XX: for a faster start, and no files in /tmp after a kill.
+        # The -XX options make Java start faster, and leave no files in /tmp after a kill.
         "JDK_JAVA_OPTIONS": f"-Djava.io.tmpdir={folder} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
         "-XX:-UsePerfData",
     }
@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _work(stream: str) -> None:
-    end_with_parent()  # Java ends when our end of its pipe closes
+    end_with_parent()  # Java ends when this process closes its pipe
     began = time.perf_counter()
     from pyspark.sql import SparkSession
 
@@ -129,7 +129,7 @@ def _work(stream: str) -> None:
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
     records = spark.read.format("meteor").option("stream", stream).load()
-    records.limit(1).collect()  # Spark starts most of itself for the first query
+    records.limit(1).collect()  # the first query starts most of Spark's processes
     started = time.perf_counter()
     rows, first, last = records.selectExpr("count(*)", "min(offset)", "max(offset)").collect()[0]
     done = time.perf_counter()

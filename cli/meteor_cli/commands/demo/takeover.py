@@ -1,4 +1,4 @@
-"""The take-overs of the tour: processes of one group handle records, and one is killed."""
+"""The takeover steps of the tour: processes of a group handle records, and one is killed."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Handled(NamedTuple):
     #: Time of the monotonic clock that all processes of a machine share.
     at_ns: int
     offset: int
-    #: In a shared group, failed deliveries before this one. The death of a consumer is a failure.
+    #: In a shared group, earlier failed deliveries. The death of a consumer counts as a failure.
     failures: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    #: All handlings in order of time, and the number of those by the killed process.
+    #: All handled records in order of time, and how many of them the killed process handled.
     handled: list[Handled]
     before: int
-    #: Seconds from the kill until another process handled records of the killed one.
+    #: Seconds from the kill until another process handled the killed process's records.
     pause_s: float
 
     @property
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def out_of_order(self) -> int:
-        """Number of records that were handled after a later one of their cart."""
+        """Number of records that were handled after a later record of the same cart."""
         newest: dict[int, int] = {}
         found = 0
         for offset in dict.fromkeys(one.offset for one in self.handled):
@@ -72,7 +72,7 @@ class Outcome:
 def take_over(
     name: str, stream: meteor.Stream, url: str, advance: Callable[[int], None]
 ) -> Outcome:
-    """Publishes changes of carts to a group of this kind, and kills one of its processes."""
+    """Publishes changes to carts, and kills one of the group's processes."""
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
@@ -103,11 +103,11 @@ def _handled(worker: Worker) -> list[Handled]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The processes of the group were not done")
+    wait_until(condition, "The processes of the group did not finish")
 
 
 def _work(name: str, stream_name: str) -> None:
-    """Prints a line when ready, and then one for each handled record."""
+    """Prints a line when ready, and then a line for each handled record."""
     kind = KINDS[name]
 
     def handle(offset: int, failures: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The tour of ``meteor demo``: each step measures something, and prints the code for it."""
+"""The tour of ``meteor demo``. Each step takes a measurement and prints the code for it."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Tour:
         self._records = records
         self._with_spark = spark
         self._colour = sys.stdout.isatty()
-        #: None: a private server, whose address we pass to other processes.
+        #: None means a private server. Its address is passed to the worker processes.
         self._url = None if session.url == "embedded://" else session.url
-        # Avoids the names of other users of the server.
+        # A random suffix avoids names that other users of the server have chosen.
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""
 
     def run(self) -> None:
@@ -96,14 +96,14 @@ class Tour:
         with ExitStack() as stack:
             url = self._url
             if not url:
-                # The private server keeps nothing on disk, on purpose.
+                # The private server deliberately keeps nothing on disk.
                 warnings.simplefilter("ignore", meteor.DataSafetyWarning)
                 url = stack.enter_context(open_embedded()).url
             m = stack.enter_context(self._session.connect(writing=True, url=url))
             verb = "Connected to" if self._url else "Started a private"
             took = self._figure(f"{(time.perf_counter() - start) * 1000:.0f} ms")
             title = click.style("A tour of meteor_py", bold=True)
-            click.echo(f"{title}: every figure is measured, here and now.")
+            click.echo(f"{title}. Every figure is measured now, on this machine.")
             self._report(f"{verb} {product_name(m.describe())} in {took}")
             self._code(f'>>> m = meteor.connect("{m.address if self._url else "embedded://"}")')
             yield m, url
@@ -186,7 +186,7 @@ class Tour:
     def _fail_over(self, stream: meteor.Stream, url: str) -> None:
         outcome = self._take_over("exclusive", stream, url, "killing the reader of a group")
         self._report(
-            f"Killed the reader of a group after {outcome.before:,} records; another one",
+            f"Killed the reader of a group after {outcome.before:,} records; another",
             f"took over {self._aftermath(outcome)}",
         )
         lease_s = takeover.KINDS["exclusive"].lease_s
@@ -223,7 +223,7 @@ class Tour:
         self._check(outcome.vote.passed, "the remaining members agree")
         self._check(outcome.acted == peers.MEMBERS - 1, "all remaining members act")
         self._report(
-            f"Killed the leader of {peers.MEMBERS} peers: a new one was elected after "
+            f"Killed the leader of {peers.MEMBERS} peers; they elected a new one after "
             f"{self._figure(f'{outcome.pause_s:.2f} s')};",
             f"a vote took {self._figure(f'{outcome.vote_s * 1000:.0f} ms')}, then both acted "
             f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')} (clocks within "
@@ -234,9 +234,9 @@ class Tour:
     def _crash(self) -> None:
         with progress("killing a server while publishing", crash.RECORDS) as advance:
             outcome = crash.crash(advance)
-        if outcome.lost:  # possible on a slow disk, which syncs the last second too late
+        if outcome.lost:  # possible if a slow disk had not synced the last second
             self._report(
-                "Killed a server while publishing: on a slow disk, it lost acknowledged records;",
+                "Killed a server while publishing: the slow disk lost acknowledged records;",
                 f"the publisher got an error for {outcome.lost[0]} to {outcome.lost[-1]}",
             )
         else:
@@ -258,8 +258,8 @@ class Tour:
                 sub.skip_gap()
                 batch = sub.poll()
                 self._report(
-                    f"Overran a ring of {_RING:,}: the reader learned that records {gap.first} to "
-                    f"{gap.last:,} are gone,",
+                    f"Overran a ring of {_RING:,}: the reader got RecordsLost for {gap.first} to "
+                    f"{gap.last:,},",
                     f"and continued at {batch.first_offset:,}",
                 )
                 self._code(">>> sub.poll()  # except meteor.RecordsLost: sub.skip_gap()")
@@ -280,7 +280,7 @@ class Tour:
             wrote_s = time.perf_counter() - start
             with progress("reading history", self._records) as advance:
                 seen, took = measure.read(stream, advance, convert=meteor.RecordBatch.to_arrow)
-            self._check(seen == self._records, "all history is read")
+            self._check(seen == self._records, "every archived record is read")
             self._check(not stream.store.verify(), "all files are intact")
             files = stream.store.files()
             size = show_bytes(sum(os.path.getsize(file) for file in files))
@@ -322,7 +322,7 @@ class Tour:
 
     def _check(self, holds: bool, what: str) -> None:
         if not holds:
-            raise click.ClickException(f"The tour stops: it expected that {what}.")
+            raise click.ClickException(f"The tour stopped, because this check failed: {what}.")
 
     def _report(self, *lines: str) -> None:
         click.echo(f"{click.style('✓', fg='green')} " + "\n  ".join(lines))

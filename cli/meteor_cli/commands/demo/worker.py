@@ -1,4 +1,4 @@
-"""The worker processes of the tour, which report by printing lines."""
+"""The worker processes of the tour, which report to it by printing lines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class Worker:
     Args:
         module: A module that calls ``run_worker``.
         url: The server.
-        arguments: Arguments of its work function.
+        arguments: Arguments for the function that ``run_worker`` calls.
     """
 
     def __init__(self, module: str, url: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, *arguments],
-            stdin=subprocess.PIPE,  # closed when this process ends, even by a kill
+            stdin=subprocess.PIPE,  # closes when this process ends, even if it is killed
             stdout=subprocess.PIPE,
             text=True,
-            # Not an argument, which every user of the machine can read: it may contain a password.
+            # Do not pass the URL as an argument, which every user of the machine can read: it may
+            # contain a password.
             env=os.environ | {"METEOR_URL": url},
-            start_new_session=True,  # so that Ctrl-C reaches only us, and we end the worker
+            start_new_session=True,  # Ctrl-C must reach only this process, which ends the worker
         )
-        #: The lines it has printed so far, split into words.
+        #: The lines that the worker has printed so far, split into words.
         self.lines: list[list[str]] = []
         self._thread = threading.Thread(target=self._listen, name="meteor-cli-worker")
         self._thread.start()
@@ -45,7 +46,7 @@ class Worker:
     def start(
         cls, count: int, stack: ExitStack, module: str, url: str, *arguments: str
     ) -> list[Self]:
-        """Starts several workers, which end with the stack."""
+        """Starts several workers. The exit stack ends them."""
         workers: list[Self] = []
         for _ in range(count):
             workers.append(cls(module, url, *arguments))
@@ -68,7 +69,7 @@ class Worker:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition; raises ``TimeoutError`` with the sentence ``what`` otherwise."""
+    """Waits for a condition. If it does not become true, raises ``TimeoutError(what)``."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -82,7 +83,7 @@ def run_worker(work: Callable[..., None]) -> None:
     try:
         work(*sys.argv[1:])
     except meteor.MeteorError:
-        sys.exit(1)  # the server has ended with the tour; in other cases the tour times out
+        sys.exit(1)  # usually the server has ended with the tour; otherwise the tour times out
 
 
 def end_with_parent() -> None:

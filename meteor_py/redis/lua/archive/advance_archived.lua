@@ -5,14 +5,14 @@
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 nonce  4 term
 --       5 epoch in which the records were read  6 'archived' as the caller knows it
 --       7 new value of 'archived'
--- Returns {'OK'}, also if it was done before, or the reason why nothing was done:
+-- Returns {'OK'}, even if an earlier call has already done this, or why nothing was done:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FENCED', current term}
---   {'EPOCH'}: the server has lost records since, perhaps these  {'MOVED', archived}
+--   {'EPOCH'}: the server has since lost records, perhaps these  {'MOVED', archived}
 -- Atomic because the ring must not drop unarchived records, and only the archiver of the current
--- term may advance 'archived'. It also runs on a server that is out of memory, and frees memory
--- there.
+-- term may advance 'archived'. It also runs on a server that is out of memory, because it frees
+-- memory.
 --
--- The caller advances in steps, so that one call trims no more than a few thousand entries.
+-- The caller advances in steps, so that one call trims at most a few thousand entries.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'capacity',
                      'archived')

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- Record that the oldest records are about to be deleted from the store.
 --
--- KEYS  1 meta  2... groups that must have confirmed them
--- ARGV  1 incarnation  2 offset: everything below may be deleted
+-- KEYS  1 meta  2... groups whose unconfirmed records must stay
+-- ARGV  1 incarnation  2 offset below which all records may be deleted
 -- Returns {'OK', first offset that stays}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOSTORE'}
--- Atomic because 'expired' must never decrease, nor pass 'archived' or the position of a group.
+-- Atomic because 'expired' must never decrease, or pass 'archived' or the position of a group.
 
 local s = redis.call('HMGET', KEYS[1], 'archived', 'expired')
 if not s[1] then return {'NOSTORE'} end

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- Return the part of a stream's state that must agree with the end of its records.
+-- Return the part of a stream's state that must be consistent with the end of the stream.
 --
 -- KEYS  1 meta  2 fences
 -- ARGV  1 incarnation

@@ -4,7 +4,7 @@
 -- KEYS  1 meta
 -- ARGV  1 incarnation
 -- Returns {'OK', end of the stream}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOSTORE'}
--- Atomic because HSET on a stream that was deleted meanwhile would create a meta of one field.
+-- Atomic because HSET on a stream that was just deleted would create a meta with one field.
 
 if not redis.call('HGET', KEYS[1], 'archived') then return {'NOSTORE'} end
 redis.call('HSET', KEYS[1], 'flush', meta[2])

@@ -3,22 +3,22 @@
 --
 -- KEYS  1 meta  2 group  3 lease  4 events
 -- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce
---       5 lifetime of the lease, ms  6 expired term after which the caller has waited, '' for none
+--       5 lifetime of the lease, ms  6 expired term whose grace period is over, '' for none
 --       7 the new term must be above this number
 -- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
 --   {'HELD', ms until it expires, ID of the last event, owner}
---   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not release it and may only
---     have lost its connection. Wait a little, then try again with that term.
+--   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not release the lease, and may
+--     be alive without a connection. Wait for the grace period, then try again with that term.
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because there must be one owner, and a waiter must not miss the event of a release.
+-- Atomic because there must be only one owner, and a waiter must not miss a release event.
 --
 -- If the group already has the caller's nonce, the caller lost the first reply and gets it again.
--- 'floating' applies to the first term only: the next term must not silently skip records that the
--- first one received and did not confirm. The field then holds the number of that first term.
+-- 'floating' applies only to the first term: the next term must not silently skip records that the
+-- first term received but did not confirm. The field then holds the number of the first term.
 --
--- 'ended' lists the last terms that were taken from their owners, newest first: 'nonce:position,' for
--- each. An owner that lost the reply to its last confirm learns there what it had confirmed. The
--- comma after each entry distinguishes a complete entry from one that was cut off.
+-- 'ended' lists the last terms that another member or a seek has ended, newest first, each as
+-- 'nonce:position,'. An owner that lost the reply to its last confirm finds its final position
+-- there. The comma after each entry shows that the entry is complete and was not cut off.
 
 local function last_event()
   local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
@@ -43,8 +43,8 @@ elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then
   return {'EXPIRED', 0, last_event(), g[4], tonumber(g[2])}
 end
 
--- Archivers count their terms: they are combined with the epoch, which follows the clock (see
--- archive_term.py).
+-- Other terms follow the clock. Archivers only count their terms, because they combine them with the
+-- epoch, which follows the clock (see archive_term.py).
 local now = 0
 if string.sub(ARGV[2], 1, 1) ~= '.' then
   local clock = redis.call('TIME')

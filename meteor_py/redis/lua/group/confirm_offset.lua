@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Advance a group's confirmed offset, for the owner of its current term only.
+-- Advance a group's confirmed offset. Only the owner of the current term may do so.
 --
 -- KEYS  1 meta  2 group
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown
 --       3 nonce  4 term  5 epoch of the stream in which the records were read
 --       6 the next offset to process: all records below it are done
--- Returns {'OK', confirmed}, which is higher than asked for if more was confirmed before, or
+-- Returns {'OK', confirmed offset}, which is higher than ARGV[6] if it was higher before, or
 --   {'FENCED', term}: another term has begun;
---   {'EPOCH', epoch, epochs, end of the stream}: check whether these records still exist;
---   {'BEYOND', end of the stream}: they do not;
+--   {'EPOCH', epoch, epochs, end of the stream}: check whether the confirmed records still exist;
+--   {'BEYOND', end of the stream}: the confirmed records no longer exist;
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'HISTORY', history in meta}
 -- Atomic because an old owner must not confirm after the next term has begun.
 

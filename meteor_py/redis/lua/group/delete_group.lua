@@ -3,7 +3,7 @@
 --
 -- KEYS  1 meta  2 group  3 lease  4 events  5 groups
 -- ARGV  1 incarnation  2 name of the group
---       3 'force' to delete it although a member holds its lease, else ''
+--       3 'force' to delete it even if a member holds its lease, else ''
 -- Returns {'OK'}, or {'ACTIVE', owner and term}  {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because a member must not acquire the lease in between.
 

@@ -10,7 +10,7 @@
 -- Atomic because two members that open a group at once must agree on its start.
 --
 -- Groups whose names begin with a dot are internal and not listed.
--- The start is stored, so that a group whose owner dies before its first confirm skips nothing.
+-- The start is stored, so that no record is skipped if the owner dies before its first confirm.
 
 local g = redis.call('HMGET', KEYS[2], 'incarnation', 'confirmed', 'start')
 if g[1] == ARGV[1] and g[2] then return {'OK', tonumber(g[2])} end

@@ -5,9 +5,9 @@
 -- ARGV  1 name of the group  2 name of the member  3 nonce
 --       4 '', or the last known value of the lease key: release the lease only if it still has this
 --       value, and let the caller reclaim it until another member acquires it
--- Returns {'OK'}, or {'FENCED'}: the caller does not hold the lease any more, or it was renewed
---   meanwhile; nothing was done.
--- Atomic because the lease of the next owner must not be deleted.
+-- Returns {'OK'}, or {'FENCED'} without doing anything: the caller no longer holds the lease, or has
+--   renewed it in the meantime.
+-- Atomic because the call must not delete the next owner's lease.
 --
 -- Compares only the nonce: a caller that lost the reply to acquire_lease does not know its term.
 

@@ -3,12 +3,12 @@
 --
 -- KEYS  1 meta  2 group  3 lease  4 events  5 groups
 -- ARGV  1 incarnation  2 name of the group  3 offset
---       4 'floating' if it means "the first available"
---       5 'force' to move it although a member holds its lease, else ''  6 id of this request
+--       4 'floating' if the offset means "the first available"
+--       5 'force' to move the group even if a member holds its lease, else ''  6 id of this request
 -- Returns {'OK'}, or {'ACTIVE', owner and term}  {'BEYOND', end of the stream}
 --   {'NOSTREAM'}  {'INCARNATION'}
--- Atomic because the owner must not confirm in between. The id makes a retry harmless: it must not
--- move the group back. 'ended' is described in acquire_lease.
+-- Atomic because the owner must not confirm in between. The id makes retries harmless: without it, a
+-- late retry would move the group back. For 'ended', see acquire_lease.
 
 local g = redis.call('HMGET', KEYS[2], 'incarnation', 'term', 'sought', 'nonce', 'confirmed', 'start',
                      'ended')

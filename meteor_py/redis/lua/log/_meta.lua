@@ -1,4 +1,4 @@
--- Library of the scripts that act on one incarnation of a stream. Each of them has KEYS  1 meta and
+-- Library for scripts that act on one incarnation of a stream. Each script has KEYS  1 meta and
 -- ARGV  1 incarnation.
 
 local meta = redis.call('HMGET', KEYS[1], 'incarnation', 'next', 'epoch', 'history')

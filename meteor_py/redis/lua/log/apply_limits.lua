@@ -3,10 +3,10 @@
 --
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 limits that the caller has set: 'keep' in meta
---       3 offset: everything below is dropped  4 end of the stream when it was measured
---       5 marks of the frames up to there (see _append.lua)
--- Returns {'OK'}, also if the limits were changed again meanwhile; {'MORE'} if enough was trimmed
---   for one call: call again; {'NOSTREAM'}; {'INCARNATION'}.
+--       3 offset below which to drop all records  4 end of the stream when the ring was measured
+--       5 marks of the frames up to that end (see _append.lua)
+-- Returns {'OK'}, even if the limits have changed again; {'MORE'} if there is more to trim: call
+--   again; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because publishers add marks at the same time.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'keep', 'archived', 'marks')

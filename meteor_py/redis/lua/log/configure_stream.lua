@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Change settings of a stream, and trim the log to a smaller capacity step by step.
+-- Change settings of a stream. If the capacity shrinks, first trim the log in small steps.
 --
--- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
--- ARGV  1 incarnation  2 new capacity, '' to leave it
+-- KEYS  1 log  2 meta  3 settings  4 index, if the stream has an ordering key
+-- ARGV  1 incarnation  2 new capacity, '' to keep the current one
 --       3... other settings: field, value ('' to remove it), ...
--- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if enough was trimmed for one call: call
---   again; {'NOSTREAM'}; {'INCARNATION'}.
--- Atomic because a new capacity must not apply before the log was trimmed to it in small steps: the
--- next publish would trim the rest at once and block the server.
+-- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if there is more to trim: call again;
+--   {'NOSTREAM'}; {'INCARNATION'}.
+-- Atomic because a smaller capacity must not take effect before the log has been trimmed in small
+-- steps. Otherwise the next publish would trim the rest at once and block the server.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
@@ -16,7 +16,7 @@ if ARGV[2] ~= '' then
   if m[3] then floor = math.min(floor, tonumber(m[3])) end
   if floor > 0 then
     local id = string.format('%.0f-0', floor)
-    local logs, trimmed = {KEYS[1], KEYS[3]}, 0
+    local logs, trimmed = {KEYS[1], KEYS[4]}, 0
     for _, key in ipairs(logs) do
       trimmed = trimmed + redis.call('XTRIM', key, 'MINID', '~', id, 'LIMIT', 1000)
     end
@@ -25,15 +25,19 @@ if ARGV[2] ~= '' then
   end
   redis.call('HSET', KEYS[2], 'capacity', ARGV[2])
 end
+local converted = redis.call('HGET', KEYS[3], 'incarnation') == ARGV[1]
 for i = 3, #ARGV, 2 do
-  if ARGV[i + 1] == '' then
-    redis.call('HDEL', KEYS[2], ARGV[i])
-  else
-    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  local hashes = {KEYS[2], converted and is_setting[ARGV[i]] and KEYS[3] or nil}
+  for _, key in ipairs(hashes) do
+    if ARGV[i + 1] == '' then
+      redis.call('HDEL', key, ARGV[i])
+    else
+      redis.call('HSET', key, ARGV[i], ARGV[i + 1])
+    end
   end
   if ARGV[i] == 'keep' then
-    -- Without limits, frames were not counted, so the marks of older frames are wrong. 'bytes'
-    -- starts high, so that apply_limits can count existing frames downwards from it.
+    -- While there were no limits, publishing did not count frames, so old marks are wrong. 'bytes'
+    -- starts high, so that apply_limits can count existing frames down from it.
     redis.call('HDEL', KEYS[2], 'marks')
     redis.call('HSETNX', KEYS[2], 'bytes', '4503599627370496')
   end

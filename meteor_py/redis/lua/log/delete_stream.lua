@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Delete a stream and its other keys, which the caller has found by their pattern.
+-- Delete all keys of a stream, which the caller has found by their pattern.
 --
--- KEYS  1 meta  2... the others (the log among them)
+-- KEYS  1 meta  2... the other keys, including the log
 -- ARGV  1 incarnation
 -- Returns {'OK'}, {'NOSTREAM'} or {'INCARNATION'}.
 -- Atomic because the call must not delete the keys of a new stream with the same name.

@@ -2,9 +2,9 @@
 -- Return the sizes and append times of frames, newest first.
 --
 -- KEYS  1 log
--- ARGV  1 ID: only frames below it
--- Returns {time of the server in ms, ID to continue at, '' if there are no more, and for each frame
---   its last offset, its bytes and its append time}. Skips entries that are not frames.
+-- ARGV  1 ID below which to start
+-- Returns {the server's time in ms, ID for the next call ('' at the end), and for each frame its last
+--   offset, its bytes and its append time}. Skips entries that are not frames.
 -- Atomic only as a side effect: it is a script because XREVRANGE would send whole frames. A call
 -- reads at most 500 entries, and about 1 MiB.
 

@@ -4,14 +4,14 @@
 -- KEYS  1 meta
 -- ARGV  1 incarnation  2 history that the caller found in meta  3 history of the server
 --       4 a random number from 1 to 65,536
--- Returns {'OK'} (also when another client did it first), {'NOSTREAM'}, {'INCARNATION'}, or
---   {'HISTORY', history in meta} if meta holds a third history: compare again.
+-- Returns {'OK'} (even if another client was faster), {'NOSTREAM'}, {'INCARNATION'}, or
+--   {'HISTORY', history in meta}: meta has neither history; compare again.
 -- Atomic because it is a compare-and-set: two clients must not begin two epochs.
 --
--- 'epochs' lists every epoch, oldest first; records/position.py describes it. Two servers that both
--- continue this stream must not choose the same number for different epochs. The clock alone does
--- not prevent that, because a server whose clock is behind counts up from the same last epoch:
--- hence ARGV[4].
+-- 'epochs' lists every epoch, oldest first; see records/position.py. If two servers both continue
+-- this stream after a failover, they must not choose the same number for different epochs. The clock
+-- alone does not prevent that: two servers whose clocks are behind would both add one to the last
+-- epoch. ARGV[4] makes their numbers differ.
 
 local function int(x) return string.format('%.0f', x) end
 
@@ -24,8 +24,8 @@ local number = int(math.max(tonumber(epoch), now) + tonumber(ARGV[4]))
 local epochs = redis.call('HGET', KEYS[1], 'epochs') .. ',+' .. number .. ':' .. int(next_offset)
 local _, commas = string.gsub(epochs, ',', '')
 if commas >= 1000 then
-  -- Forget the oldest epoch. A reader from before the second epoch can no longer be checked: -1
-  -- means that everything it has read may be lost.
+  -- Drop the oldest epoch. A position from before the second epoch can then no longer be checked: -1
+  -- means that all records before it may be lost.
   epochs = string.gsub(epochs, '^[^,]*,%+?(%d+):[^,]*', '%1:-1')
 end
 redis.call('HSET', KEYS[1], 'history', ARGV[3], 'epoch', number, 'epochs', epochs)

@@ -3,42 +3,53 @@
 -- KEYS  1 log  2 meta  3 producer  4 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown
 --       3 producer epoch  4 sequence  5 number of records  6 fingerprint of the payload
---       7 lifetime of the producer key, ms  8 format of the frame  9 payload  10 crc32, '' for none
---       11... with an index: its entry (see records/ordering_index.py)
--- Returns {'OK', first offset, epoch of the stream}, or the reason why the frame was not written:
+--       7 lifetime of the producer key, ms; '' keeps the one it has
+--       8 format of the frame  9 payload  10 crc32, '' for none
+--       11 epoch of the stream as the sender knows it, '' if unknown
+--       12... with an index: its entry (see records/ordering_index.py)
+-- Returns the first offset if that epoch is the current one, else {'OK', first offset, epoch}; or
+-- the reason why the frame was not written:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
---   {'INVALID'}: the number of records is not one from 1 to 99,999
+--   {'INVALID'}: the number of records is not between 1 and 99,999, or a new producer has no lifetime
 -- Atomic because the offset, its frame and the producer's state must agree.
--- No '#!lua' line, on purpose: the script then also runs on a server that is out of memory. A retry
--- gets its first reply, and a new frame fails at XADD, the first write, so nothing is changed.
+-- There is no '#!lua' line, so that the script also runs on a server that is out of memory. There, a
+-- retry gets its first reply again. A new frame fails at XADD, the first write, and changes nothing.
 
 local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
-local slot = format('%.0f', seq % 8)
-local p = redis.call('HMGET', KEYS[3], 'epoch', 'last', slot)
+local slot = format('%d', seq % 8)
+local p = call('HMGET', KEYS[3], 'epoch', 'last', slot)
 local known = p[1] and tonumber(p[1])
 if not known then
   if seq ~= 0 then return {'NOPRODUCER'} end
+  if ARGV[7] == '' then return {'INVALID'} end
 elseif epoch < known then
   return {'STALEPRODUCER', known}
 elseif epoch > known then
   if seq ~= 0 then return {'OUTOFSEQ', 0} end
+  if ARGV[7] == '' then return {'INVALID'} end
 elseif seq ~= tonumber(p[2]) + 1 then
   local s, first, count, fingerprint = string.match(p[3] or '', '^(%d+):(%d+):(%d+):(%d+)$')
   if s ~= ARGV[4] or count ~= ARGV[5] or fingerprint ~= ARGV[6] then
     return {'OUTOFSEQ', tonumber(p[2]) + 1}
   end
   -- This write moves the connection's replication offset past the frame, so that WAIT covers it.
-  redis.call('PEXPIRE', KEYS[3], ARGV[7])
+  if ARGV[7] ~= '' then call('PEXPIRE', KEYS[3], ARGV[7]) end
+  if m[3] == ARGV[11] then return tonumber(first) end
   return {'OK', tonumber(first), tonumber(m[3])}
 end
 
 local first = tonumber(m[4])
 local refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
-                             unpack(ARGV, 11))
+                             unpack(ARGV, 12))
 if refusal then return refusal end
-if known and epoch > known then redis.call('DEL', KEYS[3]) end
-redis.call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4],
-           slot, format('%s:%.0f:%s:%s', ARGV[4], first, ARGV[5], ARGV[6]))
-redis.call('PEXPIRE', KEYS[3], ARGV[7])
+local batch = format('%s:%d:%s:%s', ARGV[4], first, ARGV[5], ARGV[6])
+if epoch == known then
+  call('HSET', KEYS[3], 'last', ARGV[4], slot, batch)
+else
+  if known then call('DEL', KEYS[3]) end
+  call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4], slot, batch)
+end
+if ARGV[7] ~= '' then call('PEXPIRE', KEYS[3], ARGV[7]) end
+if m[3] == ARGV[11] then return first end
 return {'OK', first, tonumber(m[3])}

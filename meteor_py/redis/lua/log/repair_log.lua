@@ -1,22 +1,22 @@
--- Look for entries that no publisher wrote, and copy the others into a new log that replaces it.
+-- Find entries that no publisher wrote, and copy all other entries into a new log.
 --
 -- KEYS  1 log or index  2 meta  3 the copy
 -- ARGV  1 incarnation  2 'log' or 'index'  3 ID after which to continue, '0-0' for the beginning
---       4 frames copied before, '' to copy none  5 lifetime of an unfinished copy, ms
--- Returns {'MORE', ID to continue after, frames, IDs of foreign entries...}, both of this call;
+--       4 frames copied by earlier calls, '' to copy nothing  5 lifetime of an unfinished copy, ms
+-- Returns {'MORE', ID for the next call, frames, IDs of foreign entries...}, as found in this call;
 --   {'OK', '', frames, IDs...} at the end, after the copy has replaced the log; {'NOSTREAM'};
 --   {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
--- Atomic because a frame that is appended meanwhile must be in the copy that replaces the log.
+-- Atomic because the copy must also contain frames that publishers append during the repair.
 --
--- A copy is the only way: the server never accepts an ID below the highest one that a stream has
--- ever had, even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
+-- Only a copy helps: the server never accepts an ID below the highest ID that a stream has ever had,
+-- even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
 
 local meta = redis.call('HMGET', KEYS[2], 'incarnation', 'next')
 if meta[1] ~= ARGV[1] then return {meta[1] and 'INCARNATION' or 'NOSTREAM'} end
 local copied, after = tonumber(ARGV[4]), ARGV[3]
 if copied and copied > 0 and redis.call('XLEN', KEYS[3]) ~= copied then return {'GONE'} end
 
--- Whether the entry is a frame, or belongs to one, by the rules of records/frame.py.
+-- Return whether the entry is a frame (records/frame.py) or, in the index, belongs to one.
 local function is_ours(id, fields)
   local last, n = string.match(id, '^(%d+)-(%d+)$')
   last, n = tonumber(last), tonumber(n)

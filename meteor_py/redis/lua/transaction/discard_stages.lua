@@ -3,8 +3,8 @@
 --
 -- KEYS  1 plan  2 the list of the writer's stages  3... the stages
 -- ARGV  1... the name of each stage
--- Returns how many were deleted.
--- Atomic because a plan made in between could not be carried out.
+-- Returns the number of deleted stages.
+-- Atomic because a plan made in between would lack its stages.
 
 local planned = {}
 for _, entry in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do

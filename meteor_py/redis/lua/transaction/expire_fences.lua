@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Let a writer's fence expire after some time, and delete fences that have expired.
+-- Set the time at which a writer's fence expires, and delete expired fences.
 --
--- KEYS  1 meta  2 fences  3 the times of fences that expire
--- ARGV  1 incarnation  2 writer  3 lifetime of its fence, ms  4 how many fences to delete at most
+-- KEYS  1 meta  2 fences  3 expiry times of fences
+-- ARGV  1 incarnation  2 writer  3 lifetime of its fence, ms  4 maximum number of fences to delete
 -- Returns {'OK', fences deleted}; {'NOSTREAM'}; {'INCARNATION'}
 -- Atomic because a fence must not be deleted after its writer has returned.
 

@@ -3,15 +3,15 @@
 --
 -- KEYS  1 log  2 meta  3 fences  4 plan  5 stage  6 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
---       5 frames moved before, of all stages  6 the first frame of this stage to move
---       7 frames in this stage  8 bytes after which to stop; each frame counts 1 KiB extra
--- Returns {'OK', frames moved in all}, or the reason why they were not moved:
+--       5 frames moved so far, of all stages  6 the first frame of this stage to move
+--       7 frames in this stage  8 bytes after which to stop; each frame counts as 1 KiB more
+-- Returns {'OK', frames moved so far, of all stages}, or the reason why no frame was moved:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FULL', archived}  {'EXHAUSTED'}
---   {'FENCED', current version}  {'AT', frames moved}: another number than the caller expects
---   {'LOST'}: the stage does not have the frame, or holds what no worker wrote  {'INVALID'}: the same
+--   {'FENCED', current version}  {'AT', frames moved so far}: not the number in ARGV[5]
+--   {'LOST'}, {'INVALID'}: the frame is not in the stage, or another program has changed it
 -- Atomic because the log and the count of moved frames must agree. It also runs on a server that is
--- out of memory: a frame leaves the stage when it enters the log, so the server needs room for only
--- one frame. If it did not run there, a full server could never get rid of the stage.
+-- out of memory: each frame leaves the stage when it enters the log, so the server needs room for
+-- only one frame. Otherwise a full server could never empty the stage.
 
 -- The number of records is last; older releases did not write it.
 local version, done, total, records = string.match(
@@ -20,7 +20,7 @@ if version ~= ARGV[4] then return {'FENCED', tonumber(version or 0)} end
 if done ~= ARGV[5] then return {'AT', tonumber(done)} end
 done, total = tonumber(done), tonumber(total)
 
--- Unpack the strings of an index entry, each of which follows its length; nil if they are malformed.
+-- Unpack the length-prefixed strings of an index entry; return nil if the entry is malformed.
 local function strings(packed)
   local found, at = {}, 1
   while at <= #packed do
@@ -33,7 +33,7 @@ local function strings(packed)
 end
 
 local next_offset, now = tonumber(m[4]), append_time()
-local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- all other clients wait meanwhile
+local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients have to wait
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}

@@ -5,11 +5,11 @@
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
 --       5 fields per frame in a stage  6 '1' to make a plan if there is none, else '0'
 --       7 records in all stages  8... name and number of frames of each stage
--- Returns {'OK', frames moved, total frames}: move the rest by the plan, which may be that of an
---   earlier attempt; {'DONE', records}: this version is in the log, with that many records, -1 if
---   they were not counted; {'PASSED', version}: a later version is; {'UNFINISHED', version, frames
---   moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is no plan,
---   and the caller asked for none; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
+-- Returns {'OK', frames moved, total frames}: move the other frames by the plan, which an earlier
+--   attempt may have made; {'DONE', records}: this version is in the log, with that many records
+--   (-1 if unknown); {'PASSED', version}: a later version is in the log; {'UNFINISHED', version,
+--   frames moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is
+--   no plan, and the caller did not ask to make one; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
 -- Atomic because only one of two attempts at a version may make its plan.
 
 local version = tonumber(ARGV[3])
@@ -20,7 +20,7 @@ if known then
   if known > version then return {'PASSED', known} end
   if known == version then
     if done < total then return {'OK', done, total} end
-    redis.call('HSET', KEYS[2], ARGV[2], fence) -- so that a subsequent WAIT covers everything
+    redis.call('HSET', KEYS[2], ARGV[2], fence) -- a write, so that a following WAIT covers the version
     return {'DONE', tonumber(records) or -1}
   end
   if done < total then return {'UNFINISHED', known, done, total} end

@@ -1,4 +1,4 @@
-"""Orders that a worker gets at its start, and signs that a run sends to all workers."""
+"""The configuration of a worker, and the signals that a run sends to its workers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 STREAM = "chaos"
 
 
-class Orders(msgspec.Struct, frozen=True):
-    """The command line of a worker, as JSON."""
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """The configuration of one worker, passed on its command line as JSON."""
 
     name: str  # name of this process; unique in a run
     url: str
-    directory: str  # histories and signs of the run
+    directory: str  # histories and signals of the run
     seed: str
     groups: tuple[str, ...] = ()  # a member joins all of them
     lease_ttl_s: float = 1.0
@@ -29,12 +29,12 @@ class Orders(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def decode(cls, text: str) -> Orders:
+    def decode(cls, text: str) -> WorkerConfig:
         return msgspec.json.decode(text, type=cls)
 
 
-class Signs:
-    """Signals to workers, as files: paused and newly started workers get them too."""
+class RunSignals:
+    """Signals to workers, stored as files so that paused and newly started workers see them too."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class Signs:
         return self._end.exists()
 
     def stop(self, slot: str) -> bool:
-        """Whether an archiver must stop at its next commit. Clears the signal."""
+        """Returns whether an archiver must stop at its next commit, and clears the signal."""
         try:
             self._stop(slot).unlink()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Observations of the run itself, without proxies: samples of the server's state, log and store.
+"""Observers of a run, which bypass the proxies: samples of the server's state, the log, the store.
 
 One client takes the samples one after the other with plain commands, so they do not depend on the
 library.
@@ -18,13 +18,13 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Event, Writer, now, value_of
-from tests.chaos.orders import STREAM
+from tests.chaos.worker_config import STREAM
 from tests.support.servers import plain_client
 
 SAMPLE_S = 0.05
 REPLY_S = 5.0
 
-# The bounds of the ring, `archived`, and the position of each group, all of one moment.
+# The bounds of the ring, `archived`, and the position of each group, all at the same moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
@@ -125,7 +125,7 @@ class Recorder(threading.Thread):
                 self._reached = batch.last_offset + 1
 
     def catch_up(self, end: int, timeout_s: float) -> None:
-        """Wait until it has read all records below `end`, or failed."""
+        """Wait until the recorder has read all records below `end`, or has failed."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and self._reached < end and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)

@@ -1,4 +1,4 @@
-"""Hand-made histories, for tests of the checker."""
+"""Builds histories by hand, for tests of the checker."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from tests.chaos.checker import check
 from tests.chaos.history import Event, Kind
-from tests.chaos.violation import Violation, Wrong
+from tests.chaos.violation import Violation, ViolationKind
 
 GROUP = "g"
 
 
-class Story:
+class HistoryBuilder:
     """A history built event by event, one per millisecond."""
 
     def __init__(self) -> None:
@@ -72,5 +72,7 @@ class Story:
     ) -> list[Violation]:
         return check(self.events, [GROUP], capacity, max_unarchived)
 
-    def kinds(self, capacity: int | None = None, max_unarchived: int | None = None) -> set[Wrong]:
+    def kinds(
+        self, capacity: int | None = None, max_unarchived: int | None = None
+    ) -> set[ViolationKind]:
         return {violation.kind for violation in self.found(capacity, max_unarchived)}

@@ -1,4 +1,4 @@
-"""A peer group with two members, for tests of commands."""
+"""A peer group with two members, for tests of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def group(post: Post) -> PeerGroup:
 
 
 @pytest.fixture
-def crew(group: PeerGroup) -> list[Membership]:
+def members(group: PeerGroup) -> list[Membership]:
     """Two members: one leads, the other fails every message on the queue "hard"."""
     members = [group.join("w1", metadata={"host": HOSTILE}, priority=5), group.join("w2")]
     for member in members:

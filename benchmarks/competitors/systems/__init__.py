@@ -1,0 +1,63 @@
+"""The systems under comparison behind one interface, each with its best settings.
+
+A system is a small immutable description, so that it can be sent to the processes of a job. Its
+publishers and consumers belong to the process that opens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["BULK", "Consumer", "Publisher", "System"]
+
+#: Records in one bulk call.
+BULK = 10_000
+
+
+class Publisher(Protocol):
+    def send(self, value: bytes) -> None:
+        """Publish one record. Returns before the server has acknowledged it, if the client can."""
+
+    def send_all(self, values: Sequence[bytes]) -> None:
+        """Publish records with one call each, and wait until all are acknowledged."""
+
+    def send_bulk(self, values: Sequence[bytes]) -> None:
+        """Publish records in the client's fastest way, and wait until all are acknowledged."""
+
+    def flush(self) -> None:
+        """Wait until all records are acknowledged."""
+
+    def close(self) -> None: ...
+
+
+class Consumer(Protocol):
+    def to_end(self) -> None:
+        """Get ready for records that are published from now on."""
+
+    def to_start(self) -> None:
+        """Read from the first record on."""
+
+    def poll(self) -> Sequence[bytes]:
+        """Return the values that are available, waiting about a second for the first."""
+
+    def close(self) -> None: ...
+
+
+class System(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def durability(self) -> str:
+        """Where a record is when it is acknowledged."""
+
+    def fresh(self) -> System:
+        """Return this system with an empty stream."""
+
+    def count(self) -> int:
+        """Return the number of records in the stream."""
+
+    def publisher(self) -> Publisher: ...
+
+    def consumer(self) -> Consumer: ...

@@ -1,0 +1,259 @@
+"""Where the columns of a Parquet file are, and how much they really unpack to.
+
+pyarrow trusts a file too much for files of other writers. It allocates what the header of a page
+says, whatever the footer claims, and some accessors of its metadata abort the process if the footer
+is inconsistent. So this module reads the footer and the page headers itself. Both are structs in
+Thrift's compact protocol. This module refuses a field with an unexpected type instead of skipping
+it, so that pyarrow cannot understand the same bytes differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Types of Thrift's compact protocol.
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_INTS = (_I16, _I32, _I64)
+#: Structs and lists, one inside the other. A footer needs nine.
+_DEPTH_MAX = 16
+
+#: Numbers of the Parquet format.
+_DATA_PAGE, _DICTIONARY_PAGE = 0, 2
+_PLAIN, _PLAIN_DICTIONARY, _DELTA, _RLE_DICTIONARY = 0, 2, 5, 8
+_ZSTD = 6
+
+#: The encodings of each column. Only columns with a dictionary encoding have a dictionary page.
+_DICTIONARY = (_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY)
+_ENCODINGS = {
+    "offset": (_DELTA,),
+    "timestamp": _DICTIONARY,
+    "appended": _DICTIONARY,
+    "key": _DICTIONARY,
+    "value": (_PLAIN,),
+    "headers.key_value.key": _DICTIONARY,
+    "headers.key_value.value": (_PLAIN,),
+}
+
+#: For each field that is used: its type, and the fields of its struct, or of those in its list.
+_Fields = Mapping[int, tuple[int, "_Fields | None"]]
+_COLUMN_METADATA: _Fields = {
+    3: (_LIST, None),  # path_in_schema
+    4: (_I32, None),  # codec
+    5: (_I64, None),  # num_values
+    6: (_I64, None),  # total_uncompressed_size
+    7: (_I64, None),  # total_compressed_size
+    9: (_I64, None),  # data_page_offset
+    11: (_I64, None),  # dictionary_page_offset
+}
+_COLUMN_CHUNK: _Fields = {1: (_BINARY, None), 3: (_STRUCT, _COLUMN_METADATA)}
+_ROW_GROUP: _Fields = {1: (_LIST, _COLUMN_CHUNK), 3: (_I64, None)}
+_FILE: _Fields = {3: (_I64, None), 4: (_LIST, _ROW_GROUP)}
+_DATA_HEADER: _Fields = {1: (_I32, None), 2: (_I32, None)}
+_PAGE_HEADER: _Fields = {
+    1: (_I32, None),  # kind of the page
+    2: (_I32, None),  # bytes after decompression
+    3: (_I32, None),  # bytes in the file
+    5: (_STRUCT, _DATA_HEADER),
+    7: (_STRUCT, {}),  # of a dictionary
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The part of a column in one row group, as the footer describes it."""
+
+    path: str
+    #: Where its pages begin and end in the file.
+    start: int
+    stop: int
+    values: int
+    unpacked: int
+
+    @property
+    def name(self) -> str:
+        """The name of the field to which the column belongs."""
+        return self.path.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One row group, as the footer describes it."""
+
+    rows: int
+    columns: tuple[Column, ...]
+
+    @property
+    def largest(self) -> int:
+        """The bytes of all columns, in the file or unpacked, whichever is more."""
+        packed = sum(column.stop - column.start for column in self.columns)
+        return max(packed, sum(column.unpacked for column in self.columns))
+
+
+@dataclass(slots=True)
+class Pages:
+    """The sums of the page headers of a column in one row group."""
+
+    #: Values, nulls included, in all data pages.
+    values: int = 0
+    #: Bytes of all pages after decompression.
+    unpacked: int = 0
+    #: Those of the dictionary, whose entries may be repeated for every value.
+    dictionary: int = 0
+
+
+def read_footer(data: bytes, size: int) -> list[RowGroup]:
+    """Read the row groups from the footer of a file of ``size`` bytes.
+
+    Raises:
+        ValueError: ``segment_file.write`` does not write such a file.
+    """
+    footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
+    groups = [_row_group(group, size) for group in _field(footer, 4)]
+    if sum(group.rows for group in groups) != _field(footer, 3):
+        raise ValueError("its row groups do not add up to its records")
+    return groups
+
+
+def _row_group(group: Any, size: int) -> RowGroup:
+    chunks = _field(group, 1)
+    if len(chunks) != len(_ENCODINGS):
+        raise ValueError("its columns are not those of a segment")
+    rows = _field(group, 3)
+    return RowGroup(rows, tuple(map(_column, chunks, _ENCODINGS, [size] * len(chunks))))
+
+
+def _column(chunk: Any, path: str, size: int) -> Column:
+    about = _field(chunk, 3)
+    if 1 in chunk or _field(about, 3) != path.encode().split(b".") or _field(about, 4) != _ZSTD:
+        raise ValueError(f"column {path!r} is not stored as in a segment")
+    start = _field(about, 9)
+    if 0 < about.get(11, 0) < start:
+        start = about[11]
+    stop = start + _field(about, 7)
+    if not 4 <= start <= stop <= size:
+        raise ValueError(f"column {path!r} lies outside of the file")
+    return Column(path, start, stop, _field(about, 5), _field(about, 6))
+
+
+def read_pages(data: memoryview, column: Column) -> Pages:
+    """Read the headers of all pages of a column; ``data`` has its bytes.
+
+    Raises:
+        ValueError: ``segment_file.write`` does not write such pages, or not with this footer.
+    """
+    pages, at, path = Pages(), 0, column.path
+    while at < len(data):
+        is_first = at == 0
+        header, at = _read_struct(data, at, _PAGE_HEADER, _DEPTH_MAX)
+        kind, unpacked = _field(header, 1), _field(header, 2)
+        if kind == _DICTIONARY_PAGE and is_first and _ENCODINGS[path] is _DICTIONARY:
+            pages.dictionary = unpacked
+        elif kind == _DATA_PAGE:
+            details = _field(header, 5)
+            pages.values += _field(details, 1)
+            if _field(details, 2) not in _ENCODINGS[path]:
+                raise ValueError(f"column {path!r} has an encoding that segments do not use")
+        else:
+            raise ValueError(f"column {path!r} has a dictionary or page that segments do not have")
+        pages.unpacked += unpacked
+        at += _field(header, 3)
+    if at != len(data) or pages.values != column.values:
+        raise ValueError(f"the pages of column {path!r} are not those that its footer describes")
+    return pages
+
+
+def _field(struct: dict[int, Any], number: int) -> Any:
+    """Return a field that must be there; numbers must not be negative."""
+    value = struct.get(number)
+    if value is None or (isinstance(value, int) and value < 0):
+        raise ValueError("a field is missing or negative")
+    return value
+
+
+# -- Thrift ------------------------------------------------------------------------------------
+
+
+def _read_struct(
+    data: bytes | memoryview, at: int, fields: _Fields | None, depth: int
+) -> tuple[dict[int, Any], int]:
+    """Return the fields of a struct by their numbers, and the position after it."""
+    found: dict[int, Any] = {}
+    number = 0
+    try:
+        while tag := data[at]:
+            step, kind = tag >> 4, tag & 15
+            if step == 0:  # ours never skip more than 15 numbers, nor repeat one
+                raise ValueError("a field has an unexpected number")
+            number += step
+            inner = None
+            if fields and number in fields:
+                wanted, inner = fields[number]
+                if kind != wanted:
+                    raise ValueError("a field has an unexpected type")
+            if kind in _INTS and (raw := data[at + 1]) < 128:  # most numbers have one byte
+                found[number], at = (raw >> 1) ^ -(raw & 1), at + 2
+            else:
+                found[number], at = _read_value(data, at + 1, kind, inner, depth)
+    except IndexError:
+        raise ValueError("a struct is incomplete") from None
+    return found, at + 1
+
+
+def _read_value(
+    data: bytes | memoryview, at: int, kind: int, inner: _Fields | None, depth: int
+) -> tuple[Any, int]:
+    if kind in _INTS:
+        raw, at = _read_varint(data, at, 16 << (kind - _I16))
+        return (raw >> 1) ^ -(raw & 1), at
+    if kind == _BINARY:
+        length, at = _read_varint(data, at, 32)
+        if length > len(data) - at:
+            raise ValueError("a text is incomplete")
+        return bytes(data[at : at + length]), at + length
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if depth == 0:
+        raise ValueError("structs are nested too deeply")
+    if kind == _STRUCT:
+        return _read_struct(data, at, inner, depth - 1)
+    if kind in (_LIST, _SET):
+        return _read_list(data, at, inner, depth - 1)
+    if kind == _DOUBLE:
+        return None, at + 8
+    raise ValueError("a field has an unknown type")
+
+
+def _read_list(
+    data: bytes | memoryview, at: int, inner: _Fields | None, depth: int
+) -> tuple[list[Any], int]:
+    tag, at = data[at], at + 1
+    count, kind = tag >> 4, tag & 15
+    if count == 15:
+        count, at = _read_varint(data, at, 32)
+    if inner is not None and kind != _STRUCT:
+        raise ValueError("a list has elements of an unexpected type")
+    if count > len(data) - at:  # each element takes a byte or more
+        raise ValueError("a list is incomplete")
+    found: list[Any] = []
+    for _ in range(count):
+        if kind in (_TRUE, _FALSE):  # unlike a field, an element has a byte for its value
+            value, at = data[at] == _TRUE, at + 1
+        else:
+            value, at = _read_value(data, at, kind, inner, depth)
+        found.append(value)
+    return found, at
+
+
+def _read_varint(data: bytes | memoryview, at: int, bits: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < bits:
+        byte, at = data[at], at + 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            if value >> bits:
+                break
+            return value, at
+        shift += 7
+    raise ValueError("a number is too large")
