@@ -1,4 +1,4 @@
-"""Peer groups: time to a new leader, requests and replies, and the cost of heartbeats."""
+"""Peer groups: time to a new leader, messages, and the cost of heartbeats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from benchmarks.common import Bench, Row, cheaper, connected, plain_client, within
+from meteor_py import Target
 
 #: Seconds of silence after which a leader is replaced, here and in etcd.
 _TTL_S = 3
@@ -27,7 +30,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def run(bench: Bench) -> list[Row]:
-    return [fail_over(bench), asking(bench), *heartbeats(bench)]
+    return [fail_over(bench), *messages(bench), *heartbeats(bench)]
 
 
 # -- failover ----------------------------------------------------------------------------------
@@ -146,30 +149,84 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- requests ----------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------
 
 
-def asking(bench: Bench) -> Row:
-    """Measure sequential requests to a member in another process."""
-    bench.step("asking")
+def messages(bench: Bench) -> list[Row]:
+    """Measure messages to a member in another process.
+
+    The names and windows are those of Atomix's three executions: a request and its reply one at a
+    time, 16 at a time, and ASYNC messages until they are handled, of which 256 may be unstored.
+    """
     bench.clear()
     told = _CONTEXT.Queue()
     process = _CONTEXT.Process(target=answer, args=(bench.url, told), daemon=True)
     process.start()
     try:
-        with connected(bench.url) as client, client.peer_group("bench") as group:
+        with (
+            connected(bench.url) as client,
+            plain_client(bench.url) as plain,
+            client.peer_group("bench") as group,
+        ):
             assert told.get(timeout=_STUCK_S) == "ready"
             member = group.member("answerer")
-            for _ in range(100):
+            for _ in range(200):
                 member.ask("echo", "x", timeout=_STUCK_S).result()
-            count, start = bench.pick(3_000, 500), time.perf_counter()
-            for _ in range(count):
-                member.ask("echo", "x", timeout=_STUCK_S).result()
-            rate = count / (time.perf_counter() - start)
+            return [
+                *asking_one_at_a_time(bench, member),
+                *asking_16_at_a_time(bench, member, plain),
+                *telling(bench, member, plain),
+            ]
     finally:
         process.kill()
         process.join()
-    return Row("peers: request and reply, one at a time", "/s", rate)
+
+
+def asking_one_at_a_time(bench: Bench, member: Target) -> list[Row]:
+    bench.step("requests, one at a time")
+    seconds: list[float] = []
+    for _ in range(bench.pick(3_000, 500)):
+        start = time.perf_counter()
+        member.ask("echo", "x", timeout=_STUCK_S).result()
+        seconds.append(time.perf_counter() - start)
+    cuts = statistics.quantiles(seconds, n=100)
+    return [
+        Row("peers: request and reply, one at a time, p50", "us", cuts[49] * 1e6),
+        Row("peers: request and reply, one at a time, p99", "us", cuts[98] * 1e6),
+    ]
+
+
+def asking_16_at_a_time(bench: Bench, member: Target, plain: Any) -> list[Row]:
+    bench.step("requests, 16 at a time")
+    count = bench.pick(10_000, 1_000)
+    start, before = time.perf_counter(), used(plain)
+    keep_pending(16, count, lambda: member.ask("echo", "x", timeout=_STUCK_S))
+    rate, cost = count / (time.perf_counter() - start), (used(plain) - before) / count * 1e6
+    what = "peers: requests and replies, 16 at a time"
+    return [Row(what, "/s", rate), Row(f"{what}, server CPU", "us", cost)]
+
+
+def telling(bench: Bench, member: Target, plain: Any) -> list[Row]:
+    bench.step("messages without replies")
+    count = bench.pick(30_000, 2_000)
+    start, before = time.perf_counter(), used(plain)
+    keep_pending(256, count, lambda: member.tell("count", "x", timeout=_STUCK_S))
+    while member.ask("counted", timeout=_STUCK_S).result() < count:
+        time.sleep(0.002)
+    rate, cost = count / (time.perf_counter() - start), (used(plain) - before) / count * 1e6
+    what = "peers: messages until they are handled"
+    return [Row(what, "/s", rate), Row(f"{what}, server CPU", "us", cost)]
+
+
+def keep_pending(window: int, count: int, send: Callable[[], Future[Any]]) -> None:
+    """Send messages, and keep up to ``window`` of them unfinished."""
+    pending: deque[Future[Any]] = deque()
+    for _ in range(count):
+        if len(pending) >= window:
+            pending.popleft().result()
+        pending.append(send())
+    while pending:
+        pending.popleft().result()
 
 
 def answer(url: str, told: Any) -> None:
@@ -178,9 +235,12 @@ def answer(url: str, told: Any) -> None:
         client.peer_group("bench") as group,
         group.join("answerer") as me,
     ):
+        counted: list[None] = []
         me.on("echo")(lambda message: message.body)
+        me.on("count")(lambda message: counted.append(None))
+        me.on("counted")(lambda message: len(counted))
         told.put("ready")
-        time.sleep(_STUCK_S)
+        time.sleep(2 * _STUCK_S)
 
 
 # -- heartbeats --------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ class Client(Closeable):
         election: Election | Unset | None = UNSET,
         min_size: int | None = None,
         max_inbox: int | None = None,
+        max_deliveries: int | None = None,
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
@@ -187,7 +188,9 @@ class Client(Closeable):
             PeerGroupNotFound: The group does not exist, and ``create`` is false.
             ValueError, TypeError: A setting is out of range or of the wrong type.
         """
-        requested = without_none(ttl=ttl, min_size=min_size, max_inbox=max_inbox)
+        requested = without_none(
+            ttl=ttl, min_size=min_size, max_inbox=max_inbox, max_deliveries=max_deliveries
+        )
         if not isinstance(member_expiration, Unset):
             requested["member_expiration"] = member_expiration
         if not isinstance(election, Unset):

@@ -398,6 +398,14 @@ class HandlerFailed(MessageFailed):
     """The handler raised, or failed the message."""
 
 
+class NoHandler(MessageFailed):
+    """No receiver handles the queue ``queue``; nothing was sent to those that lack a handler."""
+
+    def __init__(self, message: str, *, group: str, member: str | None = None, queue: str) -> None:
+        super().__init__(message, group=group, member=member)
+        self.queue = queue
+
+
 class MessageExpired(MessageFailed):
     """No reply arrived in time.
 

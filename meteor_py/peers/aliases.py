@@ -49,17 +49,20 @@ class Delivery(enum.Enum):
 class Producer:
     """Sends messages to one queue, with one delivery and execution."""
 
-    def __init__(self, target: Target, queue: str, execution: Execution) -> None:
+    def __init__(
+        self, target: Target, queue: str, execution: Execution, include_dead: bool = False
+    ) -> None:
         self._target = target
         self._queue = queue
         self._execution = execution
+        self._options = {"include_dead": True} if include_dead else {}
 
     def send(
         self, value: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[Any]:
         """Send a message, and return the future of ``tell``, ``send`` or ``ask``."""
         verb: Callable[..., Future[Any]] = getattr(self._target, self._execution.value)
-        return verb(self._queue, value, timeout=timeout, priority=priority)
+        return verb(self._queue, value, timeout=timeout, priority=priority, **self._options)
 
 
 class Consumer:
@@ -100,16 +103,25 @@ class Messaging:
         *,
         execution: Execution | None = None,
         delivery: Delivery | None = None,
+        include_dead: bool = False,
     ) -> Producer:
-        """Returns a producer. By default it asks one member, or sends to all members of a group."""
+        """Returns a producer. By default it asks one member, or sends to all members of a group.
+
+        Args:
+            include_dead: Whether a broadcast also waits for named members that are dead, as in
+                Atomix.
+        """
         if self._target is not None:
             if delivery is not None:
                 raise ValueError("A message to one member has no delivery. Omit it.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
         assert self._sender is not None, "a group or a local member"
         which = delivery or Delivery.BROADCAST
-        target = self._sender.any if which is Delivery.RANDOM else self._sender.all
-        return Producer(target, queue, execution or Execution.SYNC)
+        if which is Delivery.RANDOM:
+            if include_dead:
+                raise ValueError("Only a broadcast can include dead members.")
+            return Producer(self._sender.any, queue, execution or Execution.SYNC)
+        return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
         """Returns a consumer of a queue of a local member."""
@@ -224,7 +236,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Returns the codec, to register types: ``register(User, id=1)``."""
+        """Returns the codec, to register types: ``register(User, id=1)``, or ``register(User)``."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

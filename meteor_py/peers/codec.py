@@ -1,7 +1,7 @@
 """Codecs of peer groups: how bodies of messages are encoded. Pickle is never used.
 
-Each encoded body carries its type: the name of a format, or the number of a registered type. So
-members with different codecs understand each other if they know the types.
+Each encoded body carries its type: the name of a format, or the number or name of a registered
+type. So members with different codecs understand each other if they know the types.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _Kind:
     """A registered type."""
 
     type: type
-    id: int
+    #: Its number, or ``@`` and the name of its class.
+    tag: str
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
 
@@ -53,39 +54,42 @@ class PeerCodec:
         check_choice("format", format, ("json", "msgpack", "bytes"))
         self.format: Format = format
         self._by_type: dict[type, _Kind] = {}
-        self._by_id: dict[str, _Kind] = {}
+        self._by_tag: dict[str, _Kind] = {}
 
     def register(
         self,
         type: type[_T],
         *,
-        id: int,
+        id: int | None = None,
         encode: Callable[[_T], bytes] | None = None,
         decode: Callable[[bytes], _T] | None = None,
     ) -> None:
-        """Assign a number to a type.
+        """Register a type, under a number or under its name.
 
         Args:
             type: The class. Its subclasses are not included.
-            id: 0 to 2^31 - 1; the same in all processes, and never reused.
+            id: 0 to 2^31 - 1; the same in all processes, and never reused. Without it, messages
+                carry the module and the name of the class, which must be the same in all processes.
             encode: Converts a value to bytes. By default the format does, for dataclasses, attrs
                 classes and ``msgspec.Struct``.
             decode: Converts the bytes back to a value.
 
         Raises:
-            ValueError: The number or the type is taken, or only one function is given.
+            ValueError: The number, the name or the type is taken, or only one function is given.
         """
-        check_int("id", id, 0, TYPE_MAX)
+        if id is not None:
+            check_int("id", id, 0, TYPE_MAX)
+        tag = f"@{type.__module__}.{type.__qualname__}" if id is None else str(id)
         if (encode is None) != (decode is None):
             raise ValueError("Pass both encode and decode, or neither.")
-        if type in self._by_type or str(id) in self._by_id:
+        if type in self._by_type or tag in self._by_tag:
             raise ValueError(f"The number {id} or the type {type.__name__} is already registered.")
         if encode is None or decode is None:
             if self.format == "bytes":
                 raise ValueError('With format "bytes", a type needs encode and decode.')
             format: Any = msgspec.json if self.format == "json" else msgspec.msgpack
             encode, decode = _ENCODERS[self.format], format.Decoder(type).decode
-        self._by_type[type] = self._by_id[str(id)] = _Kind(type, id, encode, decode)
+        self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)
 
     def encode(self, value: Any) -> tuple[str, bytes]:
         """Returns the type of a value, and its bytes.
@@ -112,7 +116,7 @@ class PeerCodec:
                     f"The encode function of {kind.type.__name__} must return bytes, not "
                     f"{type(data).__name__}."
                 )
-            return str(kind.id), data
+            return kind.tag, data
         if value is None:
             return "", b""
         if self.format == "bytes":
@@ -124,13 +128,17 @@ class PeerCodec:
             return "bytes", bytes(value)
         return self.format, _ENCODERS[self.format](value)
 
+    def is_plain(self, kind: str) -> bool:
+        """Whether decoding this type calls no function of the application."""
+        return kind == "" or kind in _DECODERS
+
     def decode(self, kind: str, data: bytes) -> Any:
         """Decodes bytes of a type, and returns the value.
 
         Raises:
             UnknownType: The type is not registered here, or the bytes do not match it.
         """
-        known = self._by_id.get(kind)
+        known = self._by_tag.get(kind)
         try:
             if known is not None:
                 return known.decode(data)

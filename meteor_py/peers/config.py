@@ -20,6 +20,8 @@ UNSET = Unset()
 TTL_S = (0.3, 86_400.0)
 #: Maximum number of members of a group: some scripts read all of them.
 MEMBERS_MAX = 1_000
+#: Maximum number of properties of a group: every process reads all of them.
+PROPERTIES_MAX = 100
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class PeersConfig:
     min_size: int = 1
     #: Maximum number of unsettled messages of a member: 1 to 1,000,000.
     max_inbox: int = 10_000
+    #: Sessions that may have had a message and ended without settling it, after which it becomes a
+    #: dead letter: 2 to 1,000; 0 = no limit.
+    max_deliveries: int = 5
 
     def __post_init__(self) -> None:
         low, high = TTL_S
@@ -46,6 +51,11 @@ class PeersConfig:
         check_choice("election", self.election, ("oldest", "random", "none"))
         check_int("min_size", self.min_size, 1, MEMBERS_MAX)
         check_int("max_inbox", self.max_inbox, 1, 1_000_000)
+        if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
+            raise ValueError(
+                "max_deliveries must be 0 (no limit) or at least 2: when a member dies, any of its "
+                "messages may be the one that it was handling."
+            )
 
     def to_fields(self) -> dict[str, str]:
         """Convert to fields of the hash ``config``."""
@@ -56,6 +66,7 @@ class PeersConfig:
             "election": self.election,
             "min_size": str(self.min_size),
             "max_inbox": str(self.max_inbox),
+            "max_deliveries": str(self.max_deliveries),
         }
 
     @classmethod
@@ -68,6 +79,7 @@ class PeersConfig:
             election=found["election"],  # type: ignore[arg-type]  # checked right here
             min_size=int(found["min_size"]),
             max_inbox=int(found["max_inbox"]),
+            max_deliveries=int(found.get("max_deliveries", cls.max_deliveries)),
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:

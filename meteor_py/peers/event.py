@@ -8,7 +8,7 @@ from typing import Literal
 from meteor_py.peers.protocol import read_fields
 
 Kind = (
-    Literal["joined", "left", "dead", "alive", "updated"]
+    Literal["joined", "left", "dead", "alive", "updated", "property"]
     | Literal["elected", "resigned", "proposed", "decided", "reset"]
 )
 
@@ -30,6 +30,8 @@ class Event:
     reason: str | None = None
     #: The poll that was proposed or decided.
     poll: str | None = None
+    #: The property that was set or deleted.
+    property: str | None = None
     #: Whether it was derived by comparing states, because the events themselves were lost. Such
     #: events share one ``view``; if the server lost state, "reset" is the first of them.
     resync: bool = False
@@ -52,5 +54,6 @@ def read_event(entry_id: bytes, flat: list[bytes]) -> Event:
         term=int(found["term"]) if "term" in found else None,
         reason=text("reason"),
         poll=text("poll"),
+        property=text("name") if found["kind"] == b"property" else None,
         fields=found,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py.errors import ConnectionFailed
 from meteor_py.peers.event import read_event
+from meteor_py.peers.protocol import read_fields
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.threads import JoinableThread
 
@@ -83,7 +84,7 @@ class EventReader(JoinableThread):
                 self._take_events(view, entries)
             else:
                 for entry_id, flat in entries:
-                    group.requests.reply_arrived(flat[1].decode())
+                    group.requests.reply_arrived(read_fields(flat))
                     self._reply_position = entry_id.decode()
 
     def _take_events(self, view: int, entries: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from meteor_py.errors import MemberTaken, PeerError, PeerGroupActive
 from meteor_py.peers.codec import PeerCodec
-from meteor_py.peers.config import PeersConfig
+from meteor_py.peers.config import PROPERTIES_MAX, PeersConfig
 from meteor_py.peers.event import Event, read_event
 from meteor_py.peers.group_handle import GroupHandle
 from meteor_py.peers.member import Member, dump_metadata
@@ -21,7 +21,7 @@ from meteor_py.peers.sender import Sender
 from meteor_py.peers.view import View
 from meteor_py.records.config import check_choice, check_int, check_seconds
 from meteor_py.redis import keys
-from meteor_py.redis.scripts import PEERS_LEAVE
+from meteor_py.redis.scripts import PEERS_LEAVE, PEERS_SET_PROPERTY
 
 if TYPE_CHECKING:
     from meteor_py.redis.connector import Connector
@@ -96,11 +96,44 @@ class PeerGroup(Sender):
         value: bytes | None = protocol.connector.call("HGET", protocol.key("guarded"), name)
         return value
 
+    @property
+    def properties(self) -> dict[str, Any]:
+        """The properties of the group, by name, as of the last event that this process has seen."""
+        return dict(self._handle.view.properties)
+
+    def set_property(self, name: str, value: Any) -> None:
+        """Set a property of the group, for all processes to see. ``on_property`` reports it.
+
+        Any client may set it, and the last one wins. For values that only the leader may write, use
+        ``term.guard``.
+
+        Args:
+            name: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            value: JSON, up to 4 KiB. None deletes the property.
+
+        Raises:
+            PeerError: The group has as many properties as it may have.
+            TypeError, ValueError: The value cannot be written as JSON, or is too long.
+        """
+        self._check_open()
+        keys.check_name(name, "property")
+        data = b"" if value is None else dump_metadata(value, "value of a property")
+        args = [name, "delete" if value is None else "set", data, PROPERTIES_MAX]
+        reply = self._handle.protocol.run(PEERS_SET_PROPERTY, args)
+        if reply[0] == b"FULL":
+            raise PeerError(
+                f"Group {self.name!r} has {reply[1]} properties and may not have more. Delete "
+                "some, or put several values into one.",
+                group=self.name,
+            )
+        self._handle.catch_up()
+
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
         """Returns the newest messages that could not be delivered, oldest first.
 
-        A message becomes a dead letter if its receiver does not know its type, or if too many
-        receivers left, one after the other, before settling it. The group keeps about 1,000.
+        A message becomes a dead letter if its receiver does not know its type, if it was delivered
+        ``max_deliveries`` times and never settled, or if no member was left for it. The group keeps
+        about 1,000.
         """
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
@@ -189,13 +222,21 @@ class PeerGroup(Sender):
         return self._listen("join", function)
 
     def on_leave(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that leaves and the reason: "left", "expired" or
-        "removed"."""
+        """Call a function with each ``Member`` that leaves and the reason: "left", "expired",
+        "removed", or "dead" for a named member that died and may come back.
+
+        If a dead member is removed, it has left before: ``on_event`` reports it, as "left".
+        """
         return self._listen("leave", function)
 
     def on_status(self, function: _F) -> _F:
         """Call a function with each named ``Member`` that dies or returns, and its ``Status``."""
         return self._listen("status", function)
+
+    def on_property(self, function: _F) -> _F:
+        """Call a function with the name and the value of each property that is set; None for the
+        value if it is deleted."""
+        return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
         """Call a function with each leader and its term number; at once if there is a leader."""

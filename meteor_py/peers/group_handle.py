@@ -228,10 +228,13 @@ class GroupHandle:
                 tell("join", member)
             case "dead" if member is not None:
                 tell("status", member, Status.DEAD)
+                tell("leave", member, "dead")
             case "left":
                 self._lose_removed(event)
-                if known is not None:
+                if known is not None and known.alive:
                     tell("leave", known, event.reason)
+            case "property":
+                tell("property", event.property, self.view.properties.get(event.property or ""))
             case "elected":
                 for local in self._members:
                     if local.id == event.member:

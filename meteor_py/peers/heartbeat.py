@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum seconds over which handles spread their reports of an overdue member.
 _SPREAD_S = 0.3
+#: Mean seconds between two calls that hand over messages of members that left, per member.
+_ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
 
@@ -143,8 +145,10 @@ class Heartbeat(JoinableThread):
             return
         if reply.presence[0] is not Presence.MEMBER:
             self._dropped(member, reply.presence[0])
-        elif member.renewed(sent, reply):  # the server has not heard of the resignation
+            return
+        if member.renewed(sent, reply):  # the server has not heard of the resignation
             member.leadership.lay_down(reply.term, self._connection)
+        member.declaration.send_if_due(self._connection)
 
     def _send(self, session: str, members: list[str]) -> tuple[float, HeartbeatReply]:
         """Send a heartbeat; return the time of sending and the reply."""
@@ -161,9 +165,12 @@ class Heartbeat(JoinableThread):
         group.clock.read(sent, now(), reply.time)
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # Report an overdue member on time, but spread out: not all handles at once.
+        # Report an overdue member on time, but spread out: not all handles at once. Messages of
+        # members that left need many calls: about a thousand per second of all handles together.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
-        left_s = 0.0 if reply.has_orphans else reply.overdue_s
+        left_s = reply.overdue_s
+        if reply.has_orphans:
+            left_s, spread = 0.0, random.uniform(0.0, _ORPHANS_S * (len(group.view.members) + 1))
         self._overdue_at = math.inf if left_s is None else now() + left_s + spread
         self._compare(reply, seen)
         return sent, reply

@@ -45,8 +45,8 @@ class Member:
         return self.status is Status.ALIVE
 
 
-def dump_metadata(metadata: Any) -> bytes:
-    """Encode metadata.
+def dump_metadata(metadata: Any, what: str = "metadata of a member") -> bytes:
+    """Encode metadata, or another value that every process in the group gets.
 
     Raises:
         TypeError: The metadata cannot be written as JSON.
@@ -55,10 +55,10 @@ def dump_metadata(metadata: Any) -> bytes:
     try:
         data = encode_json(metadata)
     except RecursionError as error:
-        raise ValueError("The metadata of a member is nested too deeply for JSON.") from error
+        raise ValueError(f"The {what} is nested too deeply for JSON.") from error
     if len(data) > METADATA_MAX:
         raise ValueError(
-            f"The metadata of a member may have at most {METADATA_MAX:,} bytes as JSON, not "
+            f"The {what} may have at most {METADATA_MAX:,} bytes as JSON, not "
             f"{len(data):,}. Every process in the group gets it."
         )
     return data

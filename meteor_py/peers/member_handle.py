@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from meteor_py.errors import MembershipLost, MeteorError, PeerError
 from meteor_py.peers.config import MEMBERS_MAX
 from meteor_py.peers.leadership import Leadership
+from meteor_py.peers.messaging.declaration import Declaration
 from meteor_py.peers.messaging.inbox import Inbox
+from meteor_py.peers.messaging.message import LAST, Place, read_place
 from meteor_py.peers.voting.voter import Voter
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.backoff import pause_s
@@ -52,6 +54,8 @@ class MemberHandle:
         self.reason: str | None = None
         #: Its position in the order of joining.
         self.index = 0
+        #: The last entry in its inbox that an earlier session may have begun to handle.
+        self.replayed_until: Place = LAST
         #: Whether the server has expelled it and it has not rejoined yet.
         self.recovering = False
         #: Ids of an unnamed member before it was expelled: each time it gets a new one.
@@ -68,6 +72,7 @@ class MemberHandle:
         self._pid = os.getpid()
         self._inbox: Inbox | None = None
         self.leadership = Leadership(self)
+        self.declaration = Declaration(self)
         self.voter = Voter(self)
 
     @property
@@ -117,6 +122,7 @@ class MemberHandle:
             return False
         with self.state:
             self.index = reply[1]
+            self.replayed_until = read_place(reply[3])
             self._renew(sent, reply[2] / 1000)
         return True
 
@@ -125,6 +131,7 @@ class MemberHandle:
         another id if it has no name."""
         with self.state:
             self.leadership.reset(expelled=True)
+            self.replayed_until = LAST  # until the server has replied
             self.session = secrets.token_hex(8)
             self.recovering = True
             self.valid_until = 0.0
@@ -206,6 +213,7 @@ class MemberHandle:
             if self.handling:
                 self.leadership.lay_down_last()  # others can lead while the handlers finish
             self._join_inbox(max(deadline - now(), 0.0))
+            self.group.requests.flush(self, deadline)
             self.withdraw()
             notified = True
         except MeteorError as error:

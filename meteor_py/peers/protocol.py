@@ -69,10 +69,12 @@ class Look(GroupStatus):
     """The state of a group, with its members."""
 
     members: dict[str, Member]
+    #: Values as JSON.
+    properties: dict[str, bytes]
 
 
 #: Stands for a group that does not exist on the server.
-UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {})
+UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {}, {})
 
 
 #: The keys of a group, in the order that ``peers/open.lua`` expects. If the server has lost a part,
@@ -80,11 +82,12 @@ UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {})
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
+    *("handlers", "properties"),
 )
 
 #: Keys of which a group has many: named after members or handles, and with random names.
-_OF_MEMBERS = ("inbox", "movable", "awaited", "replies")
-_TEMPORARY = ("message", "poll", "votes")
+_OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
+_TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.
 _UNLINKED = 1_000
 
@@ -208,7 +211,7 @@ class PeerProtocol:
         """
         reply = self.run(PEERS_DESCRIBE, [], connection)
         members = {name: read_member(name, value) for name, value in read_fields(reply[7]).items()}
-        return Look(*_status(reply), members=members)
+        return Look(*_status(reply), members=members, properties=read_fields(reply[8]))
 
 
 def read_fields(flat: Sequence[bytes]) -> dict[str, bytes]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.errors import ClockTooUncertain
 from meteor_py.peers.config import MEMBERS_MAX
 from meteor_py.peers.messaging.target import Everybody, Target
-from meteor_py.peers.voting.polls import Motion
-from meteor_py.peers.voting.proposal import Kind, Outcome, dump_topic
+from meteor_py.peers.voting.polls import Motion, VoteFuture
+from meteor_py.peers.voting.proposal import Kind, dump_topic
 from meteor_py.records.config import check_choice, check_int, check_seconds
 from meteor_py.redis import keys
 from meteor_py.runtime.lifecycle import Closeable
@@ -63,7 +62,7 @@ class Sender(Closeable):
         kind: Kind | int = "majority",
         timeout: float = 5.0,
         require_leader: bool = False,
-    ) -> Future[Outcome]:
+    ) -> VoteFuture:
         """Ask all members that are alive now to vote (``@me.on_vote``).
 
         The server decides as soon as the outcome is certain, even if the proposer dies; other
@@ -77,11 +76,13 @@ class Sender(Closeable):
             kind: How many of the members asked must say yes: a "majority", all ("consensus"), or
                 a number.
             timeout: Seconds that members have to vote.
-            require_leader: Whether the group must have a leader.
+            require_leader: Whether the group must have a leader. If it has none during the vote,
+                the vote ends with the reason "no leader".
 
         Returns:
             A future of the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server is away or has lost the vote.
+            raises ``PeerError`` if the server is away or has lost the vote. Its ``poll`` is the id
+            of the vote.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.
@@ -104,7 +105,7 @@ class Sender(Closeable):
         timeout: float = 1.0,
         max_error: float | None = None,
         require_leader: bool = False,
-    ) -> Future[Outcome]:
+    ) -> VoteFuture:
         """Ask all live members to do something at one instant; if the vote passes, they do it.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meteor_py.peers.event import Event
 from meteor_py.peers.member import Member, Status, load_metadata
@@ -44,6 +44,7 @@ class GroupView:
         #: Identifies the last event: after a failover, another event can have the same number.
         self.mark = look.mark
         self.members: dict[str, Member] = dict(look.members)
+        self.properties = _load_properties(look)
         self.term = look.term
         #: The leader's id; None if there is none.
         self.leader: str | None = look.leader or None
@@ -86,6 +87,14 @@ class GroupView:
                 members[known.id] = replace(known, status=Status.DEAD, session="")
             case "updated" if known is not None:
                 members[known.id] = replace(known, metadata=load_metadata(fields["metadata"]))
+            case "property":
+                assert event.property is not None, "scripts name the property"
+                properties = dict(self.properties)
+                if "deleted" in fields:
+                    properties.pop(event.property, None)
+                else:
+                    properties[event.property] = load_metadata(fields["value"])
+                self.properties = properties
             case "elected":
                 self.term, self.leader = event.term or 0, event.member
             case "resigned":
@@ -128,5 +137,13 @@ class GroupView:
                 yield event("alive", member=found.id)
             elif known.metadata != found.metadata:
                 yield event("updated", member=found.id)
+        properties = _load_properties(look)
+        for name in sorted({*self.properties, *properties}):
+            if self.properties.get(name) != properties.get(name):
+                yield event("property", property=name)
         if look.leader and (self.leader, self.term) != (look.leader, look.term):
             yield event("elected", member=look.leader, term=look.term)
+
+
+def _load_properties(look: Look) -> dict[str, Any]:
+    return {name: load_metadata(value) for name, value in look.properties.items()}

@@ -128,11 +128,11 @@ class Connection:
                 reply = connection.read_response(disable_decoding=True, timeout=timeout_s)
             else:
                 reply = wire.read(timeout_s)
+                self._handshake_only = False
                 if isinstance(reply, Exception):
                     raise reply
         except (redis.RedisError, OSError) as error:
             self._fail(error)
-        self._handshake_only = False
         return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
@@ -356,7 +356,9 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
-        if self._handshake_only and type(error) is redis.ConnectionError:
+        # The subclasses of redis.ConnectionError have other causes, such as a wrong password.
+        is_closed = type(error) is redis.ConnectionError or isinstance(error, OSError)
+        if self._handshake_only and is_closed:
             translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()

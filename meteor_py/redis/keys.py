@@ -129,14 +129,16 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 ``meteor:groups`` (set): The names of the peer groups, kept like ``meteor:streams``.
 ``meteor:group:{g}:...``: The state of one peer group, in the parts below; ``g`` is its name, or
-    ``name/instance``. Written by the scripts ``peers/...``, which start with
-    ``peers/_group_state``; ``peers/delete`` deletes all of them at once.
+    ``name/instance``. Written by the scripts ``peers/...``, which start with ``peers/_messages``
+    and, except for sending and settling, ``peers/_group_state``. ``peers/delete`` deletes all of
+    them at once.
 ``...:config`` (hash): Settings (peers/config.py). Written by ``peers/open``.
 ``...:state`` (hash): ``life``, a random id of this incarnation; ``view``, the number of the last
     event, and ``mark``, which event of that number it was; ``term``, ``leader`` and its
     ``session``; ``joins``, how many members have joined; ``last``, when a script ran last (ms);
-    ``graces``, how often all members got more time; ``moves``, which numbers messages for any
-    member; ``stranded``, whether dead members have some of them.
+    ``due``, before which nothing is due (ms); ``graces``, how often all members got more time;
+    ``moves``, which numbers messages for any member; ``stranded``, whether dead members have some
+    of them.
 ``...:members`` (hash): For each member ``index:session:persistent:alive:priority:joined:metadata``.
 ``...:deadlines`` (zset): Live members, by the time (ms) at which they count as dead.
 ``...:graced`` (zset): Live members that got more time and have sent no heartbeat since, by
@@ -149,14 +151,24 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
     thousand. Expires a day after the last one.
 ``...:events`` (stream): The last ten thousand events or so, with the ID ``<view>-0``.
 ``...:guarded`` (hash): Values that leaders wrote with ``term.guard``.
+``...:properties`` (hash): The properties of the group, as JSON.
+``...:handlers`` (hash): For each live member its session and, after a space each, the queues that
+    it handles; only the session while it has declared none.
 ``...:inbox:<member>`` (stream): Unsettled messages to a member. Removed with the member.
 ``...:movable:<member>`` (zset): Places in its inbox of messages for any member, in order.
 ``...:awaited:<member>`` (zset): ``place id`` of messages whose sender waits for a reply, by the end
     of the wait (ms).
+``...:shared:<member>`` (zset): Messages in its inbox whose body is in ``body:<id>``.
+``...:begun:<member>`` (hash): For a place in its inbox ``count token``: how often this member got
+    the message again, and the token of the last time.
+``...:body:<id>`` (hash): A long ``body`` for several receivers, and ``holders``, how many of them
+    have not settled the message. Removed with the last one.
 ``...:orphans`` (zset): Members that are dead, or ``~<mark>~<member>`` for a removed one, whose
     messages are handed over, by the time (ms) at which that began.
-``...:message:<id>`` (hash): The receivers of a message, and their replies. Expires a minute after
-    the last sender stopped waiting for it.
+``...:message:<id>`` (hash): The receivers of a message that a sender waits for, and their replies.
+    Expires a minute after the sender stopped waiting for it.
+``...:sender:<session>`` (string): The number of the last call with which a handle stored messages,
+    and its results. Expires an hour after the senders stopped waiting.
 ``...:replies:<session>`` (stream): Messages of a handle that have replies. Expires after an hour.
 ``...:dead`` (stream): Messages that no member could take.
 ``...:polls`` (zset): Open votes, by their end (ms).

@@ -21,12 +21,12 @@ from importlib.resources import files
 class Script:
     """One script: its text, and the hash by which the server knows it."""
 
-    def __init__(self, name: str, library: str = "") -> None:
+    def __init__(self, name: str, *libraries: str) -> None:
         self.name = name
         self.source = _read(name)
-        if library:  # after the first line, which may hold flags
+        if libraries:  # after the first line, which may hold flags
             first, body = self.source.split(b"\n", 1)
-            self.source = b"\n".join((first, _read(library), body))
+            self.source = b"\n".join((first, *map(_read, libraries), body))
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
         #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
@@ -50,8 +50,9 @@ def _read(name: str) -> bytes:
 
 _APPEND = "log/_append"
 _META = "log/_meta"
+_PEER_MESSAGES = "peers/_messages"
+_PEER_STATE = (_PEER_MESSAGES, "peers/_group_state")
 _SETTINGS = "log/_settings"
-_PEER_STATE = "peers/_group_state"
 
 APPLY_LIMITS = Script("log/apply_limits")
 CONFIGURE_STREAM = Script("log/configure_stream", _SETTINGS)
@@ -92,19 +93,20 @@ SHARED_PURGE = Script("shared/purge")
 SHARED_RESUME = Script("shared/resume")
 SHARED_STEP = Script("shared/step")
 
-PEERS_DELETE = Script("peers/delete", _PEER_STATE)
-PEERS_DESCRIBE = Script("peers/describe", _PEER_STATE)
-PEERS_GUARDED_WRITE = Script("peers/guarded_write", _PEER_STATE)
-PEERS_HEARTBEAT = Script("peers/heartbeat", _PEER_STATE)
-PEERS_JOIN = Script("peers/join", _PEER_STATE)
-PEERS_LEAVE = Script("peers/leave", _PEER_STATE)
+PEERS_DELETE = Script("peers/delete", *_PEER_STATE)
+PEERS_DESCRIBE = Script("peers/describe", *_PEER_STATE)
+PEERS_GUARDED_WRITE = Script("peers/guarded_write", *_PEER_STATE)
+PEERS_HEARTBEAT = Script("peers/heartbeat", *_PEER_STATE)
+PEERS_JOIN = Script("peers/join", *_PEER_STATE)
+PEERS_LEAVE = Script("peers/leave", *_PEER_STATE)
 PEERS_OPEN = Script("peers/open")
-PEERS_PROPOSE = Script("peers/propose", _PEER_STATE)
-PEERS_READ_POLLS = Script("peers/read_polls", _PEER_STATE)
-PEERS_SEND = Script("peers/send", _PEER_STATE)
-PEERS_SETTLE = Script("peers/settle", _PEER_STATE)
-PEERS_UPDATE_MEMBER = Script("peers/update_member", _PEER_STATE)
-PEERS_VOTE = Script("peers/vote", _PEER_STATE)
+PEERS_PROPOSE = Script("peers/propose", *_PEER_STATE)
+PEERS_READ_POLLS = Script("peers/read_polls", *_PEER_STATE)
+PEERS_SEND = Script("peers/send", _PEER_MESSAGES)
+PEERS_SET_PROPERTY = Script("peers/set_property", *_PEER_STATE)
+PEERS_SETTLE = Script("peers/settle", _PEER_MESSAGES)
+PEERS_UPDATE_MEMBER = Script("peers/update_member", *_PEER_STATE)
+PEERS_VOTE = Script("peers/vote", *_PEER_STATE)
 
 #: Every script. An administrator can load them for users that may only run EVALSHA.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

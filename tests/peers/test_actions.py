@@ -453,3 +453,19 @@ def test_member_that_changed_its_id_since_the_vote_misses_the_action(open_group:
     eventually(lambda: missed, SOON_S)
     assert [(action.poll, action.params) for action in missed] == [("p2", 7)]
     assert not done
+
+
+def test_handler_of_an_action_sees_its_own_vote(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    votes: dict[str, bool | None] = {"yes": True, "no": False, "none": None}
+    seen: dict[str, bool | None] = {}
+    for name, vote in votes.items():
+        me = group.join(name)
+        me.on_action("go")(lambda action, name=name: seen.update({name: action.vote}))
+        me.on_vote(lambda proposal, vote=vote: vote)
+    at = group.now() + 1.5
+    assert group.propose_action("go", at=at, kind=1, timeout=60).result(SOON_S).passed
+    eventually(lambda: "yes" in seen and "no" in seen and "none" in seen, SOON_S)
+    assert seen["yes"] is True  # the others may not have voted before it was decided
+    assert seen["no"] in (False, None)
+    assert seen["none"] is None

@@ -159,7 +159,7 @@ def test_atomix_asynchronous_message_is_done_when_it_is_stored(post: Post) -> No
     other.join("foo")
     producer = _member(group, "foo").messaging().producer("bar", execution=Execution.ASYNC)
     future = producer.send("baz")
-    assert future.done()
+    result(future)
     seen: list[Any] = []
     future.add_done_callback(seen.append)  # thenAccept, thenRun
     assert seen == [future]
@@ -398,3 +398,15 @@ def test_riaps_action_votes(post: Post) -> None:
     assert outcome.passed
     eventually(lambda: len(done) == 2, message="not both members ran the action")
     assert [action.params for action in done] == [{"relay": 3}] * 2
+
+
+def test_atomix_broadcast_can_wait_for_dead_persistent_members(post: Post) -> None:
+    group, other = atomix(post), atomix(post)
+    other.group.join("dead").close()
+    producer = group.messaging().producer("q", include_dead=True)
+    future = producer.send("x", timeout=60)
+    local = other.join("dead")
+    local.messaging().consumer("q").on_message(lambda message: message.ack())
+    assert result(future) is None
+    with pytest.raises(ValueError, match="broadcast"):
+        group.messaging().producer("q", delivery=Delivery.RANDOM, include_dead=True)

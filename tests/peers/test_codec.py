@@ -288,3 +288,23 @@ def test_handler_whose_error_cannot_be_printed_fails_its_message(open_group: Ope
 
     group.join("a").on("q")(fail)
     assert "Odd" in str(failure(group.member("a").ask("q", timeout=LONG_S)))
+
+
+@dataclass
+class Plain:
+    """A type that is registered without a number."""
+
+    x: int
+
+
+def test_type_without_a_number_is_known_by_its_name() -> None:
+    codec = PeerCodec("msgpack")
+    codec.register(Plain)
+    kind, data = codec.encode(Plain(7))
+    assert kind == f"@{__name__}.Plain"
+    assert codec.decode(kind, data) == Plain(7)
+    assert not codec.is_plain(kind)
+    with pytest.raises(UnknownType, match="not known here"):
+        PeerCodec("msgpack").decode(kind, data)
+    with pytest.raises(ValueError, match="already registered"):
+        codec.register(Plain)

@@ -13,7 +13,7 @@ from tests.support.peering import peers as peers
 
 
 def test_first_member_to_join_leads_in_a_term_above_zero(peers: Peers) -> None:
-    assert peers.join("a") == ["OK", 1, TTL_MS]
+    assert peers.join("a") == ["OK", 1, TTL_MS, "0-0"]
     peers.join("b")
     assert (peers.leader, peers.term > 0) == ("a", True)
     assert peers.events() == [("joined", "a"), ("elected", "a"), ("joined", "b")]

@@ -8,24 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
-from meteor_py.peers.group import PeerGroup
+from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.mailing import NAME, Gate, Post, Record, abandon, inbox_length, result
 from tests.support.mailing import post as post
-from tests.support.peering import on_key
+from tests.support.peering import LONG_S, expel
 from tests.support.proxied_stream import ReplicatedStream
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
-
-
-def expel(group: PeerGroup, member: str) -> None:
-    """Expel a live member, as if it had sent no heartbeats."""
-    on_key(group, "ZADD", "deadlines", 0, member)
-
 
 # Members that come and go
 
@@ -89,6 +84,37 @@ def test_expelled_named_member_continues_with_its_messages(post: Post) -> None:
     eventually(lambda: me._handle.session != session, message="the member has not rejoined")
     assert result(group.member("a").ask("q", 3, timeout=60)) == 3
     assert not me.lost.is_set()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_member_taken_for_dead_handles_no_message_before_older_ones(
+    post: Post, begun: bool
+) -> None:
+    group, other = post.group(ttl=LONG_S), post.group()
+    me, gate = other.join("a"), Gate()
+    me.on("q")(gate)
+    result(group.member("a").tell("q", 0))
+    gate.wait_until_entered()
+    if not begun:
+        gate.open.set()
+        eventually(lambda: inbox_length(group, "a") == 0)
+    heartbeat: Any = other._handle.heartbeat
+    send_all, quiet = heartbeat._send_all, threading.Event()
+    heartbeat._send_all = lambda: None if quiet.is_set() else send_all()
+    quiet.set()
+    expel(group, "a")
+    for n in (1, 2, 3):
+        result(group.member("a").tell("q", n))
+    gate.open.set()
+    reads = me._handle.inbox()
+    eventually(lambda: reads._fenced_until > now(), message="it has not noticed")
+    result(group.member("a").tell("q", 4))
+    assert gate.bodies in ([], [0])  # the others may be another process's
+    quiet.clear()
+    heartbeat.hurry()
+    eventually(lambda: 4 in gate.bodies, 30)
+    assert list(dict.fromkeys(gate.bodies)) == [0, 1, 2, 3, 4]
+    assert gate.bodies.count(0) <= 2
 
 
 def test_expelled_unnamed_member_gets_messages_under_its_new_id(

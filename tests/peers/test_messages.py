@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -61,7 +62,6 @@ def test_each_verb_reaches_each_target_and_has_its_result(any_url: str, to: str,
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_message_to_an_empty_group_fails_at_once(post: Post, to: str, verb: str) -> None:
     future = say(post.group(), to, verb, "q", timeout=3600)
-    assert future.done()
     kind = NoLeader if to == "leader_proxy" else MemberUnknown
     assert isinstance(failure(future), kind)
 
@@ -82,7 +82,7 @@ def test_message_to_a_dead_named_member_waits_for_it(post: Post) -> None:
     told = group.member("a").tell("q", "told")
     sent = group.member("a").send("q", "sent", timeout=60)
     asked = group.member("a").ask("q", "asked", timeout=60)
-    assert told.done()
+    result(told)
     got = Record(lambda message: message.body.upper())
     other.join("a").on("q")(got)
     assert (result(sent), result(asked)) == (None, "ASKED")
@@ -229,12 +229,12 @@ def test_messages_for_any_are_spread_evenly(post: Post, members: int, rng: rando
     for n in range(members):
         group.join(f"m{n}")
     count = 100 * members
-    for _ in range(count):
+    for number in range(1, count + 1):
         # Send as the library does, but with random numbers from the test's seed.
         message = f"{rng.getrandbits(64):x}"
-        args: list[Any] = [message, group._handle.reply_session, "", "q", "tell", "any", ""]
-        args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", "", ""]
-        assert group._handle.protocol.run(PEERS_SEND, args)[0] == b"OK"
+        args: list[Any] = ["test", "test", number, "", "", message, "", "", "q", "tell", "any", ""]
+        args += [rng.randrange(2**31), "", "128", "1000", "json", "1"]
+        assert group._handle.protocol.run(PEERS_SEND, args)[1].startswith(b"OK")
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count
     square = sum((length - 100) ** 2 / 100 for length in lengths)
@@ -259,3 +259,27 @@ def test_message_to_a_group_of_dead_members_fails_with_that_reason(open_group: O
         error = failure(target.tell("q"))
         assert isinstance(error, MemberUnknown)
         assert str(error) == "No member of group 'workers' is alive."
+
+
+def test_sender_can_exclude_itself_from_a_message_to_all(post: Post) -> None:
+    group = post.group(ttl=60)
+    got = Record(lambda message: message.member)
+    me, *others = (group.join(name) for name in "abc")
+    for member in (me, *others):
+        member.on("q")(got)
+    assert set(result(me.all.ask("q", include_self=False)).values) == {"b", "c"}
+    assert set(result(me.all.ask("q")).values) == {"a", "b", "c"}
+    assert set(result(group.all.ask("q", include_self=False)).values) == {"a", "b", "c"}
+    for other in others:
+        other.leave()
+    error = failure(me.all.send("q", include_self=False))
+    assert isinstance(error, MemberUnknown)
+
+
+def test_members_join_and_leave_in_the_background(post: Post) -> None:
+    group = post.group(ttl=60)
+    with ThreadPoolExecutor() as pool:  # join() and leave() block; an executor makes them futures
+        me = pool.submit(group.join, "a").result(20)
+        assert group.find("a") is not None
+        pool.submit(me.leave).result(20)
+    assert group.find("a") is None

@@ -15,7 +15,7 @@ def member(name: str, index: int, session: str = "s") -> Member:
 
 
 A, B = member("a", 1), member("b", 2)
-LOOK = Look("i", 7, "m7", 3, "a", "s", {"b": B, "a": A})
+LOOK = Look("i", 7, "m7", 3, "a", "s", {"b": B, "a": A}, {})
 
 
 def event(number: int, kind: str, who: str | None = None, **fields: str) -> Event:
@@ -65,7 +65,7 @@ def test_change_replaces_the_dict_that_other_threads_may_read() -> None:
 def test_resync_reports_differences_as_events() -> None:
     view = GroupView(LOOK)
     joined = member("c", 3)
-    look = Look("i", 9, "m9", 4, "c", "s", {"a": replace(A, session="t"), "c": joined})
+    look = Look("i", 9, "m9", 4, "c", "s", {"a": replace(A, session="t"), "c": joined}, {})
     assert changes(view, look) == [
         ("left", "b"),
         ("resigned", "a"),

@@ -281,6 +281,7 @@ def test_polls_beyond_one_sweep_accept_no_vote_after_their_end(url: str) -> None
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
         panel.redis.zadd(panel.key("polls"), dict.fromkeys(polls, 1.0))
+        panel.redis.hdel(panel.key("state"), "due")
         votes = [
             panel.run(PEERS_VOTE, poll, member.id, member._handle.session, "y")[1] for poll in polls
         ]
@@ -446,3 +447,42 @@ def test_member_that_only_acts_does_not_vote_before_it_has_a_vote_handler(url: s
         eventually(lambda: "y" in panel.votes(), RESULT_S)
         actor.on_vote(always(True))
         assert outcome_of(future).passed
+
+
+def test_vote_that_needs_a_leader_ends_when_there_is_none(url: str) -> None:
+    with Panel(url, ttl=LONG_S, min_size=3) as panel:
+        first, *_ = panel.members(3)
+        needing = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
+        other = panel.peer_group.propose("y", timeout=LONG_S, kind=1)
+        first.leave()  # two members are too few for a leader
+        outcome = needing.result(RESULT_S)
+        assert (outcome.passed, outcome.reason) == (False, "no leader")
+        assert not other.done()
+        with pytest.raises(meteor.NoLeader):
+            panel.peer_group.propose("x", require_leader=True)
+
+
+def test_vote_that_needs_a_leader_continues_under_the_next_one(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        first, *others = panel.members(3)
+        future = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
+        first.leave()
+        assert not future.done()
+        for member in others:
+            member.on_vote(lambda proposal: True)
+        assert future.result(RESULT_S).passed
+
+
+def test_id_of_a_vote_is_known_while_it_runs(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        (member,) = panel.members(1)
+        seen: list[str] = []
+        future = panel.peer_group.propose("x", timeout=LONG_S)
+
+        def vote(proposal: Any) -> bool:
+            seen.append(proposal.id)
+            return True
+
+        member.on_vote(vote)
+        assert future.result(RESULT_S).poll == future.poll
+        assert seen == [future.poll]

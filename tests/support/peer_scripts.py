@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from tests.support.peering import Peers
@@ -15,12 +16,21 @@ def send(
     member: str = "",
     verb: str = "tell",
     random: int = 0,
-    most: int = 10_000,
     wait_ms: int = 60_000,
     body: str = "1",
-) -> list[Any]:
-    args = [message, "handle", "", "q", verb, to, member, random, "0", 128, most, wait_ms]
-    return peers.run("send", *args, "json", body, "", "")
+    options: str = "",
+    queue: str = "q",
+    handle: str = "handle",
+    batch: int | None = None,
+) -> list[str]:
+    """Send one message; returns its result, or the refusal of the whole call."""
+    numbers = peers.__dict__.setdefault("batches", itertools.count(1))
+    args = [message, "", "", queue, verb, to, member, random, options, 128, wait_ms, "json", body]
+    reply = peers.run("send", handle, handle, batch or next(numbers), "", "", *args)
+    if reply[0] == "IDLE":
+        peers.run("heartbeat", "")
+        reply = peers.run("send", handle, handle, batch or next(numbers), "1", "", *args)
+    return str(reply[1]).split("\n") if reply[0] == "OK" else reply
 
 
 def inbox(peers: Peers, member: str) -> list[str]:
@@ -39,10 +49,8 @@ def settle(peers: Peers, member: str) -> None:
         "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
     )
     message = dict(zip(flat[::2], flat[1::2], strict=True))[b"id"]
-    assert peers.run("settle", member, f"s-{member}", place, message, "ok", "json", "1") == [
-        "OK",
-        1,
-    ]
+    args = (member, f"s-{member}", "settle", place, message, "ok", "json", "1")
+    assert peers.run("settle", *args) == ["OK", 1]
 
 
 def answer(peers: Peers, message: str, member: str) -> bytes | None:

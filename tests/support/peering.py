@@ -66,7 +66,8 @@ def rebuilt(script: Script, clock: bytes) -> Script:
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
-    assert build.source != script.source, "the script has no clock to replace"
+    is_timeless = script.name == "peers/settle"
+    assert is_timeless or build.source != script.source, "the script has no clock to replace"
     build.sha = hashlib.sha1(build.source, usedforsecurity=False).hexdigest()
     build.plain_source = build.source.split(b"\n", 1)[1]
     return build
@@ -249,9 +250,10 @@ def await_heartbeat(group: PeerGroup, me: Membership) -> None:
 
 def expel(group: PeerGroup, *members: str) -> None:
     """Make the server drop members, as if their ttl had expired."""
-    client = group._handle.protocol.connector
-    for member in members:
-        client.call("ZADD", group._handle.protocol.key("deadlines"), 1, member)
+    client, key = group._handle.protocol.connector, group._handle.protocol.key
+    overdue = [item for member in members for item in (1, member)]
+    # Together, so that no heartbeat runs between the two.
+    client.pipeline([("ZADD", key("deadlines"), *overdue), ("HDEL", key("state"), "due")])
     group._handle.protocol.look()
 
 

@@ -67,6 +67,9 @@ _handling = options.together(
         help="1 to 256. Lower numbers are handled first. Default: 128.",
     ),
     _timeout("How long to wait.", _REPLY_S),
+    options.flag(
+        "--wait-for-handler", help="Wait for a handler, even if no receiver has one for QUEUE now."
+    ),
 )
 
 
@@ -86,6 +89,7 @@ def send(session: Session, group: str, to: str, tell: bool, **message: Any) -> N
 
     QUEUE is the name of the members' handler: `@me.on(QUEUE)`.
     """
+    message["wait_for_handler"] |= tell
     _deliver(session, group, to, "tell" if tell else "send", **message)
     words = {"any": "a member", "all": "all members", "leader": "the leader"}
     receiver = words.get(to) or f"member {to.removeprefix(BY_ID)!r}"
@@ -221,6 +225,7 @@ def _print_outcome(outcome: Outcome) -> None:
         "rejected": "did not pass",
         "left": "did not pass: a member whose vote was needed left",
         "timeout": "did not pass: too few members voted in time",
+        "no leader": "did not pass: the group has no leader",
     }
     facts: dict[str, object] = {"outcome": why[outcome.reason]}
     voters = len(outcome.voters)

@@ -36,7 +36,7 @@ FIELDS = {
     "shared fsck": ("stream", "group", "flaw"),
     "peers ls": (
         "name", "members", "alive", "leader", "term", "view", "ttl", "member_expiration",
-        "election", "min_size", "max_inbox",
+        "election", "min_size", "max_inbox", "max_deliveries",
     ),
     "peers members": ("group", "id", *_MEMBER),
     "peers watch": ("time", "group", "view", "event"),

@@ -45,6 +45,11 @@ class Dispatcher:
         """Whether a thread other than the current one is handling a message."""
         return bool(self._working - {threading.current_thread()})
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a message is waiting for a thread."""
+        return bool(self._waiting)
+
     def put(self, message: Message, delay: float = 0.0) -> None:
         with self._state:
             if self._stopped:

@@ -4,26 +4,30 @@ The server keeps unsettled messages in a stream. One thread reads it and passes 
 each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
 queue with more messages than this process may hold is *behind*: the thread continues it from the
 queue's own position when there is room.
+
+Each read also reads the session that owns the member. If it is another one, the messages are
+dropped: another process may handle them, or this one once it has rejoined, in their order.
+
+An earlier session may have died while it handled a message. Before a handler gets such a message,
+the server counts the delivery, so that a message that kills its process is not delivered forever.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
+from meteor_py.errors import ConnectionFailed
 from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.messaging.dispatcher import Dispatcher
 from meteor_py.peers.messaging.message import Message, Place, read_message, read_place
 from meteor_py.peers.messaging.requests import check_size
+from meteor_py.peers.messaging.settlements import Settlement, Settlements
 from meteor_py.records.config import check_choice, check_function, check_int, check_seconds
 from meteor_py.redis import keys
-from meteor_py.redis.scripts import PEERS_SETTLE
-from meteor_py.redis.shared_connection import ThreadConnections
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
@@ -36,16 +40,17 @@ _log = logging.getLogger(__name__)
 
 #: Maximum number of threads of one handler.
 WORKERS_MAX = 256
-#: Maximum number of entries per read.
+#: Maximum number of entries per read, and bytes that a read should not exceed.
 _COUNT = 100
+_PAGE_BYTES = 4 * 1_048_576
+#: Maximum number of shared bodies per read.
+_BODIES = 8
 #: Settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
 #: Seconds between checks whether a full queue that is behind has room.
 _FULL_S = 0.02
 #: Seconds between two attempts: the first figure doubles up to the second.
 _BACKOFF_S = (0.02, 0.64)
-#: Seconds for which settling is retried while the application waits.
-_SETTLE_S = 10.0
 
 
 Ack = Literal["auto", "manual"]
@@ -98,13 +103,14 @@ class Inbox:
         self._done: dict[Key, None] = {}
         self._cursor: bytes | None = None
         self._identity = ("", "")
+        self._count = _COUNT
         self._fenced_until = 0.0
         self._reload = True
         self._woken = False
         self._stopped = False
         connector = self._group.protocol.connector
         self._connection = connector.open_connection()
-        self._connections = ThreadConnections(connector.open_connection)
+        self._settlements = Settlements(member, self._settled)
         self._thread = JoinableThread(self._run, f"meteor-inbox-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------
@@ -138,6 +144,7 @@ class Inbox:
                 self._turns = self._turns or self._open_dispatcher(name, 1)
                 state.dispatcher = self._turns
             self._queues[queue] = state
+        self._member.declaration.add(queue)
         self._wake()
 
     def pull(self, queue: str, timeout: float | None) -> Iterator[Message]:
@@ -151,6 +158,7 @@ class Inbox:
                 state.dispatcher = self._open_dispatcher("", 0)
                 self._queues[queue] = state
                 self._wake()
+        self._member.declaration.add(queue)
         return self._iterate(state, timeout)
 
     def _add(self, state: QueueState) -> None:
@@ -194,7 +202,7 @@ class Inbox:
             except BaseException as error:  # even SystemExit: the thread serves other messages
                 _log.warning("The handler of %r failed.", state.queue, exc_info=True)
                 if message.deliveries == turn:
-                    self.settle(message, "failed", "", _reason(error), patient=True)
+                    self.settle_later(message, "failed", "", _reason(error))
             else:
                 if state.ack == "auto" and message.deliveries == turn:  # else retry() was called
                     self._reply_to(message, value)
@@ -207,26 +215,46 @@ class Inbox:
         except BaseException as error:  # any exception: the sender is waiting
             _log.warning("The return value of the handler of %r cannot be sent.", message.queue)
             reason = b"The return value of the handler cannot be sent: " + _reason(error)
-            self.settle(message, "failed", "", reason, patient=True)
+            self.settle_later(message, "failed", "", reason)
         else:
-            self.settle(message, "ok", kind, data, patient=True)
+            self.settle_later(message, "ok", kind, data)
 
     def _open(self, message: Message) -> bool:
-        """Decode a message; if it has expired or cannot be decoded, settle it and return False."""
+        """Decode a message; return False if it has expired, cannot be decoded, was delivered too
+        often, or belongs to another session by now."""
         state = message.queue_state
         if state.timeout is not None:
             message.overdue_at = now() + state.timeout
         clock = self._group.clock
         if message.verb != "tell" and clock.now() - clock.error_bound > message.until:
-            self.settle(message, "expired", "", b"", patient=True)
+            self.settle_later(message, "expired", "", b"")
+            return False
+        if message.redelivered and not message.begun and not self._begin(message):
             return False
         try:
             message.body = self._group.requests.codec.decode(message.kind, message.data)
         except UnknownType as error:
             _log.error("Message %s becomes a dead letter: %s", message.id, error)
             reason = str(error).encode(errors="replace")
-            self.settle(message, "unknown", "", reason, patient=True)
+            self.settle_later(message, "unknown", "", reason)
             return False
+        return True
+
+    def _begin(self, message: Message) -> bool:
+        """Count a delivery of a message that an earlier session may have begun to handle."""
+        count = self._settlements.begin(message)
+        if count is None or count <= 0:
+            if count == -1:
+                _log.error(
+                    "Message %s of queue %r was delivered %d times and never settled. It is a dead "
+                    "letter now.",
+                    message.id,
+                    message.queue,
+                    self._group.config.max_deliveries,
+                )
+            return False
+        message.begun = True
+        message.deliveries = count
         return True
 
     def reply(self, message: Message, value: object) -> bool:
@@ -250,61 +278,44 @@ class Inbox:
         message.queue_state.dispatcher.put(message, delay)
         return True
 
-    def settle(
-        self, message: Message, code: str, kind: str, data: bytes, *, patient: bool = False
-    ) -> bool:
-        """Settle a message; if ``patient``, retry for as long as this is a member."""
-        with self._state:
-            if message.settled or not message.taken:
-                return False
-            message.settled = True
+    def settle(self, message: Message, code: str, kind: str, data: bytes) -> bool:
+        """Settle a message, and return whether this call settled it."""
+        item = self._settlement(message, code, kind, data)
+        if item is None:
+            return False
         try:
-            counted = self._settle(message, code, kind, data, patient)
+            return bool(self._settlements.wait(item, patient=False))
         except BaseException:
             message.settled = False  # the caller may try again
             raise
-        if counted is None:
+
+    def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
+        """Settle a message, with retries for as long as this is a member. If other messages wait,
+        their handlers do not wait for the server."""
+        item = self._settlement(message, code, kind, data)
+        if item is not None:
+            self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)
+
+    def _settlement(self, message: Message, code: str, kind: str, data: bytes) -> Settlement | None:
+        with self._state:
+            if message.settled or not message.taken:
+                return None
+            message.settled = True
+        what: Literal["settle-begun", "settle"] = "settle-begun" if message.begun else "settle"
+        return Settlement(message, what, code, kind, data)
+
+    def _settled(self, item: Settlement) -> None:
+        """Process the server's answer. Any thread may call this: do not block."""
+        message = item.message
+        if item.result is None:
             _log.warning(
                 "Member %r no longer belongs to this process: message %s was not settled here.",
                 message.member,
                 message.id,
             )
-        self._release(message, fenced=counted is None)
-        return bool(counted)
-
-    def _settle(
-        self, message: Message, code: str, kind: str, data: bytes, patient: bool
-    ) -> bool | None:
-        """Report to the server; None if the message no longer belongs to this member."""
-        member = self._member
-        deadline = now() + _SETTLE_S
-        place = f"{message.place[0]}-{message.place[1]}"
-        failures = 0
-        while True:
-            session = member.session
-            # A member that rejoined under another id has lost the messages of the old id.
-            if member.id != message.member or member.lost.is_set():
-                return None
-            args = [message.member, session, place, message.id, code, kind, data]
-            try:
-                reply = self._connections.use(
-                    partial(self._group.protocol.run, PEERS_SETTLE, args), _SETTLE_S
-                )
-            except PeerGroupNotFound:
-                return None  # the server has lost the whole group
-            except MeteorError as error:
-                failures += 1
-                retriable = isinstance(error, ConnectionFailed)
-                if not (patient or (retriable and now() < deadline)):
-                    raise
-                if failures == 1:
-                    _log.warning("Settling message %s is being retried: %s", message.id, error)
-                member.lost.wait(pause_s(failures, *_BACKOFF_S))
-                continue
-            if reply[0] != b"FENCED":
-                return bool(reply[1])
-            if session == member.session:
-                return None
+        if item.what == "begin" and item.result is not None and item.result > 0:
+            return  # the handler gets it now
+        self._release(message, fenced=item.result is None)
 
     def _release(self, message: Message, fenced: bool) -> None:
         state = message.queue_state
@@ -313,15 +324,18 @@ class Inbox:
             if state.held.pop(key, None) is not None:
                 state.bytes -= len(message.data)
             if fenced:
-                # If the member rejoins, its messages are read again. Until then, or until the
-                # heartbeat has had time to notice, handle no message that may be another's.
-                self._fenced_until = now() + self._group.config.ttl / 3
-                self._drop_waiting()
-                self._reload = True
+                self._disown()
                 return
             self._done[key] = None
             while len(self._done) > _DONE_MAX:
                 del self._done[next(iter(self._done))]
+
+    def _disown(self) -> None:
+        """Drop messages that may be another session's. If the member rejoins, they are read again.
+        Until then, or until the heartbeat has had time to notice, read none."""
+        self._fenced_until = now() + self._group.config.ttl / 3
+        self._drop_waiting()
+        self._reload = True
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -345,13 +359,15 @@ class Inbox:
             dispatcher.stop()
         self._connection.interrupt()
         if close:
-            self._connections.close()
+            self._settlements.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all threads except the current one; return whether they have ended."""
+        """Wait until all handlers have returned and their messages are settled; return whether that
+        is so. The threads of the handlers have ended then, except for the current one."""
         deadline = now() + timeout_s
         ended = self._thread.ends_within(timeout_s, self._connection.interrupt)
-        return all([ended, *(dispatcher.join(deadline) for dispatcher in self._dispatchers)])
+        ends = [ended, *(dispatcher.join(deadline) for dispatcher in self._dispatchers)]
+        return self._settlements.drain(deadline) and all(ends)
 
     def _wake(self) -> None:
         with self._state:
@@ -413,15 +429,50 @@ class Inbox:
                 self._catch_up(state, key)
         block_s = self._block_s(queues)
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-        found = self._connection.call(
-            *("XREAD", "COUNT", _COUNT, *block, "STREAMS", key, self._cursor),
-            timeout_s=block_s + self._connection.timeout_s,
+        found = self._fetch(
+            ("XREAD", "COUNT", self._count, *block, "STREAMS", key, self._cursor), block_s
         )
-        for entry, flat in found[0][1] if found else ():
-            self._cursor = entry
+        for entry, flat in self._load(found[0][1] if found else ()):
             receiving = self._queues.get(_queue_of(flat) or "")
             if receiving is not None and receiving.live:
                 self._take(receiving, entry, flat)
+            self._cursor = entry
+
+    def _fetch(self, command: tuple[Any, ...], block_s: float = 0.0) -> Any:
+        """Read from the inbox; None if this session does not own it."""
+        member, session = self._identity
+        record: bytes | None
+        found, record = self._connection.pipeline(
+            [command, ("HGET", self._group.protocol.key("members"), member)],
+            timeout_s=block_s + self._connection.timeout_s,
+        )
+        if record is not None and record.split(b":", 2)[1] == session.encode():
+            return found
+        with self._state:
+            if self._identity == (self._member.id, self._member.session):
+                self._disown()
+        self._group.heartbeat.hurry()
+        return None
+
+    def _load(self, page: Sequence[Any]) -> list[tuple[bytes, list[bytes]]]:
+        """Read the bodies that entries share with those of other members, and adapt the size of the
+        next page."""
+        entries: list[tuple[bytes, list[bytes]]] = [(entry, flat) for entry, flat in page]
+        shared = [flat for _, flat in entries if len(flat) > 2 and flat[-2] == b"shared"]
+        key = self._group.protocol.key
+        for start in range(0, len(shared), _BODIES):
+            part = shared[start : start + _BODIES]
+            keys = [key(f"body:{flat[1].decode(errors='replace')}") for flat in part]
+            bodies = self._connection.pipeline(
+                [("HGET", body, "body") for body in keys], self._connection.timeout_s
+            )
+            for flat, body in zip(part, bodies, strict=True):
+                if body is not None:
+                    flat[-3] = body
+        if entries:
+            size = sum(len(value) for _, flat in entries for value in flat) / len(entries)
+            self._count = max(min(int(_PAGE_BYTES / size), _COUNT), 1) if size > 4096 else _COUNT
+        return entries
 
     def _block_s(self, queues: list[QueueState]) -> float:
         """How long a read may block."""
@@ -435,14 +486,17 @@ class Inbox:
     def _catch_up(self, state: QueueState, key: str) -> None:
         """Read more for a queue that is behind; at the end of the stream it goes live."""
         ms, number = state.place
-        page = self._connection.call("XRANGE", key, f"{ms}-{number}", "+", "COUNT", _COUNT)
-        for entry, flat in page:
+        count = self._count
+        page = self._fetch(("XRANGE", key, f"{ms}-{number}", "+", "COUNT", count))
+        if page is None:
+            return
+        for entry, flat in self._load(page):
             place = read_place(entry)
             if _queue_of(flat) != state.queue:
                 state.place = max(state.place, place)
             elif not self._take(state, entry, flat):
                 return
-        if len(page) < _COUNT:
+        if len(page) < count:
             state.live = True
 
     def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
@@ -459,7 +513,10 @@ class Inbox:
             state.place = place
             return True
         with self._state:
+            if self._reload:
+                return False  # the messages are read again, in order
             key = (place, message.id)
+            message.redelivered |= place <= self._member.replayed_until
             if key not in state.held and key not in self._done:
                 if state.full:
                     state.live = False
@@ -492,10 +549,7 @@ class Inbox:
             for message in list(state.held.values()):
                 if message.overdue_at is not None and message.overdue_at <= now():
                     reason = f"The handler did not finish within {state.timeout:g} seconds."
-                    try:
-                        self.settle(message, "failed", "", reason.encode())
-                    except MeteorError as error:
-                        _log.warning("Failing an overdue message did not succeed: %s", error)
+                    self.settle_later(message, "failed", "", reason.encode())
 
 
 def _patience_s(state: QueueState) -> float:

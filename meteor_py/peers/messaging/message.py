@@ -34,8 +34,8 @@ class Message:
     from_leader: bool
     #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: 1 for the first delivery; more if earlier receivers left, or ``retry`` was called here. A
-    #: redelivery after a crash of the same member is not counted.
+    #: 1 for the first delivery. It counts calls of ``retry`` here, and every session that had the
+    #: message and ended without settling it, whether its handler had started or not.
     deliveries: int
     #: When it was stored, in seconds since 1970 by the group's clock.
     sent_at: float
@@ -59,6 +59,9 @@ class Message:
     settled: bool = field(default=False, repr=False)
     dropped: bool = field(default=False, repr=False)
     overdue_at: float | None = field(default=None, repr=False)
+    #: Whether an earlier session may have begun to handle it, and whether this delivery is counted.
+    redelivered: bool = field(default=False, repr=False)
+    begun: bool = field(default=False, repr=False)
 
     @property
     def latency(self) -> float:
@@ -98,6 +101,10 @@ class Message:
         return self.queue_state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 
 
+#: A position after all entries.
+LAST: Place = (2**64, 0)
+
+
 def read_place(entry: bytes) -> Place:
     """Parse the ID of a stream entry."""
     ms, _, number = entry.partition(b"-")
@@ -116,7 +123,8 @@ def read_message(
         sender=fields["from"].decode() or None,
         from_leader=fields["leader"] == b"1",
         priority=int(fields["priority"]),
-        deliveries=int(fields["tries"]) + 1,
+        deliveries=int(fields.get("deliveries", 1)),
+        redelivered="deliveries" in fields or fields["tries"] != b"0",
         sent_at=int(fields["sent"]) / 1000,
         received_at=now,
         clock_error=error,

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meteor_py.errors import HandlerFailed, MemberLeft, MessageExpired, MessageFailed
+from meteor_py.errors import (
+    HandlerFailed,
+    MemberLeft,
+    MessageExpired,
+    MessageFailed,
+    NoHandler,
+)
 from meteor_py.peers.codec import PeerCodec, UnknownType
 from meteor_py.records.times import seconds_in_words
 
@@ -50,6 +56,25 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
     return replies
 
 
+def reply_type(reply: bytes) -> str:
+    """The type of a reply; "" if it is an error."""
+    code, _, rest = reply.partition(b":")
+    return rest.partition(b":")[0].decode() if code == b"ok" else ""
+
+
+def no_handler(queue: str, group: str, member: str | None = None) -> NoHandler:
+    """The error of a request to a queue that its receivers do not handle."""
+    subject = f"Member {member!r} of" if member else "No live member of"
+    verb = "does not handle" if member else "handles"
+    return NoHandler(
+        f"{subject} group {group!r} {verb} queue {queue!r}. Check the name, or pass "
+        "wait_for_handler=True to wait for a handler.",
+        group=group,
+        member=member,
+        queue=queue,
+    )
+
+
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, UnknownType) else f"{type(error).__name__}: {error}."
 
@@ -62,6 +87,10 @@ def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
         return MessageExpired(
             f"{name} received the message after it had expired.", group=group, member=member
         )
+    if code == "nohandler":
+        return no_handler(text, group, member)
+    if code == "poison":
+        text = f"it was delivered {text} times and never settled. It is a dead letter now."
     verb = "cannot read" if code == "unknown" else "failed to handle"
     return HandlerFailed(f"{name} {verb} the message: {text}", group=group, member=member)
 

@@ -1,17 +1,21 @@
 """Requests: messages of a group handle, and the replies that they wait for.
 
-The caller's thread stores a message, so messages keep the order of the calls. One thread of the
-handle waits for the replies, and for the timeout of each message.
+A call queue stores the messages in the order of the calls. Messages that wait while a call is under
+way share the next one. Each call has a number, by which the server recognises a repeat after a lost
+reply. The event reader completes most futures. One thread of the handle reads the other replies,
+ends messages that time out, and runs the callbacks of futures.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import math
+import random
 import secrets
 import threading
-import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,11 +32,17 @@ from meteor_py.errors import (
     PartialFailure,
 )
 from meteor_py.peers.codec import PeerCodec
-from meteor_py.peers.messaging.replies import Replies, add_silent, read_replies
+from meteor_py.peers.messaging.call_queue import CallQueue
+from meteor_py.peers.messaging.replies import (
+    Replies,
+    add_silent,
+    no_handler,
+    read_replies,
+    reply_type,
+)
 from meteor_py.peers.protocol import read_fields
 from meteor_py.records.times import seconds_in_words
 from meteor_py.redis.scripts import PEERS_SEND
-from meteor_py.redis.shared_connection import ThreadConnections
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
@@ -48,7 +58,7 @@ _log = logging.getLogger(__name__)
 Verb = Literal["tell", "send", "ask"]
 To = Literal["member", "any", "all", "leader"]
 
-#: Maximum number of messages of a handle that wait for replies; further calls block.
+#: Maximum number of unfinished messages of a handle; further calls block.
 PENDING_MAX = 10_000
 #: Maximum size of a body or a reply in bytes.
 BODY_BYTES_MAX = 1_048_576
@@ -56,15 +66,47 @@ BODY_BYTES_MAX = 1_048_576
 _BACKOFF_S = (0.01, 0.3)
 #: Seconds to wait for the server's reply when a message has timed out.
 _LAST_READ_S = 1.0
-#: Maximum number of messages whose replies are read together.
+#: Maximum number of messages that are stored, or whose replies are read, together.
 _BATCH = 100
+#: Bytes of messages after which a call takes no more of them.
+_BATCH_BYTES = 262_144
+#: Bytes of messages that wait to be stored, from which on further calls block.
+_UNSENT_BYTES_MAX = 64 * 1_048_576
+#: Seconds without a pending message after which the thread of replies sleeps until the next one.
+_IDLE_S = 1.0
 #: Maximum number of finished messages to report to the server. The rest expire there.
 _FINISHED_MAX = 10_000
 
 
+class MessageFuture(Future[Any]):
+    """The future of a message.
+
+    A callback may block, so only one thread may run callbacks. ``try_end`` lets any other thread
+    complete the future if it has none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gate = threading.RLock()  # a signal handler may add a callback at any time
+        self._has_callbacks = False
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        with self._gate:
+            self._has_callbacks = True
+        super().add_done_callback(fn)
+
+    def try_end(self, error: BaseException | None, result: Any) -> bool:
+        """Complete the future; False if it has callbacks."""
+        with self._gate:
+            if self._has_callbacks:
+                return False
+            _end(self, error, result)
+            return True
+
+
 @dataclass(eq=False)
 class Request:
-    """A message to send, without its body."""
+    """A message to send."""
 
     #: None if it is sent through a ``PeerGroup``.
     sender: MemberHandle | None
@@ -75,29 +117,72 @@ class Request:
     queue: str
     timeout: float
     priority: int
-    include_dead: bool
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    future: Future[Any] = field(default_factory=Future)
+    #: See ``peers/send.lua``.
+    options: str
+    id: str = ""
+    future: MessageFuture = field(default_factory=MessageFuture)
     receivers: list[str] = field(default_factory=list)
-    #: Whether the first attempt stored it: then no earlier attempt can still reach the server.
-    stored_once: bool = False
+    #: The type and the bytes of the body, until it is stored.
+    kind: str = ""
+    data: bytes = b""
+    #: When the sender stops waiting, by ``now()``.
+    deadline: float = 0.0
+
+    def identity(self) -> tuple[str, str]:
+        """The id and the session of the sender."""
+        return ("", "") if self.sender is None else (self.sender.id, self.sender.session)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A call that stores messages. A repeat has the same number and the same arguments."""
+
+    session: str
+    number: int
+    messages: list[Request]
+    args: list[Any]
+    failures: int = 0
 
 
 class Requests:
-    """Owned by a group handle. The first message that waits for a reply starts its thread."""
+    """Owned by a group handle. The first message starts its threads."""
 
     def __init__(self, group: GroupHandle, codec: PeerCodec) -> None:
         self.group = group
         self.codec = codec
-        self._state = SignalSafeCondition()
+        lock = threading.RLock()
+        #: Notified for the thread of replies, and for callers that wait for room.
+        self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
+        #: Messages that are not finished, those of them that are not stored, and their bytes.
         self._pending: dict[str, Request] = {}
+        self._unsent: deque[Request] = deque()
+        self._unsent_bytes = 0
+        self._batch: _Batch | None = None
+        #: How many messages and calls there have been. Their numbers are part of their ids.
+        self._messages = self._batches = 0
+        self._random = random.Random()  # chooses a member; seeded by the operating system
+        #: Calls of the main thread that failed, which the call queue repeats.
+        self._failed: deque[_Batch] = deque()
+        #: Attempts in a row that found a sender expelled.
+        self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
+        #: When the thread of replies looks for messages that have timed out, by ``now()``.
+        self._looks_at = 0.0
         self._arrived: deque[str] = deque()
+        self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
         self._stopped = False
         self._thread: JoinableThread | None = None
         #: Finished messages, which the server may delete.
         self._finished: deque[str] = deque(maxlen=_FINISHED_MAX)
-        self._connections = ThreadConnections(group.protocol.connector.open_connection)
+        self._out = group.protocol.connector.open_connection()
+        self._direct = group.protocol.connector.open_connection()
+        self._direct_session = secrets.token_hex(8)
+        self._calls = CallQueue(
+            f"meteor-sender-{group.name}",
+            SignalSafeCondition(lock),
+            self._is_sending,
+            self._send_batch,
+        )
         self._in: Connection | None = None
 
     # -- sending -------------------------------------------------------------------------------
@@ -108,97 +193,184 @@ class Requests:
         # Closed later than the group: handlers that closing waits for may still send.
         if self._stopped:
             self.group.check_open()
-        kind, data = self.codec.encode(body)
-        check_size(data)
+        message.kind, message.data = self.codec.encode(body)
+        check_size(message.data)
         message.future.set_running_or_notify_cancel()  # a sent message cannot be cancelled
-        deadline = now() + message.timeout
+        message.deadline = now() + message.timeout
         try:
-            if message.verb != "tell":
-                self._await(message, deadline)
-            message.receivers = self._store(message, [kind, data], deadline)
+            if message.sender is not None and message.sender.lost.is_set():
+                raise message.sender.lost_error()
+            alone = self._queue(message)
         except MeteorError as error:
-            self._finish(message.id)
             _end(message.future, error)
+            return message.future
+        if alone and threading.current_thread() is threading.main_thread():
+            self._send_directly(message)
         else:
-            if (
-                message.stored_once and message.id not in self._pending
-            ):  # a tell, or already replied to
-                self._finished.append(message.id)
-            if message.verb == "tell":
-                message.future.set_result(message.id)
+            self._calls.send(here=alone)
         return message.future
 
-    def _await(self, message: Request, deadline: float) -> None:
-        """Register a message before storing it: its reply may arrive before the server's."""
+    def _queue(self, message: Request) -> bool:
+        """Queue a message; return whether its caller should send it, because no other is on the
+        way. A caller that only tells does not wait, so that its next message can share the call."""
         with self._state:
             # A callback of a future would wait for its own thread.
             is_callback = threading.current_thread() is self._thread
-            free = self._state.wait_for(
-                lambda: len(self._pending) < PENDING_MAX or self._stopped,
-                0.0 if is_callback else deadline - now(),
+            free = self._room.wait_for(
+                lambda: self._has_room() or self._stopped,
+                0.0 if is_callback else message.timeout,
             )
             if self._stopped:
                 raise self._closed_error()
             if not free:
                 raise MessageExpired(
-                    f"{PENDING_MAX:,} messages of this handle of group {self.group.name!r} await "
-                    "replies. Nothing was sent.",
+                    f"{len(self._pending):,} messages of this handle of group {self.group.name!r} "
+                    "await replies. Nothing was sent.",
                     group=self.group.name,
                 )
+            self._messages += 1
+            message.id = f"{self.group.reply_session}{self._messages:08x}"
+            alone = not self._pending and message.verb != "tell"
             self._pending[message.id] = message
-            heapq.heappush(self._deadlines, (deadline, message.id))
+            heapq.heappush(self._deadlines, (message.deadline, message.id))
             if self._thread is None:
                 self._thread = JoinableThread(self._run, f"meteor-replies-{self.group.name}")
                 self._thread.start()
-            if self._deadlines[0][1] == message.id:
+            if message.deadline < self._looks_at:
                 self._state.notify_all()
+            if alone and threading.current_thread() is threading.main_thread():
+                return True
+            self._unsent.append(message)
+            self._unsent_bytes += len(message.data)
+            return alone
 
-    def _store(self, message: Request, body: list[Any], deadline: float) -> list[str]:
-        """Store a message in the inboxes of its receivers; return their ids. Safe to repeat: the
-        server recognises the message id."""
-        group, sender = self.group, message.sender
-        args: list[Any] = [message.queue, message.verb, message.to, message.member]
-        args += [secrets.randbelow(2**31), "1" if message.include_dead else "0", message.priority]
-        args += [group.config.max_inbox, max(int(message.timeout * 1000), 1), *body]
-        failures = 0
-        while True:
-            if sender is not None and sender.lost.is_set():
-                raise sender.lost_error()
-            identity = ("", "") if sender is None else (sender.id, sender.session)
-            whole = [message.id, group.reply_session, identity[0], *args, identity[1]]
-            try:
-                reply = self._try(whole, deadline)
-            except ConnectionFailed as error:
-                cause: MeteorError | None = error
-            else:
-                code = reply[0]
-                if code == b"OK":
-                    message.stored_once = failures == 0
-                    return [member.decode() for member in reply[1:]]
-                if code != b"STALE":
-                    raise self._refusal(code, reply, message.member)
-                cause = None  # the sender was expelled: its heartbeat rejoins, or it is lost
-            failures += 1
-            pause = pause_s(failures, *_BACKOFF_S)
-            if now() + pause >= deadline:
-                raise MessageExpired(
-                    f"A message to group {group.name!r} could not be stored within "
-                    f"{seconds_in_words(message.timeout)}. If a reply was lost, it may be stored.",
-                    group=group.name,
-                    timeout=message.timeout,
-                ) from cause
-            time.sleep(pause)
+    def _has_room(self) -> bool:
+        return len(self._pending) < PENDING_MAX and self._unsent_bytes < _UNSENT_BYTES_MAX
 
-    def _try(self, args: list[Any], deadline: float) -> list[Any]:
-        def send(connection: Connection) -> list[Any]:
-            if self._stopped:
-                raise self._closed_error()
-            connection.timeout_s = min(
-                self.group.protocol.connector.timeout_s, max(deadline - now(), 0.01)
+    def _is_sending(self) -> bool:
+        return self._batch is not None or bool(self._unsent or self._failed)
+
+    def _send_directly(self, message: Request) -> None:
+        """Send the only message of this handle in the main thread.
+
+        A signal handler may interrupt this at any point, or raise. So the main thread shares
+        neither its connection nor its session with the call queue.
+        """
+        self._batches += 1
+        batch = _Batch(self._direct_session, self._batches, [message], self._arguments(message))
+        try:
+            self._settle_batch(batch, self._call(batch, self._direct))
+        except ConnectionFailed:
+            with self._state:
+                self._failed.append(batch)
+                self._calls.wake()
+        except MeteorError as error:
+            self._fail(message.id, error)
+
+    def _send_batch(self) -> float:
+        """Make one call, as the call queue's turn; return the seconds to wait before the next."""
+        with self._state:
+            if self._batch is None:
+                self._batch = self._failed.popleft() if self._failed else self._next_batch()
+            batch = self._batch
+        if batch is None:
+            return 0.0
+        try:
+            self._settle_batch(batch, self._call(batch, self._out))
+        except ConnectionFailed:
+            if any(message.id in self._pending for message in batch.messages):
+                batch.failures += 1
+                return pause_s(batch.failures, *_BACKOFF_S)
+        except MeteorError as error:
+            for message in batch.messages:
+                self._fail(message.id, error)
+        self._batch = None
+        return pause_s(self._stale, *_BACKOFF_S) if self._stale else 0.0
+
+    def _next_batch(self) -> _Batch | None:
+        messages: list[Request] = []
+        args: list[Any] = []
+        size = 0
+        while self._unsent and len(messages) < _BATCH and size < _BATCH_BYTES:
+            message = self._unsent.popleft()
+            self._unsent_bytes -= len(message.data)
+            if message.id not in self._pending:
+                continue  # it has timed out
+            messages.append(message)
+            args += self._arguments(message)
+            size += len(message.data)
+        if not messages:
+            return None
+        self._batches += 1
+        return _Batch(self.group.reply_session, self._batches, messages, args)
+
+    def _arguments(self, message: Request) -> list[Any]:
+        return [
+            *(message.id, *message.identity(), message.queue, message.verb, message.to),
+            *(message.member, self._random.getrandbits(31), message.options, message.priority),
+            *(max(int(message.timeout * 1000), 1), message.kind, message.data),
+        ]
+
+    def _call(self, batch: _Batch, connection: Connection) -> list[str]:
+        left_s = max(message.deadline for message in batch.messages) - now()
+        connection.timeout_s = min(self.group.protocol.connector.timeout_s, max(left_s, 0.01))
+        for is_swept in ("", "1"):
+            args = [
+                self.group.reply_session,
+                batch.session,
+                batch.number,
+                is_swept,
+                self._take_finished(),
+                *batch.args,
+            ]
+            reply = self.group.protocol.run(PEERS_SEND, args, connection)
+            if reply[0] != b"IDLE":
+                break
+            self.group.protocol.heartbeat(connection, "", [])
+        if reply[0] == b"OLD":
+            raise MessageFailed(
+                f"The server has stored later messages of this handle of group "
+                f"{self.group.name!r}. This one may be stored or not.",
+                group=self.group.name,
             )
-            return self.group.protocol.run(PEERS_SEND, [*args, self._take_finished()], connection)
+        return [result.decode() for result in reply[1:]]
 
-        return self._connections.use(send, deadline - now())
+    def _settle_batch(self, batch: _Batch, results: list[str]) -> None:
+        """Process the results of a call. Messages without a result, and those whose sender was
+        expelled and may rejoin, are sent again, before all later ones."""
+        again: list[Request] = []
+        stale = False
+        for number, message in enumerate(batch.messages):
+            result = results[number].split("\n") if number < len(results) else None
+            if result is not None and result[0] == "STALE" and message.sender is not None:
+                if message.sender.lost.is_set():
+                    self._fail(message.id, message.sender.lost_error())
+                    continue
+                stale = True
+                again.append(message)
+                self.group.heartbeat.hurry()
+            elif result is None:
+                again.append(message)
+            elif result[0] == "OK":
+                self._stored(message, result[1:])
+            else:
+                self._fail(message.id, self._refusal(result, message))
+        with self._state:
+            self._stale = self._stale + 1 if stale else 0
+            for message in reversed(again):
+                self._unsent.appendleft(message)
+                self._unsent_bytes += len(message.data)
+            if again:
+                self._calls.wake()
+            self._room.notify_all()
+
+    def _stored(self, message: Request, receivers: list[str]) -> None:
+        message.receivers = receivers
+        message.data = b""
+        if message.verb != "tell":
+            return
+        if self._finish(message.id) is not None:
+            self._end(message.future, result=message.id)
 
     def _take_finished(self) -> str:
         """The ids of finished messages, which the server deletes."""
@@ -208,12 +380,12 @@ class Requests:
                 ids.append(self._finished.popleft())
         return " ".join(ids)
 
-    def _refusal(self, code: bytes, reply: list[Any], member: str) -> MeteorError:
-        name = self.group.name
-        if code == b"NOLEADER":
+    def _refusal(self, result: list[str], message: Request) -> MeteorError:
+        name, code, member = self.group.name, result[0], message.member
+        if code == "NOLEADER":
             return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
-        if code == b"FULL":
-            full = reply[1].decode()
+        if code == "FULL":
+            full = result[1]
             return InboxFull(
                 f"Member {full!r} of group {name!r} has as many unsettled messages as it may have "
                 f"({self.group.config.max_inbox:,}). Nothing was sent. Send again when it has "
@@ -221,6 +393,8 @@ class Requests:
                 group=name,
                 member=full,
             )
+        if code == "NOHANDLER":
+            return no_handler(message.queue, name, member or None)
         if member:
             text = f"There is no member {member!r} in group {name!r}."
             return MemberUnknown(text, group=name, member=member)
@@ -228,29 +402,56 @@ class Requests:
             return MemberUnknown(f"No member of group {name!r} is alive.", group=name)
         return MemberUnknown(f"Group {name!r} has no members.", group=name)
 
+    def flush(self, sender: MemberHandle, deadline: float) -> None:
+        """Wait until all messages of a member are stored, until ``deadline`` by ``now()``."""
+        with self._state:
+            batch = self._batch.messages if self._batch is not None else []
+            unsent = any(message.sender is sender for message in (*batch, *self._unsent))
+        if unsent:
+            self._calls.drain(deadline)
+
     # -- replies -------------------------------------------------------------------------------
 
-    def reply_arrived(self, message: str) -> None:
-        """Note that all receivers settled a message. The event reader calls this: do not block."""
+    def reply_arrived(self, fields: dict[str, bytes]) -> None:
+        """Process a notification: all receivers settled a message. The event reader calls this: do
+        not block."""
+        message = fields["id"].decode()
         with self._state:
-            if message in self._pending:
+            pending = self._pending.get(message)
+            if pending is None:
+                return
+            reply = fields.get("reply")
+            # A registered type has a function of the application, which may block.
+            if reply is None or not self.codec.is_plain(reply_type(reply)):
                 self._arrived.append(message)
                 self._state.notify_all()
+                return
+        self._complete(message, {f"r:{fields['member'].decode()}": reply})
 
     def close(self, deadline: float) -> None:
-        """Fail the messages that wait, and join the thread until ``deadline`` by ``now()``."""
+        """Store the messages that wait, fail those without a reply, and join the threads, all until
+        ``deadline`` by ``now()``."""
+        self._calls.drain(deadline)
         with self._state:
             self._stopped = True
             self._state.notify_all()
+            self._room.notify_all()
             waiting = list(self._pending.values())
             self._pending.clear()
-        self._connections.close()
+        self._calls.stop()
         self._wake()
         for message in waiting:
             _end(message.future, self._closed_error())
+        self._run_callbacks()
         thread = self._thread
-        if thread is not None and not thread.ends_within(max(deadline - now(), 0.0), self._wake):
-            _log.warning("The reply thread of group %r did not end in time.", self.group.name)
+        ended = thread is None or thread.ends_within(max(deadline - now(), 0.0), self._wake)
+        if not (self._calls.join(deadline, self._out.interrupt) and ended):
+            _log.warning("A message thread of group %r did not end in time.", self.group.name)
+        if self._calls.is_free:
+            self._out.close()
+        self._direct.interrupt()
+        if threading.current_thread() is threading.main_thread():
+            self._direct.close()
 
     def _wake(self) -> None:
         if self._in is not None:
@@ -262,6 +463,7 @@ class Requests:
         failures = 0
         while not self._stopped:
             arrived, due = self._next()
+            self._run_callbacks()
             try:
                 self._read(connection, arrived, due)
                 failures = 0
@@ -280,6 +482,7 @@ class Requests:
 
     def _next(self) -> tuple[list[str], list[str]]:
         """Wait until replies arrive or messages time out; return a batch of each."""
+        idle = False
         with self._state:
             while not self._stopped:
                 heap = self._deadlines
@@ -291,11 +494,22 @@ class Requests:
                 due: list[str] = []
                 while heap and heap[0][0] <= now() and len(due) < _BATCH:
                     due.append(heapq.heappop(heap)[1])
-                if due or self._arrived:
+                if due or self._arrived or self._ended:
                     count = min(len(self._arrived), _BATCH)
                     return [self._arrived.popleft() for _ in range(count)], due
-                self._state.wait(heap[0][0] - now() if heap else None)
+                # Look again soon even if no message is pending: then most messages come and go
+                # without waking this thread.
+                self._looks_at = heap[0][0] if heap else math.inf if idle else now() + _IDLE_S
+                idle = not self._state.wait(
+                    None if math.isinf(self._looks_at) else self._looks_at - now()
+                )
         return [], []
+
+    def _run_callbacks(self) -> None:
+        """Complete futures that have callbacks."""
+        with suppress(IndexError):  # another thread may take the last one
+            while self._ended:
+                _end(*self._ended.popleft())
 
     def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
         """Read replies. A message that is due may have one too: its notification can be lost."""
@@ -318,14 +532,16 @@ class Requests:
         pending = self._finish(message)
         if pending is None:
             return
-        if pending.stored_once:
-            self._finished.append(message)
+        self._finished.append(message)
         self._conclude(pending, read_replies(fields, self.group.name, self.codec))
 
     def _expire(self, message: str, fields: dict[str, bytes]) -> None:
         """Conclude a message that timed out, with the replies that have arrived."""
         pending = self._finish(message)
         if pending is None:
+            return
+        if not pending.receivers and not fields:
+            self._end(pending.future, self._not_stored(pending))
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
@@ -343,23 +559,31 @@ class Requests:
                 member=receivers[0] if pending.to == "member" and receivers else None,
                 timeout=pending.timeout,
             )
-            _end(pending.future, error)
+            self._end(pending.future, error)
+
+    def _not_stored(self, message: Request) -> MessageExpired:
+        return MessageExpired(
+            f"A message to group {self.group.name!r} could not be stored within "
+            f"{seconds_in_words(message.timeout)}. If a reply was lost, it may be stored.",
+            group=self.group.name,
+            timeout=message.timeout,
+        )
 
     def _conclude(self, pending: Request, replies: Replies) -> None:
         future = pending.future
         if pending.to == "all":
             if pending.verb == "ask":
-                _end(future, result=replies)
+                self._end(future, result=replies)
             elif replies.ok:
-                _end(future)
+                self._end(future)
             else:
-                _end(future, self._partial(replies))
+                self._end(future, self._partial(replies))
             return
         for error in replies.failed.values():
-            _end(future, error)
+            self._end(future, error)
             return
         value = next(iter(replies.values.values()), None)
-        _end(future, result=value if pending.verb == "ask" else None)
+        self._end(future, result=value if pending.verb == "ask" else None)
 
     def _partial(self, replies: Replies) -> PartialFailure:
         first = next(iter(replies.failed.values()))
@@ -371,11 +595,27 @@ class Requests:
             failed=replies.failed,
         )
 
+    def _fail(self, message: str, error: MeteorError) -> None:
+        pending = self._finish(message)
+        if pending is not None:
+            self._end(pending.future, error)
+
     def _finish(self, message: str) -> Request | None:
         with self._state:
             pending = self._pending.pop(message, None)
-            self._state.notify_all()
+            self._room.notify_all()
             return pending
+
+    def _end(
+        self, future: MessageFuture, error: BaseException | None = None, result: Any = None
+    ) -> None:
+        """Complete a future in this thread, or in the one that runs callbacks."""
+        if threading.current_thread() is self._thread or self._stopped:
+            _end(future, error, result)
+        elif not future.try_end(error, result):
+            with self._state:
+                self._ended.append((future, error, result))
+                self._state.notify_all()
 
     def _closed_error(self) -> MessageFailed:
         return MessageFailed(

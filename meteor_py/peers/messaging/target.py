@@ -25,11 +25,13 @@ class Target:
     """The receivers of messages: one member, any member, or the leader.
 
     Get it from a group or a membership. All three verbs store the message, in the order of the
-    calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. One
-    thread runs the callbacks of all futures, so they must not block. The future may raise:
+    calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A
+    verb may return before the message is stored; the future says what became of it. One thread
+    runs the callbacks of all futures, so they must not block. The future may raise:
 
     - ``MemberUnknown``: the group has no such member, or no live member;
     - ``NoLeader``: the group has no leader;
+    - ``NoHandler``: the receiver does not handle the queue (see ``wait_for_handler``);
     - ``InboxFull``: the receiver has ``max_inbox`` unsettled messages;
     - ``MemberLeft``: the receiver left before it replied;
     - ``HandlerFailed``: the receiver's handler raised, or called ``fail()``;
@@ -37,7 +39,7 @@ class Target:
     - ``MembershipLost``: the sender is no longer a member.
 
     An invalid argument, or a body that the codec cannot encode, raises ``ValueError`` or
-    ``TypeError`` at once. A handle may have 10,000 messages awaiting replies; others wait for room,
+    ``TypeError`` at once. A handle may have 10,000 unfinished messages; others wait for room,
     except in a callback of a future, where they fail at once.
 
     >>> group.member("worker-7").ask("price", "book", timeout=5).result()  # doctest: +SKIP
@@ -52,7 +54,13 @@ class Target:
         self._member = member
 
     def tell(
-        self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
+        self,
+        queue: str,
+        body: Any = None,
+        *,
+        timeout: float = TIMEOUT_S,
+        priority: int = PRIORITY,
+        wait_for_handler: bool = True,
     ) -> Future[str]:
         """Store a message; the result is its id.
 
@@ -63,20 +71,35 @@ class Target:
             body: Any value that the group's codec can encode, up to 1 MiB.
             timeout: Seconds to keep trying to store it, up to a day.
             priority: 1 to 256. Of the waiting messages, lower numbers are delivered first.
+            wait_for_handler: If false, raise ``NoHandler`` if no receiver handles the queue. A
+                member that has registered no handler yet may still do so, and a dead member may
+                come back: messages to them wait, whatever this says.
         """
-        return self._post("tell", queue, body, timeout, priority)
+        return self._post("tell", queue, body, timeout, priority, wait_for_handler)
 
     def send(
-        self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
+        self,
+        queue: str,
+        body: Any = None,
+        *,
+        timeout: float = TIMEOUT_S,
+        priority: int = PRIORITY,
+        wait_for_handler: bool = False,
     ) -> Future[None]:
         """Send a message; the result is None, once the receiver has acknowledged it."""
-        return self._post("send", queue, body, timeout, priority)
+        return self._post("send", queue, body, timeout, priority, wait_for_handler)
 
     def ask(
-        self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
+        self,
+        queue: str,
+        body: Any = None,
+        *,
+        timeout: float = TIMEOUT_S,
+        priority: int = PRIORITY,
+        wait_for_handler: bool = False,
     ) -> Future[Any]:
         """Send a request; the result is the reply."""
-        return self._post("ask", queue, body, timeout, priority)
+        return self._post("ask", queue, body, timeout, priority, wait_for_handler)
 
     def _post(
         self,
@@ -85,14 +108,17 @@ class Target:
         body: Any,
         timeout: float,
         priority: int,
-        include_dead: bool = False,
+        wait_for_handler: bool,
+        options: str = "",
     ) -> Future[Any]:
         keys.check_name(queue, "queue")
         check_int("priority", priority, 1, PRIORITY_MAX)
         if check_seconds("timeout", timeout) > TIMEOUT_MAX_S:
             raise ValueError(f"timeout must be at most {TIMEOUT_MAX_S:g} seconds, not {timeout}.")
+        if not wait_for_handler:
+            options += "h"
         request = Request(
-            self._sender, verb, self._to, self._member, queue, timeout, priority, include_dead
+            self._sender, verb, self._to, self._member, queue, timeout, priority, options
         )
         return self._requests.post(request, body)
 
@@ -114,14 +140,18 @@ class Everybody(Target):
         *,
         timeout: float = TIMEOUT_S,
         priority: int = PRIORITY,
+        wait_for_handler: bool = True,
         include_dead: bool = False,
+        include_self: bool = True,
     ) -> Future[str]:
         """Store a message for all members.
 
         Args:
             include_dead: Also store it for named members that are dead, until they come back.
+            include_self: If false, the member that sends it does not get it.
         """
-        return self._post("tell", queue, body, timeout, priority, include_dead)
+        options = _options(include_dead, include_self)
+        return self._post("tell", queue, body, timeout, priority, wait_for_handler, options)
 
     def send(
         self,
@@ -130,10 +160,13 @@ class Everybody(Target):
         *,
         timeout: float = TIMEOUT_S,
         priority: int = PRIORITY,
+        wait_for_handler: bool = False,
         include_dead: bool = False,
+        include_self: bool = True,
     ) -> Future[None]:
         """Send to all members; raises ``PartialFailure`` unless all acknowledge the message."""
-        return self._post("send", queue, body, timeout, priority, include_dead)
+        options = _options(include_dead, include_self)
+        return self._post("send", queue, body, timeout, priority, wait_for_handler, options)
 
     def ask(
         self,
@@ -142,10 +175,19 @@ class Everybody(Target):
         *,
         timeout: float = TIMEOUT_S,
         priority: int = PRIORITY,
+        wait_for_handler: bool = False,
         include_dead: bool = False,
+        include_self: bool = True,
     ) -> Future[Replies]:
         """Ask all members; the result has the replies and the errors, by member.
 
-        It is complete when all have replied or left, or after ``timeout`` seconds.
+        It is complete when all have replied or left, or after ``timeout`` seconds. A member that
+        does not handle the queue fails at once, with ``NoHandler``.
         """
-        return self._post("ask", queue, body, timeout, priority, include_dead)
+        options = _options(include_dead, include_self)
+        return self._post("ask", queue, body, timeout, priority, wait_for_handler, options)
+
+
+def _options(include_dead: bool, include_self: bool) -> str:
+    """The options of a message to all, as in ``peers/send.lua``."""
+    return ("d" if include_dead else "") + ("" if include_self else "s")

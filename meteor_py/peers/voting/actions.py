@@ -47,6 +47,8 @@ class Action:
     poll: str
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
+    #: This member's own vote; None if it abstained or did not vote.
+    vote: bool | None
 
 
 class Handler(NamedTuple):
@@ -198,4 +200,13 @@ class Actions:
             error_bound=clock.error_bound,
             poll=outcome.poll,
             by=outcome.by,
+            vote=_vote_of(task),
         )
+
+
+def _vote_of(task: Task) -> bool | None:
+    """The vote of the member that runs the action."""
+    ids = {task.member.id, *task.member.former_ids}
+    if ids.intersection(task.outcome.yes):
+        return True
+    return False if ids.intersection(task.outcome.no) else None

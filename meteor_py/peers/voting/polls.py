@@ -52,6 +52,15 @@ _ABANDON_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
 
 
+class VoteFuture(Future[Outcome]):
+    """The future of a vote's outcome. ``poll`` is the id of the poll: ``proposal.id`` for the
+    voters, and ``outcome.poll``."""
+
+    def __init__(self, poll: str) -> None:
+        super().__init__()
+        self.poll = poll
+
+
 class Motion(NamedTuple):
     """A proposal on its way to the server."""
 
@@ -73,7 +82,7 @@ class _Open:
     #: When to ask for the outcome, and when to stop asking, by ``now()``.
     ask_at: float
     abandon_at: float
-    future: Future[Outcome] | None = None
+    future: VoteFuture | None = None
     failures: int = 0
 
 
@@ -106,11 +115,11 @@ class Polls:
 
     # -- proposing -----------------------------------------------------------------------------
 
-    def propose(self, motion: Motion, by: MemberHandle | None) -> Future[Outcome]:
+    def propose(self, motion: Motion, by: MemberHandle | None) -> VoteFuture:
         """Put a proposal to the vote. See ``PeerGroup.propose`` for errors."""
         self.use()
         poll = secrets.token_hex(8)
-        future: Future[Outcome] = Future()
+        future = VoteFuture(poll)
         future.set_running_or_notify_cancel()  # a proposal cannot be cancelled
         entry = _Open(now() + motion.timeout, now() + motion.timeout + _ABANDON_S, future)
         with self._state:

@@ -10,7 +10,7 @@ from meteor_py.peers.codec import PeerCodec
 
 Kind = Literal["majority", "consensus"]
 #: Why a vote ended. "left": a voter that was needed left before voting.
-Reason = Literal["passed", "rejected", "left", "timeout"]
+Reason = Literal["passed", "rejected", "left", "timeout", "no leader"]
 
 #: Maximum bytes of a topic or of an action's parameters: every event about it carries them.
 TOPIC_MAX = 65_536
@@ -44,7 +44,8 @@ class Outcome:
     #: The id of the poll.
     poll: str
     passed: bool
-    #: "passed", "rejected" (too few can still say yes), "left" (a needed voter left) or "timeout".
+    #: "passed", "rejected" (too few can still say yes), "left" (a needed voter left), "timeout", or
+    #: "no leader" (it needed a leader).
     reason: Reason
     #: The members that said yes, said no, abstained, and did not vote or left before voting.
     yes: tuple[str, ...]

@@ -1,29 +1,23 @@
--- The common beginning of all scripts of peer groups: read the clock, drop overdue members, elect.
--- So every live client acts as failure detector for the group.
---
--- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
--- keys.py describes them.
+-- The state of a peer group: read the clock, drop overdue members, elect. All scripts that do not only
+-- send or settle messages continue with this file after _messages.lua, so every live client acts as
+-- failure detector for the group.
 
-local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
-local P = KEYS[1]
-local STATE, MEMBERS = P .. 'state', P .. 'members'
-local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
-local CANDIDATES, LEAVING, EVENTS = P .. 'candidates', P .. 'leaving', P .. 'events'
+local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
-local ORPHANS = P .. 'orphans'
-local HOUR = 3600000
+local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
 
-local function int(x) return format('%.0f', x) end
-
-local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
+local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
 if not c[1] then return {'NOGROUP'} end
 local TTL, EXPIRATION, ELECTION, MIN_SIZE = tonumber(c[1]), tonumber(c[2]), c[3], tonumber(c[4])
 local MAX_INBOX = tonumber(c[5])
-local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark', 'view')
+local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark', 'view', 'due')
 if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
 local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
+-- Nothing is due before this time (ms). It is never far ahead, so an earlier version of these scripts
+-- that does not know it may run beside them.
+local due = tonumber(s[8] or 0)
 
 -- If no script ran for half a ttl, the server was down or its clock was set. Each member then gets
 -- a full ttl for its next heartbeat, and all other deadlines keep their remaining time. A member
@@ -53,8 +47,9 @@ local function read_clock()
       for i = 1, #all, 2 do call('ZADD', key, int(all[i + 1] + gap), all[i]) end
     end
     call('HINCRBY', STATE, 'graces', 1)
+    due = 0
   elseif gap < 0 then
-    now = last
+    now, due = last, 0
   end
   if now ~= last then call('HSET', STATE, 'last', int(now)) end
   return now
@@ -72,17 +67,6 @@ local function emit(kind, ...)
        'mark', mark, 'after', after, ...)
 end
 
--- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
--- prefixed with '-': no process has such a session, but its former owner can tell that it was the
--- last one.
-local function read_member(id)
-  local raw = call('HGET', MEMBERS, id)
-  if not raw then return nil end
-  local m = {}
-  m.index, m.session, m.persistent, m.alive, m.priority, m.joined, m.metadata =
-    match(raw, '^(%d+):(.-):(.):(.):(%-?%d+):(%d+):(.*)$')
-  return m
-end
 local function write_member(id, m)
   call('HSET', MEMBERS, id, m.index .. ':' .. m.session .. ':' .. m.persistent .. ':' .. m.alive
        .. ':' .. m.priority .. ':' .. m.joined .. ':' .. m.metadata)
@@ -93,21 +77,16 @@ local function renew(id)
   call('ZADD', DEADLINES, int(now + TTL), id)
   call('ZREM', GRACED, id)
 end
--- Sweeping is bounded, so overdue members may still be listed. They do not count as live.
+-- Look for something that is due at this time, at the latest.
+local function due_at(time)
+  if time >= due then return end
+  due = time
+  call('HSET', STATE, 'due', int(due))
+end
 local function live(most)
   return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
 end
--- Live members that can get new work: not those that are about to leave.
-local function alive(most)
-  local leaving = call('ZCARD', LEAVING)
-  local all = live(most and most + leaving)
-  if leaving == 0 then return all end
-  local here = {}
-  for _, id in ipairs(all) do
-    if not call('ZSCORE', LEAVING, id) then here[#here + 1] = id end
-  end
-  return here
-end
+local function alive(most) return alive_at(now, most) end
 local function late(id)
   local deadline = call('ZSCORE', DEADLINES, id)
   return not deadline or tonumber(deadline) < now
@@ -143,50 +122,13 @@ local function elect(not_id)
   call('HSET', STATE, 'leader', leader, 'term', int(term), 'session', session)
   emit('elected', 'member', id, 'term', int(term))
 end
+local deposed = false
 local function depose(reason, ...)
   if leader == '' then return end
   local id = leader
-  leader, session = '', ''
+  leader, session, deposed = '', '', true
   call('HSET', STATE, 'leader', '', 'session', '')
   emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
-end
-
--- Store a receiver's reply; the last one notifies the sender.
-local function complete(id, member, ok, value)
-  local key = P .. 'message:' .. id
-  local m = call('HMGET', key, 'from', 'verb', 'need')
-  if not m[3] or call('HSETNX', key, 'r:' .. member, ok .. ':' .. value) == 0 then return end
-  local got = call('HINCRBY', key, 'got', 1)
-  if m[2] ~= 'tell' and got == tonumber(m[3]) then
-    local replies = P .. 'replies:' .. m[1]
-    call('XADD', replies, 'MAXLEN', '~', 10000, '*', 'id', id)
-    call('PEXPIRE', replies, HOUR)
-  end
-end
--- Two indexes of an inbox: 'movable' has the messages for any member, in order, and 'awaited' those
--- that a sender waits for, by deadline. So no script has to scan large messages.
-local function deliver(member, f, fields)
-  local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
-  if f.to == 'any' then
-    call('ZADD', P .. 'movable:' .. member, int(call('HINCRBY', STATE, 'moves', 1)), place)
-  end
-  if f.verb ~= 'tell' then
-    call('ZADD', P .. 'awaited:' .. member, f['until'], place .. ' ' .. f.id)
-  end
-end
-local function discard(member, place, id)
-  call('XDEL', P .. 'inbox:' .. member, place)
-  call('ZREM', P .. 'movable:' .. member, place)
-  call('ZREM', P .. 'awaited:' .. member, place .. ' ' .. id)
-end
-local function pairs_of(flat)
-  local f = {}
-  for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
-  return f
-end
-local function bury(member, reason, fields)
-  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', member, 'reason', reason,
-       unpack(fields))
 end
 
 -- Choose a receiver for a message to any member. A full inbox gets it only if all are full: a message
@@ -205,31 +147,42 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
+-- Move a message to another member; return its bytes. A member that died may have begun to handle it,
+-- so its deliveries so far move with it.
 local function move(inbox, owner, others, place)
   local entry = call('XRANGE', P .. 'inbox:' .. inbox, place, place)[1]
   if not entry then  -- a part of the group was deleted
     call('ZREM', P .. 'movable:' .. inbox, place)
-    return
+    return 0
   end
   local fields = entry[2]
   local f = pairs_of(fields)
-  discard(inbox, place, f.id)
+  local begun = match(call('HGET', P .. 'begun:' .. inbox, place) or '0', '^%d+')
   local tries = tonumber(f.tries) + 1
   if #others.all == 0 or tries > 16 then
-    bury(owner, #others.all == 0 and 'no member is left' or 'it moved too often', fields)
+    bury(owner, #others.all == 0 and 'no member is left' or 'it moved too often', fields, f)
+    discard(inbox, place, f, true)
     complete(f.id, owner, 'left', '')
-    return
+    return #f.body
   end
+  discard(inbox, place, f, true)
+  local deliveries = int((tonumber(f.deliveries) or 1) + begun)
   for i = 1, #fields, 2 do
     if fields[i] == 'tries' then fields[i + 1] = int(tries) end
+    if fields[i] == 'deliveries' then fields[i + 1] = deliveries end
+  end
+  if not f.deliveries then
+    fields[#fields + 1], fields[#fields + 2] = 'deliveries', deliveries
   end
   deliver(choose(others, tonumber(f.random) + tries), f, fields)
+  return #f.body
 end
 
 -- The inbox of a member that left is an orphan: its messages for any member move to another member, and
--- the senders of the others get an error. Each call does a part, since an inbox may hold a million. A
--- named member that is dead keeps its messages while there is no other, until one joins or it returns.
-local budget, orphans = 500, false
+-- the senders of the others get an error. Each call does a part, since an inbox may hold a million, or
+-- a gigabyte. A named member that is dead keeps its messages while there is no other, until one joins
+-- or it returns.
+local budget, bytes, orphans = 500, 1048576, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
   local function add(ids)
@@ -251,6 +204,7 @@ local function take(key)
 end
 local function hand_over(inbox)
   local movable, awaited = P .. 'movable:' .. inbox, P .. 'awaited:' .. inbox
+  local shared = P .. 'shared:' .. inbox
   local owner = match(inbox, '^~.-~(.*)$')
   local gone = owner ~= nil
   owner = owner or inbox
@@ -261,7 +215,10 @@ local function hand_over(inbox)
       call('ZREM', ORPHANS, inbox)
       return
     end
-    for _, place in ipairs(take(movable)) do move(inbox, owner, others, place) end
+    for _, place in ipairs(take(movable)) do
+      if bytes <= 0 then break end
+      bytes = bytes - move(inbox, owner, others, place)
+    end
     if call('EXISTS', movable) == 1 then return end
   end
   if gone then
@@ -269,14 +226,19 @@ local function hand_over(inbox)
       complete(match(one, ' (.*)$'), owner, 'left', '')
       call('ZREM', awaited, one)
     end
-    if call('EXISTS', awaited) == 1 then return end
-    call('UNLINK', P .. 'inbox:' .. inbox)
+    for _, id in ipairs(take(shared)) do
+      release_body(id)
+      call('ZREM', shared, id)
+    end
+    if call('EXISTS', awaited, shared) > 0 then return end
+    call('UNLINK', P .. 'inbox:' .. inbox, P .. 'begun:' .. inbox)
   end
   call('ZREM', ORPHANS, inbox)
 end
 local function orphan(inbox)
   orphans = true
   call('ZADD', ORPHANS, int(now), inbox)
+  due_at(now)
   hand_over(inbox)
 end
 -- Rename the inbox to a name that no member can have, so that a new member with the old name starts
@@ -284,7 +246,7 @@ end
 local function orphan_for_good(id)
   local inbox = '~' .. mark .. '~' .. id
   call('ZREM', ORPHANS, id)
-  for _, part in ipairs({'inbox:', 'movable:', 'awaited:'}) do
+  for _, part in ipairs({'inbox:', 'movable:', 'awaited:', 'shared:', 'begun:'}) do
     if call('EXISTS', P .. part .. id) == 1 then
       call('RENAME', P .. part .. id, P .. part .. inbox)
     end
@@ -348,6 +310,14 @@ local function unseat(member)
     end
   end
 end
+-- Elect a leader. If there is none, votes that need one end.
+local function succeed(not_id)
+  elect(not_id)
+  if not deposed or leader ~= '' then return end
+  for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
+    if call('HGET', P .. 'poll:' .. id, 'led') == '1' then decide(id, 'no', 'no leader') end
+  end
+end
 -- Forget actions an hour after their time, a few per call.
 local function prune()
   for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, '-inf', int(now - HOUR), 'LIMIT', 0, 64)) do
@@ -363,6 +333,7 @@ local function drop(id, reason, stays)
   for _, key in ipairs({DEADLINES, CANDIDATES, LEAVING, EXPIRATIONS, GRACED}) do
     call('ZREM', key, id)
   end
+  call('HDEL', HANDLERS, id)
   if not m then  -- a part of the group was deleted
     if leader == id then depose(reason) end
     return
@@ -372,7 +343,10 @@ local function drop(id, reason, stays)
     if m.alive == '0' then return end
     m.alive, m.session = '0', '-' .. was
     write_member(id, m)
-    if EXPIRATION >= 0 then call('ZADD', EXPIRATIONS, int(now + EXPIRATION), id) end
+    if EXPIRATION >= 0 then
+      call('ZADD', EXPIRATIONS, int(now + EXPIRATION), id)
+      due_at(now + EXPIRATION)
+    end
     emit('dead', 'member', id, 'session', was, 'reason', reason)
     orphan(id)
   else
@@ -390,16 +364,26 @@ local function sweep(key, before, stays)
     drop(id, 'expired', stays)
   end
 end
-for _, inbox in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
-  orphans = true
-  hand_over(inbox)
-end
-sweep(DEADLINES, '(' .. int(now), true)
-sweep(EXPIRATIONS, int(now), false)
-elect()
--- LIMITS closes a vote on an action before the action's time, even if a grace moved its deadline.
-for _, key in ipairs({POLLS, LIMITS}) do
-  for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
-    decide(id, 'no', 'timeout')
+local function sweep_all()
+  for _, inbox in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
+    orphans = true
+    hand_over(inbox)
   end
+  sweep(DEADLINES, '(' .. int(now), true)
+  sweep(EXPIRATIONS, int(now), false)
+  succeed()
+  -- LIMITS closes a vote on an action before the action's time, even if a grace moved its deadline.
+  for _, key in ipairs({POLLS, LIMITS}) do
+    for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
+      decide(id, 'no', 'timeout')
+    end
+  end
+  due = now + TTL / 3
+  for _, key in ipairs({DEADLINES, EXPIRATIONS, POLLS, LIMITS}) do
+    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    if first[2] then due = min(due, tonumber(first[2])) end
+  end
+  if call('EXISTS', ORPHANS) == 1 then due = now end
+  call('HSET', STATE, 'due', int(due))
 end
+if now >= due then sweep_all() end

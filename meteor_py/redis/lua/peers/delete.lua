@@ -10,7 +10,8 @@ local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
 for _, ids in ipairs({call('HKEYS', MEMBERS), call('ZRANGE', ORPHANS, 0, -1)}) do
   for _, id in ipairs(ids) do
-    call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+    call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id,
+         P .. 'shared:' .. id, P .. 'begun:' .. id)
   end
 end
 for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
@@ -19,5 +20,5 @@ end
 for i = 2, #ARGV do call('UNLINK', ARGV[i]) end
 for _, part in ipairs({'guarded', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
 call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, LEAVING, EVENTS, POLLS, LIMITS,
-     PENDING, AGENDA, GRACED, ORPHANS)
+     PENDING, AGENDA, GRACED, ORPHANS, HANDLERS, PROPERTIES)
 return {'OK'}

@@ -5,15 +5,20 @@
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
 --       6 'takeover', or 'fail' if a live member has the name
 --       7 members that a group may have
--- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: a live or an
---   unnamed member has the name  {'FULL', members}
+-- Returns {'OK', index, ms left of the lease, the last entry in its inbox: this session gets the entries
+--   up to that again}, or {'NOGROUP'}  {'TAKEN', session}: a live or an unnamed member has the name
+--   {'FULL', members}
 -- Atomic because joining, its event, and an election that it makes possible are one step.
 
 local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local m = read_member(id)
+local function last_entry()
+  local entry = m and call('XREVRANGE', P .. 'inbox:' .. id, '+', '-', 'COUNT', 1)[1]
+  return entry and entry[1] or '0-0'
+end
 if m and m.session == sid and m.alive == '1' then  -- a repeat: the reply was lost
   renew(id)
-  return {'OK', tonumber(m.index), TTL}
+  return {'OK', tonumber(m.index), TTL, last_entry()}
 end
 if m and (m.persistent == '0' or persistent == '0' or (m.alive == '1' and ARGV[6] ~= 'takeover')) then
   return {'TAKEN', m.session}
@@ -29,15 +34,16 @@ call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
 call('ZREM', LEAVING, id)
 call('ZREM', EXPIRATIONS, id)
 call('ZREM', ORPHANS, id)
+call('HSET', HANDLERS, id, sid)
 call('ZREM', P .. 'removed', id)
 emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index),
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
-elect()
+succeed()
 -- Messages for any member that arrived while all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end
   end
 end
-return {'OK', index, TTL}
+return {'OK', index, TTL, last_entry()}

@@ -11,7 +11,11 @@ if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[2], 'life') 
   local orphans = redis.call('ZRANGE', KEYS[5], 0, -1)
   for _, ids in ipairs({redis.call('HKEYS', KEYS[3]), orphans}) do
     for _, id in ipairs(ids) do
-      redis.call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+      for _, message in ipairs(redis.call('ZRANGE', P .. 'shared:' .. id, 0, -1)) do
+        redis.call('UNLINK', P .. 'body:' .. message)
+      end
+      redis.call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id,
+                 P .. 'shared:' .. id, P .. 'begun:' .. id)
     end
   end
   for _, id in ipairs(redis.call('ZRANGE', KEYS[4], 0, -1)) do

@@ -5,7 +5,7 @@
 -- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms to vote in  4 time of the
 --       action in ms by the server's clock, '' if it is none  5 ms between the end of the vote and the
 --       action  6 name of the action, '' for none  7 topic  8 the member that proposes, '' for none
---       9 its session  10 '1' if there must be a leader  11 maximum error of a voter's clock in us,
+--       9 its session  10 '1' if there must be a leader until the end  11 maximum error of a voter's clock in us,
 --       '' for any
 -- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
 --   {'FENCED'}: another session has the proposer now  {'FULL', open votes}
@@ -41,9 +41,11 @@ if not quorum then quorum = ARGV[2] == 'consensus' and #voters or math.floor(#vo
 local ends = min(now + ARGV[3], limit or math.huge)
 call('HSET', key, 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends), 'voters', #voters,
      'yes', 0, 'open', #voters,
-     'topic', ARGV[7], 'when', ARGV[4], 'by', ARGV[8], 'name', ARGV[6], 'error', ARGV[11])
+     'topic', ARGV[7], 'when', ARGV[4], 'by', ARGV[8], 'name', ARGV[6], 'error', ARGV[11],
+     'led', ARGV[10])
 for _, id in ipairs(voters) do call('HSET', P .. 'votes:' .. ARGV[1], id, '-') end
 call('ZADD', POLLS, int(ends), ARGV[1])
+due_at(ends)
 if limit then call('ZADD', LIMITS, int(limit), ARGV[1]) end
 emit('proposed', 'poll', ARGV[1], 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends),
      'topic', ARGV[7], 'when', ARGV[4], 'name', ARGV[6], 'by', ARGV[8], 'error', ARGV[11])

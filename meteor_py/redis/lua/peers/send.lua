@@ -1,66 +1,194 @@
 #!lua
--- Store a message in the inboxes of its receivers.
+-- Store messages in the inboxes of their receivers.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 id  2 session that gets the replies  3 id of the sender, '' if it is not a member
---       4 queue  5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
---       8 a random number  9 '1' to include dead members  10 priority  11 messages that an inbox
---       may hold  12 ms after which the sender stops waiting  13 type of the body  14 body
---       15 the sender's session, if it is a member  16 ids of finished messages of the handle
--- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', member}
---   {'STALE'}: the sender is no longer that member
--- Atomic because all receivers get it or none, and a receiver that leaves later is known to have got
--- it. Idempotent per id: a repeat after a lost reply changes nothing. Refused if the server is full.
+-- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 its number in that:
+--       more than that of the last  4 '1' to skip the check of the clock  5 ids of finished messages of
+--       the handle  6... for each message: id; id and session of the sender, '' if it is not a member; queue; verb:
+--       tell, send or ask; to: member, any, all or leader; member, for that; a random number; options:
+--       d includes dead members, s excludes the sender, h refuses a queue that no receiver handles;
+--       priority; ms after which the sender stops waiting; type of the body; body
+-- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'OLD'}: a later batch was stored
+--   {'IDLE'}: no heartbeat arrived for long, or the clock was set; send one first, to renew all leases
+--   A result is a code and arguments, separated by line breaks: OK and the receivers, NOMEMBER,
+--   NOLEADER, FULL and a member, NOHANDLER, or STALE: the sender is no longer that member. There are
+--   fewer results than messages if the first ones were enough work for one call.
+-- Atomic because all receivers of a message get it or none, and a receiver that leaves later is known
+-- to have got it. Idempotent per batch: a repeat after a lost reply returns the same results. Refused
+-- if the server is full.
 
-local key, to, target = P .. 'message:' .. ARGV[1], ARGV[6], {}
-local known = call('HGET', key, 'to')
-if known then
-  for id in string.gmatch(known, '[^\n]+') do target[#target + 1] = id end
-  return {'OK', unpack(target)}
+local FIRST, SIZE = 6, 13
+-- Deliveries and bytes after which a call ends.
+local WORK, BYTES = 500, 1048576
+
+local config = call('HMGET', CONFIG, 'ttl', 'max_inbox')
+local state = call('HMGET', STATE, 'life', 'leader', 'last')
+if not config[1] or not state[1] then return {'NOGROUP'} end
+local TTL, MAX_INBOX, leader = tonumber(config[1]), tonumber(config[2]), state[2] or ''
+local time = call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local last = tonumber(state[3] or now)
+if ARGV[4] ~= '1' and math.abs(now - last) > TTL / 2 then return {'IDLE'} end
+
+local sent, batch = P .. 'sender:' .. ARGV[2], tonumber(ARGV[3])
+local known, reply = match(call('GET', sent) or '', '^(%d+)\t(.*)$')
+if known and tonumber(known) >= batch then
+  if tonumber(known) > batch then return {'OLD'} end
+  local results = {'OK'}
+  for result in string.gmatch(reply, '[^\t]+') do results[#results + 1] = result end
+  return results
 end
 
+-- What one call has read of each member: its record, the length of its inbox, and its queues.
+local records, length, queues, alive = {}, {}, {}, nil
+local function member_of(id)
+  if records[id] == nil then records[id] = read_member(id) or false end
+  return records[id]
+end
+local function live()
+  alive = alive or alive_at(now)
+  return alive
+end
+-- The session of a live member and, after a space each, the queues that it has declared; false if it
+-- is dead, or if its version writes no such record.
+local function declaration(id)
+  if queues[id] == nil then
+    local declared, m = call('HGET', HANDLERS, id), member_of(id)
+    queues[id] = declared and m and match(declared, '^%S+') == m.session and declared or false
+  end
+  return queues[id]
+end
+-- Whether a member has declared its queues, and this is none of them.
+local function lacks(id, queue)
+  local declared = declaration(id)
+  return declared and string.find(declared, ' ', 1, true)
+    and not string.find(declared, ' ' .. queue .. ' ', 1, true)
+end
 -- Whether an inbox is full. Messages whose sender stopped waiting make room, a few per call.
 local function full(id)
-  local inbox, most = P .. 'inbox:' .. id, tonumber(ARGV[11])
-  if call('XLEN', inbox) < most then return false end
-  local awaited = P .. 'awaited:' .. id
-  local over = call('ZRANGEBYSCORE', awaited, '-inf', '(' .. int(now), 'LIMIT', 0, 64)
+  length[id] = length[id] or call('XLEN', P .. 'inbox:' .. id)
+  if length[id] < MAX_INBOX then return false end
+  local over = call('ZRANGEBYSCORE', P .. 'awaited:' .. id, '-inf', '(' .. int(now), 'LIMIT', 0, 64)
   for i = 1, #over do
     local place, message = match(over[i], '^(.-) (.*)$')
-    discard(id, place, message)
+    local entry = call('XRANGE', P .. 'inbox:' .. id, place, place)[1]
+    discard(id, place, entry and pairs_of(entry[2]) or {id = message}, true)
     complete(message, id, 'expired', ':')
   end
-  return call('XLEN', inbox) >= most
+  length[id] = call('XLEN', P .. 'inbox:' .. id)
+  return length[id] >= MAX_INBOX
 end
 
-local sender = ARGV[3] ~= '' and read_member(ARGV[3])
-if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[15]) then return {'STALE'} end
-for id in string.gmatch(ARGV[16], '%S+') do call('UNLINK', P .. 'message:' .. id) end
-if to == 'member' then
-  if read_member(ARGV[7]) then target = {ARGV[7]} end
-elseif to == 'leader' then
-  if leader == '' then return {'NOLEADER'} end
-  target = {leader}
-elseif to == 'any' then
-  local all = alive()
-  for i = 0, #all - 1 do  -- prefer an inbox with room
-    target = {all[(ARGV[8] + i) % #all + 1]}
-    if not full(target[1]) then break end
+-- Choose a live member: preferably one that handles the queue and whose inbox has room.
+local function choose(queue, random, strict)
+  local all, fallback, unhandled = live(), nil, nil
+  for i = 0, #all - 1 do
+    local id = all[(random + i) % #all + 1]
+    if lacks(id, queue) then
+      if not unhandled or (full(unhandled) and not full(id)) then unhandled = id end
+    elseif not full(id) then
+      return {id}
+    else
+      fallback = fallback or id
+    end
   end
-else
-  target = ARGV[9] == '1' and call('HKEYS', MEMBERS) or alive()
+  if not fallback and strict and unhandled then return nil, 'NOHANDLER' end
+  return {fallback or unhandled}
 end
-if #target == 0 then return {'NOMEMBER'} end
+local function everybody(m, strict)
+  local all = string.find(m.options, 'd') and call('HKEYS', MEMBERS) or live()
+  local target, lacking, self = {}, {}, string.find(m.options, 's') and m.sender
+  for _, id in ipairs(all) do
+    if id ~= self then
+      local handled = not (strict and lacks(id, m.queue))
+      local list = handled and target or lacking
+      list[#list + 1] = id
+    end
+  end
+  if #target == 0 and #lacking > 0 then return nil, 'NOHANDLER' end
+  return target, nil, lacking
+end
+-- Returns the receivers, or nil and a refusal; and the members that refuse a request to that queue.
+local function receivers(m)
+  local strict = string.find(m.options, 'h')
+  if m.to == 'any' then return choose(m.queue, m.random, strict) end
+  if m.to == 'all' then return everybody(m, strict) end
+  if m.to == 'leader' and leader == '' then return nil, 'NOLEADER' end
+  local id = m.to == 'leader' and leader or m.member
+  if not member_of(id) then return nil, 'NOMEMBER' end
+  if strict and lacks(id, m.queue) then return nil, 'NOHANDLER' end
+  return {id}
+end
 
-for _, id in ipairs(target) do
-  if full(id) then return {'FULL', id} end
+local work, bytes, stored, longest = 0, 0, false, 0
+local function store(m)
+  local sender = m.sender ~= '' and member_of(m.sender)
+  if m.sender ~= '' and (not sender or sender.session ~= m.session) then return 'STALE' end
+  local target, refusal, lacking = receivers(m)
+  if not target then return refusal end
+  if #target == 0 then return 'NOMEMBER' end
+  for _, id in ipairs(target) do
+    if full(id) then return 'FULL\n' .. id end
+  end
+  -- A sender that tells stores the message for all of them: a handler may be registered later.
+  if m.verb == 'tell' then
+    for _, id in ipairs(lacking or {}) do
+      if full(id) then return 'FULL\n' .. id end
+      target[#target + 1] = id
+    end
+    lacking = {}
+  end
+  local office = sender and leader == m.sender and '1' or '0'
+  local sharers = {}
+  if #target > 1 and #m.body > LONG then
+    for _, id in ipairs(target) do
+      if declaration(id) then sharers[#sharers + 1] = id end
+    end
+  end
+  local f = {id = m.id, verb = m.verb, to = m.to, ['until'] = int(now + m.wait)}
+  local fields = {'id', m.id, 'queue', m.queue, 'verb', m.verb, 'to', m.to, 'from', m.sender,
+                  'leader', office, 'priority', m.priority, 'random', m.random, 'tries', '0',
+                  'sent', int(now), 'until', f['until'], 'type', m.type, 'body', m.body}
+  local all = table.concat(target, '\n')
+  if m.verb ~= 'tell' then
+    for _, id in ipairs(lacking or {}) do all = all .. '\n' .. id end
+    local key = P .. 'message:' .. m.id
+    call('HSET', key, 'from', ARGV[1], 'verb', m.verb, 'need', #target + #(lacking or {}), 'to', all)
+    call('PEXPIRE', key, int(m.wait + 60000))
+  end
+  for _, id in ipairs(target) do
+    if #sharers == 0 or not declaration(id) then
+      deliver(id, f, fields)
+      bytes = bytes + #m.body
+    end
+    length[id] = length[id] + 1
+  end
+  if #sharers > 0 then
+    call('HSET', P .. 'body:' .. m.id, 'body', m.body, 'holders', #sharers)
+    fields[#fields], fields[#fields + 1], fields[#fields + 2] = '', 'shared', '1'
+    f.shared = true
+    for _, id in ipairs(sharers) do deliver(id, f, fields) end
+    bytes = bytes + #m.body
+  end
+  for _, id in ipairs(lacking or {}) do complete(m.id, id, 'nohandler', ':' .. m.queue) end
+  work, stored, longest = work + #target, true, max(longest, m.wait)
+  return 'OK\n' .. all
 end
-call('HSET', key, 'from', ARGV[2], 'verb', ARGV[5], 'need', #target, 'to', table.concat(target, '\n'))
-call('PEXPIRE', key, int(ARGV[12] + 60000))
-local office = sender and leader == ARGV[3] and '1' or '0'
-local fields = {'id', ARGV[1], 'queue', ARGV[4], 'verb', ARGV[5], 'to', to, 'from', ARGV[3],
-                'leader', office, 'priority', ARGV[10], 'random', ARGV[8], 'tries', '0',
-                'sent', int(now), 'until', int(now + ARGV[12]), 'type', ARGV[13], 'body', ARGV[14]}
-local f = pairs_of(fields)
-for _, id in ipairs(target) do deliver(id, f, fields) end
-return {'OK', unpack(target)}
+
+local finished = {}
+for id in string.gmatch(ARGV[5], '%S+') do finished[#finished + 1] = P .. 'message:' .. id end
+if #finished > 0 then call('UNLINK', unpack(finished)) end
+local results = {}
+for i = FIRST, #ARGV, SIZE do
+  results[#results + 1] = store({
+    id = ARGV[i], sender = ARGV[i + 1], session = ARGV[i + 2], queue = ARGV[i + 3],
+    verb = ARGV[i + 4], to = ARGV[i + 5], member = ARGV[i + 6], random = tonumber(ARGV[i + 7]),
+    options = ARGV[i + 8], priority = ARGV[i + 9], wait = tonumber(ARGV[i + 10]),
+    type = ARGV[i + 11], body = ARGV[i + 12]})
+  if work >= WORK or bytes >= BYTES then break end
+end
+-- A repeat can arrive for as long as a sender waits.
+if stored then
+  call('SET', sent, int(batch) .. '\t' .. table.concat(results, '\t'), 'PX', int(longest + HOUR))
+end
+return {'OK', unpack(results)}

@@ -1,24 +1,56 @@
 #!lua flags=allow-oom
--- Settle a message: acknowledge it, reply to it, or fail it.
+-- Settle messages: acknowledge them, reply to them, or fail them. Also count deliveries of messages
+-- that an earlier session of the member may have begun to handle.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 member  2 its session  3 entry in its inbox  4 message  5 ok, failed, expired, or unknown: it
---       cannot be decoded and becomes a dead letter  6 type of the reply  7 reply, or the reason
--- Returns {'OK', 1 if it was there, else 0}, or {'NOGROUP'}  {'FENCED'}: another session has the
---   member and its messages now
+-- ARGV  1 member  2 its session
+--       3... for each message: what to do: settle, settle-begun if its deliveries may have been counted,
+--       or begin; its entry in the inbox; its id; to settle it: ok, failed, expired, or unknown if it
+--       cannot be decoded and becomes a dead letter; type of the reply; reply, or the reason; to begin it: a
+--       token that a repeat after a lost reply has too
+-- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session has the
+--   member and its messages now. A result is 0 if the message was not there. Otherwise it is 1 if the
+--   message was settled; for begin, the number of deliveries including this one, or -1 if there were
+--   max_deliveries before: then it has become a dead letter.
 -- Atomic because a message is settled once, by the session that has it.
 
-local m = read_member(ARGV[1])
+local FIRST, SIZE = 3, 6
+local config = call('HMGET', CONFIG, 'ttl', 'max_deliveries')
+if not config[1] or call('HEXISTS', STATE, 'life') == 0 then return {'NOGROUP'} end
+local MAX_DELIVERIES = tonumber(config[2] or 5)
+local member = ARGV[1]
+local m = read_member(member)
 if not m or m.session ~= ARGV[2] then return {'FENCED'} end
-local inbox = P .. 'inbox:' .. ARGV[1]
-local entry = call('XRANGE', inbox, ARGV[3], ARGV[3])[1]
-if not entry then return {'OK', 0} end
-local fields = entry[2]
-for i = 1, #fields, 2 do
-  -- After a failover, another message may have the position of a lost one.
-  if fields[i] == 'id' and fields[i + 1] ~= ARGV[4] then return {'OK', 0} end
+
+local function begin(place, fields, f, token)
+  local counts = P .. 'begun:' .. member
+  local here, last = match(call('HGET', counts, place) or '0 ', '^(%d+) (.*)$')
+  if last ~= token then
+    here = here + 1
+    call('HSET', counts, place, int(here) .. ' ' .. token)
+  end
+  local count = (tonumber(f.deliveries) or 1) + here
+  if MAX_DELIVERIES == 0 or count <= MAX_DELIVERIES then return count end
+  bury(member, 'it was delivered ' .. MAX_DELIVERIES .. ' times and never settled', fields, f)
+  discard(member, place, f, true)
+  complete(f.id, member, 'poison', ':' .. MAX_DELIVERIES)
+  return -1
 end
-discard(ARGV[1], ARGV[3], ARGV[4])
-if ARGV[5] == 'unknown' then bury(ARGV[1], ARGV[7], fields) end
-complete(ARGV[4], ARGV[1], ARGV[5], ARGV[6] .. ':' .. ARGV[7])
-return {'OK', 1}
+local function handle(i)
+  local what, place, id = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local entry = call('XRANGE', P .. 'inbox:' .. member, place, place)[1]
+  if not entry then return 0 end
+  local fields = entry[2]
+  local f = pairs_of(fields)
+  -- After a failover, another message may have the position of a lost one.
+  if f.id ~= id then return 0 end
+  if what == 'begin' then return begin(place, fields, f, ARGV[i + 3]) end
+  if ARGV[i + 3] == 'unknown' then bury(member, ARGV[i + 5], fields, f) end
+  discard(member, place, f, what == 'settle-begun')
+  complete(id, member, ARGV[i + 3], ARGV[i + 4] .. ':' .. ARGV[i + 5])
+  return 1
+end
+
+local results = {'OK'}
+for i = FIRST, #ARGV, SIZE do results[#results + 1] = handle(i) end
+return results

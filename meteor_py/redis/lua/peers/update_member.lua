@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
--- Change a member's metadata; or resign its leadership and move it to the end of the order; or stop
--- giving it new work, because it leaves once its running work is done.
+-- Change a member's metadata; or declare the queues that it handles; or resign its leadership and move
+-- it to the end of the order; or stop giving it new work, because it leaves once its running work is
+-- done.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 id  2 session  3 'metadata', 'resign' or 'leave'  4 metadata, or the term that ends
+-- ARGV  1 id  2 session  3 'metadata', 'handlers', 'resign' or 'leave'  4 metadata, or the queues with a
+--       space after each, or the term that ends
 --       5 the highest term that the member knows of, if it resigns: the next is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: another session
 --   now owns the member
@@ -16,6 +18,10 @@ if ARGV[3] == 'metadata' then
   m.metadata = ARGV[4]
   write_member(id, m)
   emit('updated', 'member', id, 'metadata', ARGV[4])
+  return {'OK', 1}
+end
+if ARGV[3] == 'handlers' then
+  call('HSET', HANDLERS, id, ARGV[2] .. ' ' .. ARGV[4])
   return {'OK', 1}
 end
 if ARGV[3] == 'leave' then
@@ -32,5 +38,5 @@ if not call('ZSCORE', LEAVING, id) then
 end
 depose('resigned', 'index', m.index)
 term = max(term, tonumber(ARGV[5]))
-elect(id)
+succeed(id)
 return {'OK', 1}

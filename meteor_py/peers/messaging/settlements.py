@@ -1,0 +1,216 @@
+"""Settlements: how an inbox reports to the server what became of its messages.
+
+Settlements that wait while a call is under way share the next call. A handler's thread that has no
+other message to handle makes the call itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
+from meteor_py.peers.messaging.call_queue import CallQueue
+from meteor_py.peers.messaging.message import Message
+from meteor_py.redis.scripts import PEERS_SETTLE
+from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
+
+if TYPE_CHECKING:
+    from meteor_py.peers.member_handle import MemberHandle
+
+_log = logging.getLogger(__name__)
+
+#: Maximum messages of one call, and bytes of replies after which a call takes no more.
+_BATCH = 64
+_BATCH_BYTES = 262_144
+#: Handled messages whose settlements may wait. Beyond that, handlers wait.
+_WAITING_MAX = 256
+#: Seconds for which settling is retried while the application waits.
+_SETTLE_S = 10.0
+#: Seconds between two attempts: the first figure doubles up to the second.
+_BACKOFF_S = (0.02, 0.64)
+
+#: See ``peers/settle.lua``.
+What = Literal["settle", "settle-begun", "begin"]
+
+
+@dataclass(eq=False)
+class Settlement:
+    """One message to settle, or whose delivery is to be counted."""
+
+    message: Message
+    what: What
+    #: ok, failed, expired or unknown; for "begin", a token by which the server recognises a repeat.
+    code: str
+    kind: str = ""
+    data: bytes = b""
+    #: When to stop trying, by ``now()``; None if never, for as long as this is a member.
+    deadline: float | None = None
+    #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
+    result: int | None = None
+    error: MeteorError | None = None
+    done: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+
+
+class Settlements:
+    """Owned by an inbox. ``finished`` gets each settlement that the server has answered."""
+
+    def __init__(self, member: MemberHandle, finished: Callable[[Settlement], None]) -> None:
+        self._member = member
+        self._finished = finished
+        lock = threading.RLock()
+        self._state = SignalSafeCondition(lock)
+        self._room = SignalSafeCondition(lock)
+        self._waiting: deque[Settlement] = deque()
+        self._batch: list[Settlement] = []
+        self._failures = 0
+        self._stopped = False
+        self._connection = member.group.protocol.connector.open_connection()
+        name = f"meteor-settle-{member.group.name}"
+        self._calls = CallQueue(
+            name, self._state, self._is_waiting, self._take_turn, member.group.track
+        )
+
+    def put(self, item: Settlement, *, here: bool) -> None:
+        """Queue a settlement. ``here`` makes the call in this thread if no other is under way."""
+        with self._state:
+            if not here:
+                self._room.wait_for(lambda: len(self._waiting) < _WAITING_MAX or self._stopped)
+            if self._stopped:
+                self._finish(item, None)
+                return
+            self._waiting.append(item)
+        self._calls.send(here=here)
+
+    def wait(self, item: Settlement, *, patient: bool) -> int | None:
+        """Queue a settlement, and return the server's answer.
+
+        Args:
+            patient: Whether to retry for as long as this is a member.
+
+        Raises:
+            MeteorError: The server refused, or could not be reached; not if ``patient``.
+        """
+        item.deadline = None if patient else now() + _SETTLE_S
+        self.put(item, here=True)
+        item.done.wait()
+        if item.error is not None:
+            raise item.error
+        return item.result
+
+    def begin(self, message: Message) -> int | None:
+        """Count a delivery; return the number of deliveries, as in ``peers/settle.lua``."""
+        return self.wait(Settlement(message, "begin", secrets.token_hex(8)), patient=True)
+
+    def drain(self, deadline: float) -> bool:
+        return self._calls.drain(deadline)
+
+    def close(self) -> None:
+        """Make no more calls; settlements that wait are not made."""
+        with self._state:
+            self._stopped = True
+            self._room.notify_all()
+            is_free = self._calls.is_free
+        self._calls.stop()
+        if is_free:
+            self._abandon()
+        else:  # the thread that has the turn finishes it
+            self._connection.interrupt()
+
+    def _abandon(self) -> None:
+        with self._state:
+            items = [*self._batch, *self._waiting]
+            self._batch.clear()
+            self._waiting.clear()
+        self._connection.close()
+        for item in items:
+            self._finish(item, None)
+
+    # -- in the thread that has the turn -------------------------------------------------------
+
+    def _is_waiting(self) -> bool:
+        return not self._stopped and bool(self._batch or self._waiting)
+
+    def _take_turn(self) -> float:
+        try:
+            return self._settle_batch()
+        finally:
+            if self._stopped:
+                self._abandon()
+
+    def _settle_batch(self) -> float:
+        """Make one call; return the seconds to wait before the next."""
+        with self._state:
+            size = sum(len(item.data) for item in self._batch)
+            while self._waiting and len(self._batch) < _BATCH and size < _BATCH_BYTES:
+                item = self._waiting.popleft()
+                size += len(item.data)
+                self._batch.append(item)
+            self._room.notify_all()
+        member, session = self._member, self._member.session
+        # A member that rejoined under another id has lost the messages of the old id.
+        for item in list(self._batch):
+            if item.message.member != member.id or member.lost.is_set():
+                self._conclude(item, None)
+        if not self._batch:
+            return 0.0
+        try:
+            reply = self._call(session)
+        except PeerGroupNotFound:
+            reply = [b"FENCED"]  # the server has lost the whole group
+            session = member.session
+        except MeteorError as error:
+            return self._failed(error)
+        self._failures = 0
+        if reply[0] == b"FENCED":
+            if session == member.session:
+                self._conclude_all([None] * len(self._batch))
+        else:
+            self._conclude_all(reply[1:])
+        return 0.0
+
+    def _call(self, session: str) -> list[Any]:
+        args: list[Any] = [self._batch[0].message.member, session]
+        for item in self._batch:
+            ms, number = item.message.place
+            args += (item.what, f"{ms}-{number}", item.message.id)
+            args += (item.code, item.kind, item.data)
+        protocol = self._member.group.protocol
+        self._connection.timeout_s = protocol.connector.timeout_s
+        return protocol.run(PEERS_SETTLE, args, self._connection)
+
+    def _failed(self, error: MeteorError) -> float:
+        """Give up settlements that must not wait longer; return the seconds to wait."""
+        self._failures += 1
+        retriable = isinstance(error, ConnectionFailed)
+        if self._failures == 1 and not self._stopped:
+            count = len(self._batch)
+            _log.warning("Settling messages (%d) is being retried: %s", count, error)
+        for item in list(self._batch):
+            if item.deadline is not None and (not retriable or now() >= item.deadline):
+                item.error = error
+                self._batch.remove(item)
+                item.done.set()
+        return pause_s(self._failures, *_BACKOFF_S)
+
+    def _conclude_all(self, results: list[int | None]) -> None:
+        for item, result in zip(list(self._batch), results, strict=True):
+            self._conclude(item, result)
+
+    def _conclude(self, item: Settlement, result: int | None) -> None:
+        self._batch.remove(item)
+        self._finish(item, result)
+
+    def _finish(self, item: Settlement, result: int | None) -> None:
+        item.result = result
+        try:
+            self._finished(item)
+        finally:
+            item.done.set()

@@ -1,0 +1,112 @@
+-- Messages of a peer group: how inboxes, replies and dead letters are written. Scripts that send and
+-- settle start with this file alone, because they run for every message. All other scripts continue
+-- with _group_state.lua.
+--
+-- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
+-- keys.py describes them.
+
+local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
+local P = KEYS[1]
+local CONFIG, STATE, MEMBERS = P .. 'config', P .. 'state', P .. 'members'
+local DEADLINES, LEAVING, HANDLERS = P .. 'deadlines', P .. 'leaving', P .. 'handlers'
+local HOUR = 3600000
+-- A longer body for several receivers is stored once, and a longer reply is not repeated in the
+-- notification of its sender.
+local LONG = 4096
+
+local function int(x) return format('%.0f', x) end
+local function pairs_of(flat)
+  local f = {}
+  for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+  return f
+end
+
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
+-- prefixed with '-': no process has such a session, but its former owner can tell that it was the
+-- last one.
+local function read_member(id)
+  local raw = call('HGET', MEMBERS, id)
+  if not raw then return nil end
+  local m = {}
+  m.index, m.session, m.persistent, m.alive, m.priority, m.joined, m.metadata =
+    match(raw, '^(%d+):(.-):(.):(.):(%-?%d+):(%d+):(.*)$')
+  return m
+end
+
+-- Live members that can get new work: neither overdue ones, which a sweep has yet to drop, nor those
+-- that are about to leave.
+local function alive_at(now, most)
+  local leaving = call('ZCARD', LEAVING)
+  local all = call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0,
+                   int(most and most + leaving or -1))
+  if leaving == 0 then return all end
+  local here = {}
+  for _, id in ipairs(all) do
+    if not call('ZSCORE', LEAVING, id) then here[#here + 1] = id end
+  end
+  return here
+end
+
+-- Store a receiver's reply; the last one notifies the sender. A sender that waits for one receiver
+-- finds a short reply in the notification itself.
+local notified = {}
+local function complete(id, member, code, value)
+  local key, reply = P .. 'message:' .. id, code .. ':' .. value
+  local m = call('HMGET', key, 'from', 'verb', 'need')
+  if not m[3] then return end
+  local single = m[3] == '1'
+  if single then
+    if call('HSET', key, 'r:' .. member, reply, 'got', 1) < 2 then return end
+  else
+    if call('HSETNX', key, 'r:' .. member, reply) == 0 then return end
+    if call('HINCRBY', key, 'got', 1) ~= tonumber(m[3]) then return end
+  end
+  if m[2] == 'tell' then return end
+  local replies = P .. 'replies:' .. m[1]
+  if single and #reply <= LONG then
+    call('XADD', replies, 'MAXLEN', '~', 10000, '*', 'id', id, 'member', member, 'reply', reply)
+  else
+    call('XADD', replies, 'MAXLEN', '~', 10000, '*', 'id', id)
+  end
+  if not notified[replies] then
+    notified[replies] = true
+    call('PEXPIRE', replies, HOUR)
+  end
+end
+
+-- Indexes of an inbox: 'movable' has the messages for any member, in order; 'awaited' those that a
+-- sender waits for, by deadline; and 'shared' those whose body is stored in 'body:<id>', for several
+-- receivers. So no script has to scan large messages.
+local function deliver(member, f, fields)
+  local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
+  if f.to == 'any' then
+    call('ZADD', P .. 'movable:' .. member, int(call('HINCRBY', STATE, 'moves', 1)), place)
+  end
+  if f.verb ~= 'tell' then
+    call('ZADD', P .. 'awaited:' .. member, f['until'], place .. ' ' .. f.id)
+  end
+  if f.shared then call('ZADD', P .. 'shared:' .. member, 0, f.id) end
+end
+local function release_body(id)
+  local key = P .. 'body:' .. id
+  if call('HINCRBY', key, 'holders', -1) <= 0 then call('UNLINK', key) end
+end
+-- Remove a message from an inbox. 'begun' says that its deliveries may have been counted.
+local function discard(member, place, f, begun)
+  call('XDEL', P .. 'inbox:' .. member, place)
+  if f.to == 'any' then call('ZREM', P .. 'movable:' .. member, place) end
+  if f.verb ~= 'tell' then call('ZREM', P .. 'awaited:' .. member, place .. ' ' .. f.id) end
+  if begun then call('HDEL', P .. 'begun:' .. member, place) end
+  if f.shared and call('ZREM', P .. 'shared:' .. member, f.id) == 1 then release_body(f.id) end
+end
+-- Add a dead letter. Call it before 'discard', which may delete a shared body.
+local function bury(member, reason, fields, f)
+  local letter = {}
+  for i = 1, #fields, 2 do
+    local name, value = fields[i], fields[i + 1]
+    if name == 'body' and f.shared then value = call('HGET', P .. 'body:' .. f.id, 'body') or '' end
+    letter[i], letter[i + 1] = name, value
+  end
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', member, 'reason', reason,
+       unpack(letter))
+end
