@@ -263,8 +263,11 @@ class Sender:
             self._connection.send([command])
             self._send_whole = False
 
+    def _idle_since(self) -> float:
+        return max(self._acknowledged_at, self._line.acknowledged_at)
+
     def _idle_s(self) -> float:
-        return time.monotonic() - max(self._acknowledged_at, self._line.acknowledged_at)
+        return time.monotonic() - self._idle_since()
 
     def _receive(self) -> None:
         try:
@@ -404,10 +407,20 @@ class Sender:
 
     @property
     def must_check(self) -> bool:
-        """Whether the last acknowledgement is too old to prove that its records still exist."""
-        return self._acked is not None and (
-            self._idle_s() > _REPLICATION_ID_S or not self._connection.connected
-        )
+        """Whether the last acknowledgement does not prove that its records still exist.
+
+        It proves that for a second, on the same connection. If the connection is readable although
+        no reply is due, it has probably ended.
+        """
+        idle_since = self._idle_since()
+        if self._acked is None:
+            return False
+        if self._idle_s() > _REPLICATION_ID_S or not self._connection.connected:
+            return True
+        readable = self._connection.readable
+        # Look for a due reply after the socket, which may have had one that has been read since.
+        is_due = self.window or self._line.batch is not None
+        return readable and not is_due and self._idle_since() == idle_since
 
     def _check_for_loss(self) -> None:
         """Report acknowledged records that a failover has lost. Takes a few seconds at most.

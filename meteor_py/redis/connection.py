@@ -12,6 +12,7 @@ or in a forked child.
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -276,6 +277,24 @@ class Connection:
     @property
     def connected(self) -> bool:
         return self._connection is not None and self._pid == os.getpid()
+
+    @property
+    def readable(self) -> bool:
+        """Whether the socket has something to read. Does not block; any thread may ask.
+
+        A server sends nothing on an idle connection, so then it means that the connection has
+        ended. With TLS it may also be a message of the protocol itself.
+        """
+        sock = self._socket()
+        if sock is None:
+            return False
+        poll = select.poll()
+        try:
+            poll.register(sock, select.POLLIN)
+            found = poll.poll(0)
+        except (OSError, ValueError):  # another thread has closed it
+            return True
+        return bool(found) or self._socket() is not sock
 
     def connect(self) -> AbstractConnection:
         """Return the connection. Open one if there is none, or after a fork."""
