@@ -122,26 +122,30 @@ def bury(
     headers = _headers(source, group, record.offset, reason, tries)
     reader = f"{group or member}\0{incarnation}" if incarnation else group or member
     producer = _producer_id(source, reader, epoch, record)
-    letter = _compose(target, producer, record, headers)
+    compose = partial(_compose, target, producer, record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
-            if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
-                target.adopt_ordering_key(sent.reply[1].decode())
-                letter = _compose(target, producer, record, headers)
-                sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
-            _check(target, sent.reply)
-            if sent.replicas < acks:
-                raise _not_replicated(target, sent.replicas, acks)
-            return sent.history
+            return _store(target, compose, acks)
         except MeteorError as error:
             left_s = deadline - time.monotonic()
             if not error.retriable or left_s <= 0 or stop():
                 raise
         failures += 1
         time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
+
+
+def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
+    """Publish a letter once; return the server's replication history in which it is stored."""
+    sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+    if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
+        target.adopt_ordering_key(sent.reply[1].decode())
+        sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+    _check(target, sent.reply)
+    if sent.replicas < acks:
+        raise _not_replicated(target, sent.replicas, acks)
+    return sent.history
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:

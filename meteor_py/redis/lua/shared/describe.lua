@@ -2,6 +2,7 @@
 -- Describe a shared group at one instant.
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 members  4 letters  5 ready  6 blocked  7 unsettled
+-- ARGV  none
 -- Returns {incarnation and end of the stream, fields of the group's meta, members, time, numbers of ready
 --   and of blocked ordering keys and of letters, then the lowest offset in each of the last three sets}
 -- Atomic because 'confirmed' is the lowest unsettled offset, and a record may move between the sets.
