@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TimeLimit(NamedTuple):
     """The longest time that the application may keep a record."""
 
-    #: The setting that it comes from, for messages.
+    #: The setting that defines the limit, for messages.
     setting: str
     seconds: float
 
@@ -23,12 +23,12 @@ class TimeLimit(NamedTuple):
 class AckTimeouts:
     """Finds records whose time limit has expired. ``Deliveries`` guards it with its lock.
 
-    It keeps no list: the records carry their deadlines. A deadline never moves forward, so the
-    records need no look before the earliest deadline known.
+    It keeps no list: each record carries its own deadline. A deadline is never brought forward, so
+    there is nothing to check before the earliest known deadline.
     """
 
     def __init__(self) -> None:
-        self._look_at = math.inf  # no deadline is earlier
+        self._look_at = math.inf  # no record's deadline is earlier
 
     def start(self, records: Iterable[SharedRecord], limit: TimeLimit) -> bool:
         """Start the time limit of records now; return whether ``due_s`` has decreased."""

@@ -46,12 +46,12 @@ from meteor_py.shared.protocol import SharedProtocol
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Ordering keys, index entries and keys to delete that are read or sent at a time.
+#: Ordering keys, index entries or keys to delete that one call reads or sends.
 _LIST = 500
 _ENTRIES = 64
-#: Chunks of waiting offsets that are read at a time.
+#: Chunks of waiting offsets that one call reads.
 _CHUNKS = 64
-#: Records of the store that are read at a time.
+#: Records that one call reads from the store.
 _STORED = 4_096
 
 _COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
@@ -70,8 +70,8 @@ class Consumer:
     keys: int
     #: Records that it holds.
     records: int
-    #: Seconds until its lease expires, unless it is renewed. If negative, the lease has expired,
-    #: and the next consumer that asks for records takes its records over.
+    #: Seconds until its lease expires, unless the consumer renews it. If negative, the lease has
+    #: expired, and the next consumer that asks for records takes over the records held.
     lease: float
 
 
@@ -87,11 +87,11 @@ class KeyState:
     acquired: int
     #: Records that are waiting.
     waiting: int
-    #: The name of the consumer that holds records of it; None if it is free.
+    #: The name of the consumer that holds records of this key; None if the key is free.
     owner: str | None
     #: The lowest unsettled offset.
     oldest: int
-    #: "ready" for any consumer, "owned" by one, or stopped: "delayed" or "parked".
+    #: "ready" for any consumer, "owned" by one consumer, or stopped: "delayed" or "parked".
     state: Condition
 
 
@@ -123,7 +123,7 @@ class SharedDescription:
     lost: int
     #: Records that ``purge()`` settled.
     purged: int
-    #: Records that consumers returned, counted once for each time.
+    #: Times that consumers returned a record.
     returned: int
     #: Consumers whose leases expired.
     reaped: int
@@ -192,8 +192,8 @@ class SharedGroup:
             **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
         )
-        # The time since the last call counts in full here: to a reader, a consumer that was silent
-        # for so long is dead, although its lease ends only after other consumers have called.
+        # Count the time since the last call in full: to a reader, a consumer that was silent for so
+        # long is dead, although the server ends its lease only after other consumers have called.
         tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
         members = {id.decode(): Member.parse(raw) for id, raw in _pairs(flat)}
         return description, {
@@ -205,11 +205,11 @@ class SharedGroup:
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
         """Return the ordering keys that have unsettled records, sorted by their oldest record.
 
-        Reads the state in portions, so it is not that of one instant.
+        Reads the state in portions, so the result is not a snapshot of one instant.
 
         Args:
             look_ahead: If true, also read the keys of all records up to the end of the stream that
-                no consumer has scanned yet. If false, these are missing.
+                no consumer has scanned yet. If false, leave these records out.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -264,9 +264,9 @@ class SharedGroup:
     def _unscanned(
         self, description: SharedDescription, start: int, end: int | None
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield offsets from ``start`` to before ``end`` (default: of the stream), and their keys.
+        """Yield offsets and their keys from ``start`` to before ``end``, or to the stream's end.
 
-        Reads the index, and the store if only that has them; leaves out records that are lost.
+        Reads the index, and the store for records that only it has. Leaves out lost records.
         """
         call, at = self._handle.connector.call, start
         end = self.stream.end().offset if end is None else end
@@ -291,12 +291,12 @@ class SharedGroup:
                     at = max(at, first + len(found))
 
     def _stored_keys(self, frames: FrameCache, at: int, end: int) -> tuple[int, list[bytes]]:
-        """Return the keys of records that are not indexed, but in the store or the ring.
+        """Return the keys of records that are in the store or the ring but not in the index.
 
-        There are none if the records are lost.
+        The list is empty if the records are lost.
         """
         rule = self.stream.config.ordering_rule
-        assert rule is not None, "a shared group needs one"
+        assert rule is not None, "a shared group needs an ordering key"
         try:
             chunk = frames.read_stored(at, _STORED)[0]
         except RecordsLost as gap:
@@ -311,8 +311,8 @@ class SharedGroup:
     def fsck(self) -> list[str]:
         """Check the state of the group, and return one sentence for each contradiction.
 
-        Reads the state in portions, each of them at one instant. What can only be compared over the
-        whole state, such as the counters, is compared if the group does not change meanwhile.
+        Reads the state in portions, each of them at one instant. Checks that need the whole state,
+        such as those of the counters, run only if the group did not change meanwhile.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -325,12 +325,12 @@ class SharedGroup:
     def purge(self, key: bytes | str, limit: int | None = None) -> int:
         """Settle unprocessed records of one ordering key, the oldest first.
 
-        Records that a consumer holds are not purged. Those that no consumer has scanned yet are
-        settled when they are; reading the index tells how many there are.
+        Records that a consumer holds are not purged. Records that no consumer has scanned yet are
+        settled when a consumer scans them; this call reads the index to count them.
 
         Args:
             key: The ordering key.
-            limit: The most records to purge; None = all up to the end of the stream.
+            limit: The maximum number of records to purge; None = all up to the end of the stream.
 
         Returns:
             The number of records purged.
@@ -408,7 +408,7 @@ class SharedGroup:
         return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
-        """Delete the group, and with it the knowledge of which records are settled.
+        """Delete the group, including the information about which records are settled.
 
         Args:
             force: Delete it even if it has consumers; their next calls raise ``GroupNotFound``.
@@ -431,14 +431,15 @@ class SharedGroup:
             )
         client, meta = self._handle.connector, self._protocol.key("meta")
         self._protocol.find()  # raises if this user may not delete the group
-        # First the meta: without it, no script changes or creates a key of the group.
+        # Delete the meta first: without it, no script changes or creates a key of the group.
         client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()
         if b"meta" not in left:
             names = [self._protocol.whole(part) for part in sorted(left)]
             for start in range(0, len(names), _LIST):
                 client.call("UNLINK", *names[start : start + _LIST])
-        # Last: a crash before this leaves a harmless name, not a group that is not listed.
+        # Remove the name last: a crash before this line leaves a harmless name in the list, and
+        # never a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
         if client.call("EXISTS", meta):  # the group was recreated meanwhile
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
@@ -530,7 +531,7 @@ def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescript
         try:
             found, members = SharedGroup(stream, handle, name)._describe()
         except (GroupNotFound, ValueError):
-            continue  # deleted meanwhile, or not a name that this library wrote
+            continue  # deleted meanwhile, or a name that this library did not write
         live = sum(consumer.lease > 0 for consumer in members.values())
         summaries.append(
             GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)

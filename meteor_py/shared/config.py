@@ -1,4 +1,4 @@
-"""Settings of a shared group, which its consumers have in common, and of one consumer."""
+"""Settings of a shared group, which apply to all its consumers, and settings of one consumer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meteor_py.shared.ack_timeouts import TimeLimit
 OnPoison = Literal["skip", "park"]
 Keyless = Literal["default", "free"]
 
-#: The most records that a consumer may hold.
+#: The maximum number of records that a consumer may hold.
 PREFETCH_MAX = 10_000
 #: Default ``ack_timeout`` in seconds (the same as RabbitMQ's). It is a safety net for records that
-#: the application has forgotten, so it is longer than almost all work.
+#: the application has forgotten, so it is longer than almost any handler needs.
 ACK_TIMEOUT_S = 1_800.0
 #: The ordering key of records that have none.
 DEFAULT_KEY = "meteor.no-group"
-#: The most records that may wait for their ordering keys. The server keeps their offsets in memory,
-#: 3 to 10 bytes each.
+#: The maximum number of records that may wait for their ordering keys. The server keeps their
+#: offsets in memory, 3 to 10 bytes each.
 WAITING_MAX = 1_000_000
 
 
@@ -30,14 +30,14 @@ WAITING_MAX = 1_000_000
 class SharedConfig:
     """Settings of a shared group, stored in Redis and the same for all its consumers."""
 
-    #: The most records of one ordering key that a consumer holds, so that a busy key leaves room
-    #: for others: 1 to 10,000; 0 = as many as its prefetch.
+    #: The maximum number of records of one ordering key that a consumer holds, so that a busy key
+    #: leaves room for others: 1 to 10,000; 0 = as many as its prefetch.
     max_per_key: int = 32
     #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
     #: Failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
-    #: The stream to which dead letters are published; None = they are only logged and counted.
+    #: The stream for dead letters; None = consumers only log and count them.
     dead_letter: str | None = None
     #: What happens to the ordering key of a dead letter: "skip" continues with its next record,
     #: "park" stops the key until ``resume()``.
@@ -76,7 +76,7 @@ class SharedConfig:
             )
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hash ``state``; three keep their names of version 0.1."""
+        """Return the fields of the hash ``state``; three keep their names from version 0.1."""
         return {
             "group_cap": str(self.max_per_key),
             "lease_ms": str(round(self.lease_ttl * 1000)),
@@ -103,7 +103,7 @@ class SharedConfig:
 
     def differing(self, asked: dict[str, Any]) -> str | None:
         """Return the name of the first requested setting that differs from this configuration."""
-        # Through the fields: they round, and a rounded value is no difference.
+        # Compare the stored fields: storing rounds a value, and rounding is not a difference.
         wanted = SharedConfig.from_fields(SharedConfig(**asked).to_fields())
         return next((name for name in asked if getattr(self, name) != getattr(wanted, name)), None)
 
@@ -112,15 +112,16 @@ class SharedConfig:
 class ConsumerConfig:
     """Settings of one consumer of a shared group."""
 
-    #: The most unsettled records that the consumer holds, delivered or buffered; 1 to 10,000.
+    #: The maximum number of unsettled records that the consumer holds, delivered or buffered; 1 to
+    #: 10,000.
     #: ``run()`` holds fewer if its handlers are slow, so that other consumers get their share.
     prefetch: int = 256
     #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
     #: that others get its records; also the limit for one handler call of ``run()``.
     max_poll_interval: float = 60.0
-    #: Seconds for which the application may keep a record that ``poll()`` returned, or that
-    #: ``run()`` passed to the handler. Then the consumer returns the record as failed. None = no
-    #: limit.
+    #: Seconds for which the application may keep a record that ``poll()`` returned or ``run()``
+    #: passed to the handler. After that, the consumer returns the record to the group as failed.
+    #: None = no limit.
     ack_timeout: float | None = ACK_TIMEOUT_S
     #: What to do when records were dropped before they were delivered, or cannot be read: "raise"
     #: the error once per gap (see ``poll()``), or "skip" the gap.

@@ -1,9 +1,9 @@
 """The deliveries of one consumer: exchanges with the server about records it holds and settles.
 
-Each step carries a number, one above the consumer's last step that the server knows, so the server
-never takes a step twice. If a reply is lost, the consumer sends the same step again and gets the
-same reply. If its lease has expired meanwhile, the server names its last step, so that the consumer
-knows which settlements counted.
+Each step carries a number, one above the last step of this consumer that the server knows, so the
+server never takes a step twice. If a reply is lost, the consumer sends the same step again and gets
+the same reply. If its lease has expired meanwhile, the server replies with the number of the last
+step it took, so that the consumer knows which settlements counted.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _log = logging.getLogger(__name__)
 
 #: Refused steps allowed in one exchange; only a bug can cause more.
 _ROUNDS = 5
-#: Portions of maintenance after one step. If more is due, the next step of any consumer says so.
+#: Portions of maintenance after one step. If more is due, the reply to the next step says so.
 _PORTIONS = 64
 #: Seconds to wait for the connection before releasing the lock.
 _TURN_S = 0.05
-#: Characters of a reason for a failure that are stored.
+#: Stored characters of the reason for a failure.
 _REASON_MAX = 1_000
 
 
@@ -92,18 +92,18 @@ class Deliveries:
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
         self._consumer = ""
-        # Not yet reported to the application: offsets of refused settlements, and lost records.
+        # Offsets of refused settlements and lost records, not yet reported to the application.
         self._refused: list[int] = []
         self._unknown: list[int] = []  # settlements that may have counted
         self._lost = Gaps()
-        #: The reply after which this consumer waits to be woken; None if the server will not wake
-        #: it.
+        #: The reply after which this consumer waits for the server to wake it; None if the server
+        #: will not do so.
         self.idle: StepReply | None = None
         #: An error of the lease renewer, to raise in the application.
         self.failure: MeteorError | None = None
         #: Dead letters to publish.
         self.dead_letters: list[DeadLetter] = []
-        #: Until this time of ``clock.now()`` no other consumer can get the records held here.
+        #: The ``clock.now()`` until which no other consumer can get the records held here.
         self.valid_until = 0.0
         #: When the last step that got a reply was sent.
         self.spoke_at = 0.0
@@ -134,7 +134,7 @@ class Deliveries:
             other = "a delay" if delay else "failed=False"
             raise ValueError(
                 f"release() got both only_this and {other}, which applies to the whole ordering "
-                "key. Omit one of them."
+                "key. Omit one of the two."
             )
         kind = "Q" if only_this else "R" if failed else "U"
         self._settle(record, kind, b"%d:%b" % (delay * 1000, _encoded(reason)))
@@ -155,7 +155,7 @@ class Deliveries:
     def settle_all(
         self, records: Iterable[SharedRecord], settle: Callable[[SharedRecord], None]
     ) -> None:
-        """Settle those records that are still held."""
+        """Settle the records that are still held."""
         with self.condition:
             for record in records:
                 if record.standing is Standing.HELD:
@@ -164,10 +164,11 @@ class Deliveries:
     def settle_batch(
         self, records: Sequence[SharedRecord], settle: Callable[[SharedRecord], None]
     ) -> list[SharedRecord]:
-        """Settle those records that are still held; return the others.
+        """Settle the records that are still held; return the others.
 
         Raises:
-            ValueError: One was settled before, or belongs to another consumer. Nothing is settled.
+            ValueError: A record was settled before, or belongs to another consumer. No record is
+                settled.
         """
         with self.condition:
             for record in records:
@@ -180,19 +181,19 @@ class Deliveries:
         return others
 
     def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
-        """Start the time limit of records that are handed to the application."""
+        """Start the time limit of records that the application is about to get."""
         with self.condition:
             if self._ack_timeouts.start(records, limit):
                 self.condition.notify_all()  # the lease renewer may be waiting for longer
 
     def expire_records(self) -> float:
-        """Return records whose time limit has expired; return the seconds until the next may.
+        """Give back records whose time limit has expired; return the seconds until the next expiry.
 
         The caller holds the lock.
         """
         for record in self._ack_timeouts.expired(self.holdings.held()):
             if record.standing is not Standing.HELD:
-                continue  # rewound with another one
+                continue  # rewound with an earlier record of its key
             assert record.time_limit is not None, "it has a deadline"
             setting, seconds = record.time_limit
             reason = f"It was not settled within {seconds:g} seconds ({setting})."
@@ -216,7 +217,7 @@ class Deliveries:
         lost: Iterable[int],
         unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
-        """Hold granted records that were fetched; settle those that are lost or unreadable."""
+        """Hold the granted records that were fetched; settle the lost and unreadable ones."""
         with self.condition:
             # A copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
@@ -232,7 +233,7 @@ class Deliveries:
         return received
 
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
-        """Settle a dead letter that was published in ``history``; None if its record is lost."""
+        """Settle a dead letter published in ``history``, which is None if its record is lost."""
         lost = history is None
         detail = b"" if history is None else history.encode()
         with self.condition:
@@ -288,8 +289,8 @@ class Deliveries:
         """
         work = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
         while self.condition.is_mine():
-            # A signal handler has interrupted its own thread while that held the lock. The thread
-            # that has the connection may need the lock, so release it from time to time.
+            # This signal handler has interrupted its own thread while the thread held the lock.
+            # The thread that uses the connection may need the lock, so release it now and then.
             try:
                 return self._connection.use(work, timeout_s=_TURN_S)
             except TimeoutError:
@@ -340,7 +341,7 @@ class Deliveries:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
                     if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
                         return reply
-                    maintained = True  # which may have made records available: claim again
+                    maintained = True  # maintenance may have made records available: claim again
                 continue
             refusals_left -= 1
         raise ConnectionFailed(
@@ -352,7 +353,7 @@ class Deliveries:
         report, entry = reply.report, request.entry
         with self.condition:
             if self.holdings.request is not request:
-                return  # a signal handler has sent the step again, and applied its reply
+                return  # a signal handler has sent the step again and applied the reply
             self.holdings.apply(reply)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
@@ -365,7 +366,7 @@ class Deliveries:
         self._log_dropped(report.dropped)
 
     def _maintain(self, connection: Connection, *, leave: bool, due: bool) -> None:
-        """Do maintenance that is due, in portions; or leave the group."""
+        """Do the maintenance that is due, in portions, or leave the group."""
         portions = 0
         while leave or (due and portions < _PORTIONS):
             try:
@@ -373,7 +374,7 @@ class Deliveries:
             except ConsumerGone:
                 break  # the next step reports it
             with self.condition:
-                # The server hands a dead letter out again if it is not published within lease_ttl.
+                # The server reassigns a dead letter that is not published within lease_ttl.
                 self.dead_letters += [
                     letter for letter in done.dead_letters if letter not in self.dead_letters
                 ]
@@ -395,7 +396,7 @@ class Deliveries:
             )
 
     def _join(self, connection: Connection) -> None:
-        """Join, unless this consumer is a member."""
+        """Join the group, unless this consumer is already a member."""
         if self._stage is _Stage.LEFT:  # while this thread was waiting for the connection
             raise ConnectionFailed(f"This consumer has left shared group {self.protocol.group!r}.")
         while not self._consumer:
@@ -413,7 +414,7 @@ class Deliveries:
             self._consumer, self.idle = "", None
 
     def _drop_lost_letters(self, connection: Connection) -> None:
-        """Do not settle dead letters that a failover may have lost.
+        """Drop the settlements of dead letters that a failover may have lost.
 
         The server assigns them again after ``lease_ttl``, and publishing them again is harmless.
         """

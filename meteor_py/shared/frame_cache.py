@@ -1,7 +1,7 @@
 """A cache of frames for readers of scattered offsets.
 
-A consumer of a shared group gets a few records at a time out of the same frames. Each frame is
-therefore fetched once and kept as long as its records may be wanted.
+A consumer of a shared group gets a few records at a time out of the same frames. The cache
+therefore fetches each frame once, and keeps it for as long as its records may be needed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from meteor_py.shared.protocol import Entry, StepReply
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Frames to keep and to request at a time. Small frames are requested in larger numbers, up to
-#: _FETCH_MAX frames or _KEEP_RECORDS records.
+#: Frames to keep and to request at a time. If frames are small, one request asks for more of them,
+#: up to _FETCH_MAX frames or _KEEP_RECORDS records.
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
-#: The most bytes of frames to keep, and to request at a time; a single frame may be larger.
+#: The maximum size in bytes of the frames to keep, and of those to request at a time; a single
+#: frame may be larger.
 _KEEP_BYTES = 32 * 1024 * 1024
 _FETCH_BYTES = 32 * 1024 * 1024
 
@@ -45,14 +46,14 @@ class Fetched(NamedTuple):
     """The outcome of a fetch, by offset."""
 
     found: dict[int, Record]
-    #: In neither ring nor store.
+    #: Records that neither the ring nor the store has.
     lost: list[int]
     #: Records that exist but cannot be read, and why.
     unreadable: dict[int, Unreadable]
 
 
 class FrameCache:
-    """The frames of one consumer. For one thread at a time, except ``interrupt``."""
+    """The frames of one consumer. Only one thread may use it at a time, except ``interrupt``."""
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
@@ -63,8 +64,8 @@ class FrameCache:
         self._bytes: dict[int, int] = {}  # the size of each frame, by its first offset
         #: The end of the last large frame, and the size of the largest frame (see _append.lua).
         self._large = (OFFSET_MAX, RECORD_BYTES_LIMIT)
-        # Estimated records per frame. It starts high: two requests for records of one frame would
-        # transfer the frame twice.
+        # Estimated records per frame. The estimate starts high: two requests for records of one
+        # frame would transfer the frame twice.
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
@@ -76,13 +77,14 @@ class FrameCache:
 
         Args:
             offsets: In ascending order.
-            max_bytes: Stop when so many bytes of values are found; at least one record is.
+            max_bytes: Stop when the values found have this many bytes. At least one record is
+                returned.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
         """
         fetched = Fetched({}, [], {})
-        dropped: set[int] = set()  # by the ring
+        dropped: set[int] = set()  # offsets that the ring has dropped
         at = 0
         size = 0
         while at < len(offsets) and size < max_bytes:
@@ -234,7 +236,7 @@ class FrameCache:
             self._log_reader = self._stream.open_reader()
         try:
             self._log_reader.seek(offset)
-            while True:  # ends: empty only if the stream changed meanwhile
+            while True:  # ends: a read returns nothing only if the stream changed meanwhile
                 chunks = self._log_reader.fetch(offset, records=records)
                 if chunks:
                     return chunks
@@ -256,7 +258,7 @@ class FrameCache:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk, size: int) -> None:
-        """Add a chunk, replacing those it overlaps: ring and store cut records differently."""
+        """Add a chunk and drop those it overlaps: ring and store divide records differently."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -268,7 +270,7 @@ class FrameCache:
         self._frames[start], self._bytes[start] = list(chunk.rows()), size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop unwanted frames: the oldest beyond the limits, and all that have one record."""
+        """Drop unneeded frames: the oldest beyond the limits, and all that have one record."""
         needed = {
             first
             for first, records in self._frames.items()
@@ -296,11 +298,11 @@ def entry_from_store(
     """Return the index entry that the next step needs for records that only the store has.
 
     Args:
-        reply: Reply to the step that reached them.
-        before: The entry that was sent with that step; some of it may be unused.
+        reply: Reply to the step that reached these records.
+        before: The entry sent with that step, of which a part may be unused.
 
     Returns:
-        The entry; without strings if neither ring nor store has the records.
+        The entry. It has no strings if neither the ring nor the store has the records.
 
     Raises:
         ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.

@@ -1,10 +1,10 @@
 """Consistency check of a shared group's state, in portions.
 
-Consumers change the state while it is read. Each portion is therefore read at one instant, and
-checked for what must be true at every instant: an ordering key with its waiting records and its
-places in the sets, or a consumer with its batches. What only the whole state can tell, such as
-whether the counters add up, is checked if nothing has changed between the first portion and the
-last. Values that cannot be read are reported, not raised.
+Consumers change the state while the check reads it. The check therefore reads each portion at one
+instant, and tests the invariants that hold at every instant. A portion is an ordering key with its
+waiting records and its places in the sets, or a consumer with its batches. Invariants of the whole
+state, such as the sums of the counters, are tested only if nothing has changed between the first
+portion and the last. The check reports values that it cannot read, instead of raising an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from meteor_py.shared.group_state import (
 )
 from meteor_py.shared.protocol import SharedProtocol
 
-#: Ordering keys to check at one instant, and the most chunks of one key.
+#: Ordering keys to check at one instant, and the maximum number of chunks of one key.
 _KEYS = 50
 _CHUNKS = 2_000
 #: Index entries to read at a time.
 _ENTRIES = 64
 #: Records with a wrong ordering key to list; the others are counted.
 _NAMED = 10
-#: Times to read a consumer again that takes steps meanwhile.
+#: Attempts to read a consumer that takes steps meanwhile.
 _TRIES = 5
 
 _TYPES = {
@@ -79,7 +79,7 @@ class _Check:
         self._waiting: list[_Place] = []
         self._held: list[_Place] = []
         self._letters: list[_Place] = []
-        self._marks: dict[bytes, int] = {}  # what `unsettled` must have
+        self._marks: dict[bytes, int] = {}  # the expected content of `unsettled`
 
     def run(self) -> list[str]:
         protocol = self._protocol
@@ -112,7 +112,7 @@ class _Check:
     # -- parts of the state --------------------------------------------------------------------
 
     def _check_types(self) -> bool:
-        """Check the types of all keys; return whether the rest can be read."""
+        """Check the types of all keys; return whether the rest of the check can run."""
         parts = sorted(self._protocol.find())
         types = self._connector.pipeline([("TYPE", self._protocol.whole(p)) for p in parts])
         good = True
@@ -127,7 +127,7 @@ class _Check:
         return good
 
     def _read_meta(self) -> tuple[bytes, Progress, int] | None:
-        """Return the progress, raw and read, and the first offset of the group."""
+        """Return the progress, raw and parsed, and the first offset of the group."""
         protocol = self._protocol
         (end,), flat = self._at_once(
             [("HMGET", protocol.meta, "next"), ("HGETALL", protocol.key("meta"))]
@@ -158,7 +158,7 @@ class _Check:
         return raw, progress, start
 
     def _check_members(self) -> dict[bytes, Counter[bytes] | None]:
-        """Check consumers; return how many records of each key they hold, None if they change."""
+        """Check consumers; return each one's number of records by key, None if it changes."""
         protocol, found = self._protocol, dict[bytes, Counter[bytes] | None]()
         members, leases = self._at_once(
             [("HKEYS", protocol.key("members")), ("ZRANGE", protocol.key("leases"), 0, -1)]
@@ -337,7 +337,7 @@ class _Check:
     # -- the whole state -----------------------------------------------------------------------
 
     def _whole_flaws(self, meta: tuple[bytes, Progress, int]) -> list[str]:
-        """Return contradictions that count only if nothing has changed meanwhile."""
+        """Return contradictions that are valid only if nothing has changed meanwhile."""
         _, progress, start = meta
         flaws: list[str] = []
         places = [*self._waiting, *self._held, *self._letters]
@@ -375,7 +375,7 @@ class _Check:
         return flaws
 
     def _check_index(self) -> None:
-        """Check the ordering keys of unsettled records against the index, where it has them."""
+        """Check the ordering keys of unsettled records that the index has."""
         if self._config is None:
             return
         keyless = self._config.default_key.encode()
@@ -408,7 +408,7 @@ class _Check:
 
 
 def _chunk_fields(key: bytes, raw: bytes | None) -> list[bytes]:
-    """Return the fields that hold the further waiting offsets of a key, a bounded number."""
+    """Return a bounded number of fields that hold the further waiting offsets of a key."""
     try:
         return KeyEntry.parse(raw or b"").chunks(key)[:_CHUNKS]
     except ValueError:

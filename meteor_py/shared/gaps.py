@@ -13,7 +13,7 @@ from meteor_py.errors import (
     UnsupportedFrame,
 )
 
-#: Errors about records that exist.
+#: Errors about records that exist but cannot be read.
 Unreadable = CorruptFrame | UnsupportedFrame | CorruptSegment
 
 
@@ -65,7 +65,7 @@ class Gaps:
         self._gaps.append(Gap(first, last, cause))
 
     def take(self) -> Gap | None:
-        """Remove and return the first gap, merged with those that continue it."""
+        """Remove and return the first gap, merged with the gaps that continue it."""
         if not self._gaps:
             return None
         (first, last, cause), *others = sorted(self._gaps, key=attrgetter("first"))

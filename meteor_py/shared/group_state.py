@@ -1,4 +1,4 @@
-"""Formats of a shared group's state in Redis, which ``redis/lua/shared`` writes."""
+"""Formats of a shared group's state in Redis. The scripts in ``redis/lua/shared`` write it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, NamedTuple, Self
 
 from meteor_py.records.ordering_index import unpack_keys
 
-#: The owner of an ordering key that has none.
+#: The stored owner of an ordering key that has no owner.
 NOBODY = b"......"
 
 _PROGRESS = struct.Struct("<16d6s6s")
 _MEMBER = struct.Struct("<5d3B")
 _PLAIN = struct.Struct("<6sH")
 _EXTENDED = struct.Struct("<B6sHB6d")
-#: Why an ordering key is stopped; the last one: a returned record waits before those that are held.
+#: Why an ordering key is stopped. The last reason: a returned record waits, and its owner holds
+#: later records.
 DELAYED, PARKED, BEHIND = 1, 2, 3
 
 
@@ -59,9 +60,10 @@ class Member(NamedTuple):
     last: int
     idle: bool
     alone: bool
-    #: Its lease has expired; it is kept for a while, so that it can learn what its last step did.
+    #: Whether its lease has expired. The server keeps its entry for a while, so that the consumer
+    #: can learn the outcome of its last step.
     dead: bool
-    #: The ordering key that it keeps for a last try; empty if none.
+    #: The ordering key that it reserves for a last try; empty if none.
     kept: bytes
     name: str
 
@@ -92,7 +94,7 @@ class KeyEntry(NamedTuple):
     suspect: int = -1
     blame: int = -1
     top: int = -1
-    #: The first and last number of its chunks, and how many offsets these have.
+    #: The first and last number of its chunks, and the number of offsets in them.
     first: int = 0
     last: int = -1
     far: int = 0
@@ -108,7 +110,7 @@ class KeyEntry(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Records that wait."""
+        """The number of waiting records."""
         return len(self.waiting) + self.far
 
     def chunks(self, key: bytes) -> list[bytes]:

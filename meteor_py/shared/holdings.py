@@ -1,4 +1,4 @@
-"""Records that a consumer of a shared group holds, and its settlements that are not sent yet."""
+"""Records that a consumer of a shared group holds, and settlements that it has not sent yet."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Collection, Iterable, Mapping
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: The most acknowledged records, and other settlements, in one step: the server runs nothing else
-#: meanwhile.
+#: The maximum numbers of acknowledged records, and of other settlements, in one step. They are
+#: limited because the server runs nothing else during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 
 
 class DeliveryBatch:
-    """Up to 32 records that the server granted together, and settles by the number of the batch."""
+    """Up to 32 records that the server granted together. Settlements name the batch's number."""
 
     __slots__ = ("acked", "number", "open")
 
     def __init__(self, number: int, offsets: Iterable[int]) -> None:
         self.number = number
-        #: The offsets that the server still has in this batch, as far as is known here.
+        #: The offsets that the server still has in this batch, as far as this consumer knows.
         self.open = set(offsets)
-        #: Acknowledged, but not sent.
+        #: Offsets that are acknowledged, but not sent.
         self.acked: list[int] = []
 
 
@@ -52,8 +52,8 @@ class Holdings:
         self._by_key: dict[bytes, set[int]] = {}  # the offsets of _held
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
-        # Keys that were rewound while granted records were not fetched: the offset, and the last
-        # batch that was granted before.
+        # Keys that were rewound before all their granted records were fetched: the offset, and the
+        # last batch granted before the rewind.
         self._rewound: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -75,10 +75,10 @@ class Holdings:
     # -- receiving and settling ----------------------------------------------------------------
 
     def receive(self, fetched: Iterable[SharedRecord]) -> list[SharedRecord]:
-        """Hold granted records that were fetched, and return them.
+        """Hold the granted records that were fetched, and return them.
 
-        Leaves out records that were taken, and returns those that were rewound with an earlier
-        record of their key.
+        Leaves out records that this consumer no longer holds. Gives records that were rewound with
+        an earlier record of their key back to the group.
         """
         received: list[SharedRecord] = []
         for record in fetched:
@@ -151,8 +151,9 @@ class Holdings:
     ) -> tuple[StepRequest, bool]:
         """Return the next step, and whether it includes everything that is to be sent.
 
-        If the reply to the last step was lost, that is the next one. Nothing is claimed until all
-        settlements are sent. Acknowledgements go first: one made before a rewind must count.
+        If the reply to the last step was lost, this returns the same step. No step claims records
+        until all settlements are sent. Acknowledgements go first: an acknowledgement made before a
+        rewind must count.
         """
         if self.request is not None:
             return self.request, False
@@ -179,7 +180,7 @@ class Holdings:
             (*partial, *others),
             entry if last else None,
         )
-        self.request = request  # from here on, a Ctrl-C leaves a step that is sent again
+        self.request = request  # if a Ctrl-C comes after this line, the step is sent again
         for number in sent:
             batch = self._batches[number]
             batch.acked = []
@@ -190,7 +191,7 @@ class Holdings:
     def apply(self, reply: StepReply) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
 
-        If a Ctrl-C interrupts it, the step is sent again, and its reply is applied again.
+        If a Ctrl-C interrupts this method, the step is sent again, and its reply applied again.
         """
         assert self.request is not None, "replies answer requests"
         self._close_sent(self.request)
@@ -203,12 +204,13 @@ class Holdings:
                 self._batches[number] = batch
         if self._rewound:
             last = max(self._batches, default=0)
-            for other in self._others:  # made after the step was sent: they rewind its grants, too
+            # These settlements were made after the step was sent: they rewind its grants, too.
+            for other in self._others:
                 if other.rewinds is not None and other.rewinds in self._rewound:
                     self._rewound[other.rewinds] = (self._rewound[other.rewinds][0], last)
 
     def end_step(self) -> None:
-        """Mark the reply as applied, here and in ``Deliveries``."""
+        """Mark the reply as applied, both here and in ``Deliveries``."""
         if self.request is not None:
             self.number = self.request.number
             self.request = None
@@ -228,13 +230,14 @@ class Holdings:
         self._others = others + self._others
 
     def start(self) -> None:
-        """Start as a new consumer."""
+        """Start again as a new consumer."""
         self.number, self.request = 0, None
 
     def reconcile(self, number: int, theirs: Mapping[int, list[int]]) -> list[int]:
         """Adopt the server's view of this consumer, after a failover has lost steps.
 
-        Records held only here were taken; records held only there are granted again.
+        Records that only this consumer lists are marked as taken. Records that only the server
+        lists are granted again.
 
         Returns:
             The offsets of settlements that are void.
@@ -276,7 +279,7 @@ class Holdings:
         """Drop all records and settlements, because the lease has expired after ``step``.
 
         Returns:
-            The offsets whose settlements are void, and those for which that is unknown.
+            The offsets whose settlements are void, and those whose settlements may have counted.
         """
         void, unknown = list[int](), list[int]()
         request = self.request
@@ -296,7 +299,7 @@ class Holdings:
         return void, unknown
 
     def take_all(self) -> None:
-        """Mark all records as taken."""
+        """Mark all records as taken: this consumer no longer holds them."""
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
         self.granted.clear()
@@ -306,7 +309,7 @@ class Holdings:
 
     @property
     def has_letters(self) -> bool:
-        """Whether published dead letters are to be settled."""
+        """Whether published dead letters remain to be settled."""
         return any(other.kind == "D" for other in self._others)
 
     def keep_letters(self, history: bytes) -> None:

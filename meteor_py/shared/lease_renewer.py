@@ -15,14 +15,15 @@ from meteor_py.shared.deliveries import Deliveries
 _log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "meteor-shared"
-#: Seconds that a settlement waits for others to join it: while the application is processing, and
-#: while it polls. The second is short, because sending a settlement may make records available.
+#: Seconds that a settlement waits for others, to be sent with them: while the application processes
+#: records, and while it polls. The second is short, because sending a settlement may make records
+#: available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
-#: Seconds after a poll for which an idle consumer stays registered to be woken: the application
+#: Seconds for which an idle consumer stays registered for wake-ups after a poll: the application
 #: usually polls again at once.
 _LINGER_S = 0.05
-#: Seconds between two retries: the first pause, and the limit up to which it doubles.
+#: Seconds between two retries: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
 
 
@@ -48,7 +49,7 @@ class LeaseRenewer:
         self._polling = polling
         if not polling and self._deliveries.idle is not None:
             with self._deliveries.condition:
-                self._deliveries.condition.notify_all()  # the thread may have to stand down
+                self._deliveries.condition.notify_all()  # the thread may have to stop waiting
 
     def start(self) -> None:
         self._thread.start()
@@ -69,11 +70,11 @@ class LeaseRenewer:
     def join(self, timeout_s: float) -> None:
         condition = self._deliveries.condition
         if self._deliveries.talks_here():
-            return  # the exchange that this signal handler interrupted must end first
+            return  # this signal handler interrupted an exchange, which must end first
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             deadline = now() + timeout_s
             while condition.is_mine() and self._thread.is_alive() and now() < deadline:
-                with condition:  # a signal handler waits: release the lock for the thread
+                with condition:  # waiting in a signal handler: release the lock for the thread
                     condition.wait(0.01)
             self._thread.join(max(deadline - now(), 0.0))
 
@@ -90,7 +91,7 @@ class LeaseRenewer:
         failures = 0
         while self._wait(failures):
             try:
-                # An idle consumer whose application no longer polls must let others be woken.
+                # If the application no longer polls, the server must wake other consumers instead.
                 left = self._linger_left()
                 self._deliveries.exchange(mode="busy" if left is not None and left <= 0 else "")
                 failures = 0
@@ -112,7 +113,7 @@ class LeaseRenewer:
                 self._close()
 
     def _linger_left(self) -> float | None:
-        """Return seconds until an idle consumer whose application does not poll stands down."""
+        """Return the seconds until an idle consumer that is not polled deregisters for wake-ups."""
         if self._deliveries.idle is None or self._polling:
             return None
         return self._deliveries.alive_at + _LINGER_S - now()

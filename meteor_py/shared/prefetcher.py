@@ -39,14 +39,14 @@ from meteor_py.subscribe.dead_letters import bury, open_letters
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two retries: the first pause, and the limit up to which it doubles.
+#: Seconds between two retries: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
-#: The most records claimed in one step: the server runs nothing else meanwhile.
+#: The maximum number of records claimed in one step: the server runs nothing else meanwhile.
 _CLAIM_MAX = 512
-#: The most bytes of values to fetch before they are delivered; a single record may be larger.
+#: The maximum bytes of values to fetch before they are delivered; a single record may be larger.
 _BUFFER_BYTES = 64 * 1024 * 1024
-#: Rounds that a poll may take after its timeout, as long as each makes progress without finding
-#: records for this consumer; the next poll continues there.
+#: Rounds that a poll may take after its timeout, as long as each round makes progress without
+#: finding records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
 #: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
@@ -55,7 +55,7 @@ _OFFSET = attrgetter("offset")
 
 
 class Prefetcher:
-    """The record buffer of one consumer. For one thread at a time, except ``halt``."""
+    """The record buffer of one consumer. Only one thread may use it at a time, except ``halt``."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Prefetcher:
         self.stream = protocol.stream
         self.group = protocol.group
         self.config = config
-        #: A lower limit than ``prefetch``, which ``run()`` sets.
+        #: A limit below ``prefetch``, which ``run()`` sets.
         self.target: int | None = None
         self.settings = settings
         self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
@@ -87,7 +87,7 @@ class Prefetcher:
         self._scanned = -1  # where the last step stopped scanning the index
         self._woken = "0-0"  # the last wake-up that was seen
         self._idle_until = 0.0  # when to claim again, even if the server has not woken us
-        #: Set by another thread to end waits here, and iteration.
+        #: Set by another thread to end waits in this thread, and iteration.
         self.halted = False
 
     @property
@@ -146,7 +146,7 @@ class Prefetcher:
                 )
 
     def _may_stay_idle(self) -> bool:
-        """Whether to keep waiting for the wake-up that an earlier poll has waited for."""
+        """Whether to keep waiting for the same wake-up as an earlier poll."""
         return now() < self._idle_until and not self.deliveries.holdings.unsent
 
     def _claim(self, *, wait: bool) -> StepReply | None:
@@ -162,7 +162,7 @@ class Prefetcher:
         before, self._scanned = self._scanned, reply.next
         if self._buffer or reply.idle or self._is_full:
             return reply
-        # A step scans only some of the new records.
+        # A step scans only a limited number of new records.
         return None if reply.granted or wait or before < reply.next < reply.end else reply
 
     @property
@@ -171,10 +171,10 @@ class Prefetcher:
 
     def _claim_all(self, *, wait: bool) -> StepReply:
         """Claim as many records as there is room for; return the last reply."""
-        while True:  # ends: each round but the last takes room
+        while True:  # ends: each round but the last reduces the room
             room = max(self.limit - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
-            # A consumer that has records to hand out does not wait.
+            # A consumer that has records to deliver does not wait.
             mode = "wait" if wait and not (self._buffer or self.deliveries.holdings.granted) else ""
             reply = self.exchange(want, mode)
             if reply.idle:
@@ -198,7 +198,7 @@ class Prefetcher:
         return self.deliveries.exchange(want, mode=mode, entry=self._entry)
 
     def _fetch(self, reply: StepReply) -> None:
-        """Fetch granted records, as many as the buffer may have bytes."""
+        """Fetch granted records until the buffer reaches its limit in bytes."""
         if reply.epoch != self._epoch:
             self._epoch = reply.epoch
             self._frame_cache.forget()
@@ -227,7 +227,8 @@ class Prefetcher:
             return
         streams = [(self._wake_key, self._woken)]
         if idle.watches:
-            # From the end of the stream: some older records may not be scanned yet on purpose.
+            # Wait from the end of the stream: the server may leave older records unscanned on
+            # purpose.
             after = f"{idle.end - 1}-{_ID_MAX}" if idle.end else "0-0"
             streams.append((keys.index(self.stream.name), after))
         found = self._frame_cache.wait(streams, block_s)
@@ -240,7 +241,7 @@ class Prefetcher:
         return self.deliveries.protocol.key(f"wake:{self.deliveries.consumer}")
 
     def _wait_for_room(self, left_s: float) -> None:
-        """Wait until the application settles records, because it holds as many as it may."""
+        """Wait until the application, which holds as many records as it may, settles some."""
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _STUCK_S:
             self._full_since = time.monotonic()
@@ -261,7 +262,7 @@ class Prefetcher:
     def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
         """Take records from the buffer, and start their time limit.
 
-        If a Ctrl-C interrupts this, they stay in the buffer.
+        If a Ctrl-C interrupts this method, the records stay in the buffer.
         """
         records = list(islice(self._buffer, max_records))
         try:
@@ -301,7 +302,8 @@ class Prefetcher:
     def publish_dead_letters(self) -> None:
         """Publish the dead letters that the server has assigned to this consumer.
 
-        If their stream or the server is full, they wait for the next call; other records do not.
+        If their stream or the server is full, they wait for the next call, without delaying other
+        records.
         """
         deliveries = self.deliveries
         while deliveries.dead_letters:
@@ -325,9 +327,9 @@ class Prefetcher:
     def _publish_dead_letter(self, letter: DeadLetter) -> str | None:
         """Publish a dead letter; return None if its record is lost or unreadable.
 
-        Otherwise return the server's history: the letter must be settled in the same one.
+        Otherwise return the server's history: the letter must be settled in the same history.
         """
-        assert self.settings.dead_letter is not None, "the server assigns none without it"
+        assert self.settings.dead_letter is not None, "the server assigns no letters without it"
         fetched = self._frame_cache.fetch([letter.offset])
         record = fetched.found.get(letter.offset)
         if record is None:
@@ -335,7 +337,7 @@ class Prefetcher:
             return None
         epochs = self.stream.connector.call("HGET", keys.meta(self.stream.name), "epochs")
         if epochs is None or newest_epoch(epochs.decode()) != self._epoch:
-            raise ConnectionFailed(  # the record may be of a branch that the server has lost
+            raise ConnectionFailed(  # the record may be from a branch that the server has lost
                 f"The server of stream {self.stream.name!r} is failing over."
             )
         if self._dead_letter_stream is None:

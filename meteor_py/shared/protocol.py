@@ -16,7 +16,7 @@ from meteor_py.shared.group_state import read_batch, read_line
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: The keys that a step and maintenance take, after those of the stream.
+#: The keys that the scripts of a step and of maintenance take, after the keys of the stream.
 _PARTS = (
     "meta members keys waiting ready blocked delayed leases idle unsettled failures letters dying "
     "purges"
@@ -43,7 +43,7 @@ class UnknownStep(Exception):
 
 
 class Entry(NamedTuple):
-    """An entry that the index has dropped, rebuilt from the store, or a notice that it is lost."""
+    """An entry that the index has dropped: rebuilt from the store, or declared lost."""
 
     first: int
     #: As ``OrderingRule.index_rows`` makes them; empty if neither ring nor store has the records.
@@ -70,47 +70,47 @@ class Settlement(NamedTuple):
     """Disposition of one record, or the acknowledgement of some records of a batch."""
 
     #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
-    #: dead letter published (``detail`` is the history in which the server stored it), "L" dead
-    #: letter's record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the
-    #: reason.
+    #: dead letter published (``detail`` is the history in which the server stored it), "L" record
+    #: of a dead letter lost. The detail of "R" and "U" is "delay in ms:reason", and the detail of
+    #: "X" is the reason.
     kind: str
     #: The number of its batch; 0 for a dead letter.
     batch: int
     offsets: tuple[int, ...]
     detail: bytes = b""
-    #: The ordering key that this settlement rewinds to its offset; None if it does not.
+    #: The ordering key that this settlement rewinds to its offset; None if it rewinds no key.
     rewinds: bytes | None = None
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """The offsets that the application settled, and must hear about if they are refused."""
+        """The offsets that the application settled, for the report if the server refuses them."""
         returned = self.kind == "U" and self.rewinds is None  # with an earlier record of its key
         return () if returned or self.kind in "GDL" else self.offsets
 
     def arguments(self) -> tuple[str, int | str, bytes]:
-        """Return the three arguments of ``shared/step`` that stand for it."""
+        """Return the three arguments of ``shared/step`` that encode this settlement."""
         listed = ",".join(map(str, self.offsets)).encode()
         detail = b"" if self.kind in "AGDL" else b":" + self.detail
         return self.kind, self.batch or "", listed + detail
 
 
 class StepRequest(NamedTuple):
-    """One step. After a lost reply it is sent again unchanged: the server takes it once."""
+    """One step. After a lost reply, the consumer repeats it unchanged; the server takes it once."""
 
     number: int
     want: int = 0
-    #: "wait" if the consumer will wait to be woken if it gets nothing, "busy" if it no longer
-    #: waits.
+    #: "wait" if the consumer will wait for a wake-up in case it gets no records, "busy" if it no
+    #: longer waits.
     mode: str = ""
     #: The batches to acknowledge as a whole.
     acks: tuple[int, ...] = ()
-    #: Partial acknowledgements first.
+    #: Other settlements, partial acknowledgements first.
     settlements: tuple[Settlement, ...] = ()
     entry: Entry | None = None
 
 
 class StepReport(NamedTuple):
-    """What a step reports, and repeats if its first reply was lost."""
+    """The report of a step, which the server repeats if its first reply was lost."""
 
     #: Failure counts of granted records that have failed.
     failures: dict[int, int]
@@ -140,15 +140,15 @@ class StepReply:
     #: The granted offsets by batch.
     batches: dict[int, list[int]]
     report: StepReport
-    #: Records from ``next`` to before this are only in the store; 0 if the index has them.
+    #: Only the store has the records from ``next`` to before this offset; 0 if the index has them.
     stored_stop: int
-    #: Whether ``maintain`` has something to do.
+    #: Whether maintenance is due.
     maintenance_due: bool
-    #: The server will wake this consumer; if false and nothing was granted, claim again.
+    #: Whether the server will wake this consumer. If false and nothing was granted, claim again.
     idle: bool
-    #: This consumer also watches the index and the clock, for all idle consumers.
+    #: Whether this consumer watches the index and the clock on behalf of all idle consumers.
     watches: bool
-    #: Seconds until something is due, for the consumer that watches; None = never.
+    #: Seconds until maintenance is due, for the consumer that watches; None = never.
     wait_s: float | None
     #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int
@@ -241,7 +241,7 @@ class SharedProtocol:
         return keys.meta(self.stream.name)
 
     def join(self, connection: Connection, consumer: str, name: str) -> bool:
-        """Join; return False if another consumer has that id. A repeat changes nothing.
+        """Join the group; return False if another consumer has that id. Repeating it is harmless.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -251,7 +251,7 @@ class SharedProtocol:
         return reply[0] != b"TAKEN" and bool(self.check(reply))
 
     def step(self, connection: Connection, consumer: str, request: StepRequest) -> StepReply:
-        """Take a step, or get the reply of a step that was taken before.
+        """Take a step, or get the reply to a step that the server took before.
 
         Raises:
             ConsumerGone: The consumer's lease has expired.
@@ -274,7 +274,7 @@ class SharedProtocol:
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False
     ) -> Maintenance:
-        """Do a part of the maintenance, or of leaving. May be repeated. Raises as ``step``."""
+        """Do a part of the maintenance, or of leaving. Can be repeated. Raises as ``step`` does."""
         names, args = self._call(consumer)
         args.append("leave" if leave else "")
         _, due, letters, staying, dropped = self.check(connection.run(SHARED_MAINTAIN, names, args))
@@ -302,7 +302,7 @@ class SharedProtocol:
         self.converted = True
 
     def convert(self) -> None:
-        """Convert the state that a release before 0.3 wrote, a portion per call."""
+        """Convert the state that a release before 0.3 wrote, one portion per script call."""
         names = [self.meta, *self.keys(_PARTS)]
         while True:
             args = [self.stream.incarnation, self.prefix]
@@ -311,7 +311,7 @@ class SharedProtocol:
                 return
 
     def check(self, reply: list[Any]) -> list[Any]:
-        """Return the reply, or raise the error that its code stands for."""
+        """Return the reply, or raise the error that its code means."""
         match reply[0]:
             case b"OK" | b"AGAIN":
                 return reply
@@ -353,7 +353,7 @@ def _parse_reply(raw: list[Any]) -> StepReply:
 
 
 def _parse_large(large: bytes | None) -> tuple[int, int]:
-    """Read the field; an older release did not write it, and its frames may have any size."""
+    """Read the field. Older releases did not write it, and their frames may have any size."""
     end, _, size = (large or b"").partition(b":")
     return (int(end), int(size)) if size else (OFFSET_MAX, RECORD_BYTES_LIMIT)
 

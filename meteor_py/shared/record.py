@@ -21,7 +21,7 @@ class Standing(enum.Enum):
     HELD = "held"
     #: Acknowledged, released or rejected by the consumer.
     SETTLED = "settled"
-    #: Returned with an earlier record of its ordering key: it will be delivered again.
+    #: Returned with an earlier record of its ordering key. The group will deliver it again.
     REWOUND = "rewound"
     #: Returned as failed, because the application did not settle it in time.
     EXPIRED = "expired"
@@ -39,8 +39,8 @@ class SharedRecord:
     ...     except OSError:
     ...         record.release(delay=1.0)
 
-    Settling only queues the settlement and returns at once. It is sent with the next poll or within
-    50 ms.
+    Settling only queues the settlement and returns at once. The consumer sends it with the next
+    poll or within 50 ms.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class SharedRecord:
         self._codec = codec
         #: The record as published; its value is not decoded.
         self.record = record
-        #: The key or header that orders it (see ``ordering_key`` of the stream).
+        #: The value of the key or header that orders it (see ``ordering_key`` of the stream).
         self.ordering_key = ordering_key
         #: Number of earlier deliveries that failed.
         self.failures = failures
@@ -72,14 +72,14 @@ class SharedRecord:
         self.extended_until = 0.0
 
     def ack(self) -> None:
-        """Acknowledge it: the group never delivers it again.
+        """Acknowledge the record: the group never delivers it again.
 
         Raises:
             Rewound: This consumer returned it with an earlier record of its ordering key.
             AckTimeout: It was not settled within ``ack_timeout``, so this consumer returned it.
-            Fenced: This consumer no longer holds it, because its lease expired or it was closed.
-                Also the base class of the two others.
-            ValueError: It was settled before.
+            Fenced: This consumer no longer holds it, because its lease expired or the subscriber
+                was closed. Also the base class of the two others.
+            ValueError: The record was settled before.
         """
         self._deliveries.ack(self)
 
@@ -91,7 +91,7 @@ class SharedRecord:
         failed: bool = True,
         reason: str = "",
     ) -> None:
-        """Return it: the group delivers it again, perhaps to another consumer.
+        """Return the record: the group delivers it again, perhaps to another consumer.
 
         Args:
             delay: Seconds for which the group delivers no record of its ordering key.
@@ -106,13 +106,13 @@ class SharedRecord:
 
         Raises:
             Rewound, AckTimeout, Fenced: As for ``ack``.
-            ValueError: It was settled before, or ``only_this`` was combined with a delay or with
-                ``failed=False``.
+            ValueError: The record was settled before, or ``only_this`` was combined with a delay or
+                with ``failed=False``.
         """
         self._deliveries.release(self, delay, only_this=only_this, failed=failed, reason=reason)
 
     def extend(self, seconds: float) -> None:
-        """Keep it for at least this many seconds from now, to process it for longer.
+        """Keep the record for at least this many seconds from now, to process it for longer.
 
         Until then, neither ``ack_timeout`` nor ``max_poll_interval`` returns it to the group. Its
         time limit is never shortened.
@@ -123,7 +123,9 @@ class SharedRecord:
         self._deliveries.extend(self, seconds)
 
     def reject(self, reason: str = "") -> None:
-        """Discard it without another try; the group's dead-letter stream gets it, if there is one.
+        """Discard the record without another try.
+
+        If the group has a dead-letter stream, the record is published there.
 
         Args:
             reason: Stored in the header ``meteor-reason`` of the dead letter.

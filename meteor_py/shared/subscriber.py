@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that an iterating consumer waits for an unreachable server before it raises.
 _RECONNECT_S = 30.0
-#: Seconds that the exiting interpreter waits until settlements are sent.
+#: Seconds that the exiting interpreter waits for settlements to be sent.
 _EXIT_S = 5.0
 
 
@@ -49,8 +49,8 @@ class SharedSubscriber(Closeable):
     ...         record.ack()
 
     A group may have any number of consumers, in one or many processes. Records of one ordering key
-    are delivered in order, to one consumer at a time: the one that holds unsettled records of that
-    key. Only one thread at a time may poll or iterate; any thread may settle records.
+    are delivered in order, to one consumer at a time: the consumer that holds unsettled records of
+    that key. Only one thread at a time may poll or iterate; any thread may settle records.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class SharedSubscriber(Closeable):
             Fenced: This consumer settled records that it no longer held; raised once.
             RecordsLost: The ring dropped records before they were delivered, and no store has them;
                 raised once per gap, and the next poll continues after it.
-            CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read; raised
-                once per gap, too.
+            CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read; also
+                raised once per gap.
             StreamNotFound, LogTruncated, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed: The server was unreachable until the timeout expired.
             MeteorError: Another thread is in ``run()``, or the subscriber is closed.
@@ -130,7 +130,7 @@ class SharedSubscriber(Closeable):
         finally:
             self._deliveries.alive_at = now()
             self._lease_renewer.polling = False
-        # Last: a Ctrl-C after it would lose them.
+        # Take the records last: a Ctrl-C after this call would lose them.
         return self._prefetcher.hand_out(max_records, limit)
 
     def __iter__(self) -> Iterator[SharedRecord]:
@@ -198,7 +198,7 @@ class SharedSubscriber(Closeable):
                 self._worker_pool = None
 
     def stop(self) -> None:
-        """Make ``run()`` return after the handlers that are running. Any thread may call it.
+        """Make ``run()`` return once the running handlers have returned. Any thread may call it.
 
         If no ``run()`` is active, the next one returns at once.
         """
@@ -211,7 +211,7 @@ class SharedSubscriber(Closeable):
     # -- settling ------------------------------------------------------------------------------
 
     def ack(self, records: Iterable[SharedRecord]) -> None:
-        """Acknowledge several records in one call. Like ``record.ack()``, do not wait.
+        """Acknowledge several records in one call, without waiting for the server.
 
         Raises:
             Rewound, AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The
@@ -231,10 +231,10 @@ class SharedSubscriber(Closeable):
         failed: bool = True,
         reason: str = "",
     ) -> None:
-        """Return several records in one call, in order. Like ``record.release()``, do not wait.
+        """Return several records in one call, in order, without waiting for the server.
 
-        Each ordering key counts at most one failure, for its first record. Records that were
-        already returned with an earlier record of their key are ignored.
+        Each ordering key counts at most one failure, for its first record. The call ignores records
+        that were already returned with an earlier record of their key.
 
         Args:
             delay, failed, reason: As for ``SharedRecord.release``.
@@ -318,7 +318,7 @@ class SharedSubscriber(Closeable):
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            with self._pool_lock:  # so that no run() starts after it
+            with self._pool_lock:  # no run() may start after this
                 self._prefetcher.halt()
                 pool = self._worker_pool
             if pool is not None:
@@ -365,7 +365,10 @@ class SharedSubscriber(Closeable):
                     raise  # a settlement is lost; otherwise there is nothing to leave
 
     def _check_open(self, *, closing: bool = False) -> None:
-        """Raise if a parent process opened this, or if it is closed or (``closing``) closing."""
+        """Raise if a parent process opened the subscriber, or if it is closed.
+
+        With ``closing``, also raise if it is being closed.
+        """
         if self._pid != os.getpid():
             raise reply_errors.opened_before_fork(self.stream.name)
         if self._closed or (closing and self._prefetcher.halted):

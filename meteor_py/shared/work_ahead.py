@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-#: Seconds of work to hold in advance. Long enough for the round trip of a claim, and short enough
+#: Seconds of work to hold in advance: long enough for the round trip of a claim, and short enough
 #: that a consumer that joins gets its share at once.
 _AHEAD_S = 0.1
-#: Records for each thread: the one that it processes, and the next.
+#: Records for each thread: the record that it processes, and the next one.
 _PER_THREAD = 2
 #: Seconds between two measurements of the speed.
 _MEASURE_S = 1.0
@@ -21,7 +21,7 @@ class WorkAhead:
     idle although the consumer holds as many records as it may. If the limit exceeds ``_AHEAD_S``
     seconds of work, it is halved every ``_MEASURE_S`` seconds.
 
-    For one thread, except ``note_done``, which needs the lock of the worker pool.
+    Only one thread may use it, except for ``note_done``, whose caller holds the lock of the pool.
     """
 
     def __init__(self, threads: int, most: int) -> None:
@@ -40,7 +40,7 @@ class WorkAhead:
         """Adapt the limit after a claim.
 
         Args:
-            idle: Whether a thread had nothing to do before it.
+            idle: Whether a thread had nothing to do before the claim.
             full: Whether the consumer now holds as many records as it may.
         """
         if idle and full:

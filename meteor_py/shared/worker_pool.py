@@ -25,13 +25,15 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[SharedRecord], object]
 
-#: Seconds that an ordering key is delayed after a failure: at first, and the limit of its doubling.
+#: Seconds that an ordering key is delayed after a failure: the first delay, and the limit up to
+#: which the delay doubles.
 _DELAY_S = (0.1, 10.0)
 #: Seconds that a poll waits.
 _POLL_S = 0.5
 #: Seconds that the server may be unreachable before ``run()`` raises.
 _AWAY_S = 30.0
-#: Seconds for which the ordering key of a hung handler is delayed, each time a record returns.
+#: Seconds for which the ordering key of a hung handler is delayed each time one of its records
+#: returns to the group.
 _HUNG_S = 0.5
 
 
@@ -60,7 +62,7 @@ class WorkerPool:
         self._limit = subscriber.config.handler_limit
         self._work_ahead = WorkAhead(size, subscriber.config.prefetch)
         self._condition = SignalSafeCondition()
-        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key, also while one is running
+        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key, even while its handler runs
         self._ready: deque[bytes] = deque()  # keys of _queues that no thread is working on
         self._unfinished = 0  # records in _queues and in _begun
         self._begun: set[SharedRecord] = set()  # records whose handlers are running
@@ -72,7 +74,7 @@ class WorkerPool:
 
     def run(self) -> None:
         """Fetch records and distribute them, until stopped or closed."""
-        # Records that the application polled before run() remain its own to settle.
+        # The application must still settle the records that it polled before run().
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
         for thread in self._threads:
             thread.start()
@@ -97,7 +99,7 @@ class WorkerPool:
             self._prefetcher.target = None
             for thread in self._threads:
                 thread.join()
-            # Includes records that a Ctrl-C kept from being distributed.
+            # This includes records that were not distributed because of a Ctrl-C.
             self._prefetcher.keep(
                 record
                 for record in self._prefetcher.handed
@@ -117,7 +119,7 @@ class WorkerPool:
             self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Stop, and wait for running handlers, except one that calls this."""
+        """Stop, and wait for running handlers, except a handler that calls this method."""
         self.stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -125,13 +127,13 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _fetch_more(self) -> list[SharedRecord]:
-        """Fetch records once the threads have processed half of those in hand."""
+        """Fetch records once the threads have processed half of the records held."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,
                 min(_POLL_S, self._subscriber.config.max_poll_interval / 3),
             )
-            idle = self._idle > len(self._ready)  # others are only about to wake up
+            idle = self._idle > len(self._ready)  # the other idle threads are about to wake up
         self._prefetcher.target = self._work_ahead.limit
         records = self._fetch(_POLL_S)
         full = len(self._prefetcher.deliveries.holdings) >= self._prefetcher.limit
@@ -186,7 +188,7 @@ class WorkerPool:
                     self._process(record)
                 except BaseException as error:  # such as SystemExit: run() raises it
                     self._failure = error
-                    # Otherwise later records of its key would overtake it.
+                    # Otherwise later records of its key would overtake this record.
                     self._release(record, reason_of(error))
                     self.stop()
                 finally:

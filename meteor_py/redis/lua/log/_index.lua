@@ -1,8 +1,8 @@
 -- Library of the scripts that trim the index of ordering keys together with the log.
 
 -- Return the ID below which index entries belong to frames that lie wholly below the offset `floor`.
--- The log drops only whole frames, and a frame may have several index entries (see
--- records/ordering_index.py): the ID of each tells where its frame starts.
+-- The log drops only whole frames. A frame may have several index entries (see
+-- records/ordering_index.py), and the ID of each entry says where its frame starts.
 local function index_floor(index, floor)
   local entry = redis.call('XRANGE', index, string.format('%.0f-0', floor), '+', 'COUNT', 1)[1]
   if entry then

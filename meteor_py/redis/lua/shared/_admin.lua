@@ -1,5 +1,6 @@
--- Library of shared/purge and shared/resume: reads the group. KEYS  1 meta of the stream  2 meta of the
--- group; ARGV  1 incarnation of the stream, with or without that of the group  3 prefix.
+-- Library of shared/purge and shared/resume: reads the group.
+-- KEYS  1 meta of the stream  2 meta of the group
+-- ARGV  1 incarnation of the stream, with or without that of the group  3 prefix
 local found = redis.call('HGET', KEYS[1], 'incarnation')
 if found ~= string.match(ARGV[1], '^[^.]*') then return {found and 'INCARNATION' or 'NOSTREAM'} end
 local s = redis.call('HMGET', KEYS[2], 'incarnation', 'progress')

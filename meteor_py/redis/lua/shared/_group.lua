@@ -1,28 +1,28 @@
--- Library of shared/step and shared/maintain: reads the group and the calling consumer, and the time.
+-- Library of shared/step and shared/maintain: reads the group, the calling consumer, and the time.
 --
 -- KEYS  1 meta of the stream  2 index  3 meta of the group  4 members  5 keys  6 waiting  7 ready
 --       8 blocked  9 delayed  10 leases  11 idle  12 unsettled  13 failures  14 letters  15 dying
 --       16 purges  17 batches, and 18 more, of this consumer
--- ARGV  1 prefix of the group's keys, from which those of other consumers are made
+-- ARGV  1 prefix of the group's keys, to build the names of other consumers' keys
 --       2 incarnation of stream and group  3 this consumer, an id of six characters
 --
 -- The states of a record. Each offset from the group's start to `next` is in exactly one place:
 --   held      in a delivery batch, `batches:<consumer>`: up to 32 records that one step granted
 --   waiting   in the key entry of its ordering key, or in a chunk of `waiting` if many wait
---   a letter  in `letters`, until it is published
+--   a dead letter  in `letters`, until a consumer has published it
 --   settled   nowhere: only counted
 -- The states of an ordering key. It has an entry in `keys` while it has unsettled records or is
--- stopped. Its owner is the consumer that holds records of it, and there is at most one.
+-- stopped. The consumer that holds records of a key is its owner. A key has at most one owner.
 --   free      no owner, records wait: listed in `ready` by its first waiting offset
---   owned     if records wait and the owner may claim them, they are listed in `more:<owner>`
+--   owned     if records wait and the owner may claim them: listed in `more:<owner>`
 --   delayed   until a time in `delayed`, or parked until resumed: listed in `blocked` if records wait
---   behind    owned, and a record that was returned waits before those that are held: in `blocked`
+--   behind    owned, and a returned record waits that is older than those held: listed in `blocked`
 -- Thus the lowest of `next` and of the first scores of `ready`, `blocked` and `unsettled` (batches and
 -- letters by their lowest offset) is the first offset that is not settled.
 --
--- Two clocks that are never set back drive the group. Delays end by `clock`. Leases end by `tick`,
--- which advances by at most half a lease between two calls: neither an outage of the server nor a
--- jump of its time ends a lease, and consumers that come and go cannot prolong one.
+-- Two clocks that never go back drive the group. `clock` decides when delays end. `tick` decides when
+-- leases end, and advances by at most half a lease between two calls. So neither an outage of the
+-- server nor a jump of its time ends a lease, and consumers that come and go cannot prolong a lease.
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
 local byte, sub, match, gmatch = string.byte, string.sub, string.match, string.gmatch
 local pack, unpack_struct, concat = struct.pack, struct.unpack, table.concat
@@ -30,7 +30,7 @@ local type, pairs, ipairs, unpack, tonumber = type, pairs, ipairs, unpack, tonum
 local prefix, me = ARGV[1], ARGV[3]
 local NOBODY, NEVER = '......', 2 ^ 52
 local BATCH = 32 -- records in a delivery batch
-local LOADS = 400 -- key entries read, after which a call takes on no more work
+local LOADS = 400 -- after reading this many key entries, a call starts no more work
 
 local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large', 'unindexed')
 if stream[1] ~= match(ARGV[2], '^[^.]*') then return {stream[1] and 'INCARNATION' or 'NOSTREAM'} end
@@ -42,9 +42,10 @@ local cap, tries, lease, room = tonumber(s[3]), tonumber(s[4]), tonumber(s[5]), 
 local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
 
 -- The progress of the group: next offset to scan, records waiting, both clocks, the server's time at
--- the last call, the next times to look for expired leases and for due delays and letters, the end of
--- the watcher's term, records that have failed, marks in `purges`, counters; then the consumer whose
--- records are being taken back, and the consumer that watches the index for all idle ones.
+-- the last call, when to look next for expired leases, when to look next for due delays and letters,
+-- the end of the watcher's term, number of records that have failed, number of marks in `purges`,
+-- counters; then the consumer whose records are being taken back, and the consumer that watches the
+-- index on behalf of all idle consumers.
 local PROGRESS = '<ddddddddddddddddc6c6'
 local p = {}
 p.next, p.waiting, p.clock, p.tick, p.last, p.reap_at, p.due, p.watch_until, p.failing, p.purging,
@@ -52,8 +53,9 @@ p.next, p.waiting, p.clock, p.tick, p.last, p.reap_at, p.due, p.watch_until, p.f
   unpack_struct(PROGRESS, s[2])
 
 -- A consumer: number of its last step, end of its lease (tick), records held, first and last batch of
--- that step, whether it is idle, must get no other record beside the last try that it has ('alone'),
--- or is dead; a key that it keeps for a last try; its name; what its last step reported.
+-- that step, three flags, a key that it reserves for a last try, its name, the report of its last
+-- step. The flags: it is idle; it must get no record beside the last try that it holds ('alone'); it
+-- is dead.
 local MEMBER = '<dddddBBBHc0Hc0I4c0'
 local function read_member(raw)
   local c, idle, alone, dead = {}, 0, 0, 0

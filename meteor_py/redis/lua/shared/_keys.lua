@@ -5,9 +5,10 @@
 -- 255 and has the fields of `extended` below between the number and the line. An entry holds up to
 -- NEAR offsets or a little more; further ones are in chunks, fields '<key>:<number>' of `waiting`.
 --
--- `entries` has the entries that this call uses, by key, in three forms, because most entries need no
--- table: a number is an entry of this consumer (records held; 0 if there is no entry) for which nothing
--- waits; a string is a plain entry of another consumer, as stored; all others are tables.
+-- `entries` has the entries that this call uses, by key. It has three forms, because most entries need
+-- no table. A number is an entry that this consumer owns and that has no waiting records: the number
+-- of records held, 0 if there is no entry. A string is a plain entry that another consumer owns, as
+-- stored. All other entries are tables.
 local NEAR, CHUNK = 128, 128
 local FREE, DELAYED, PARKED, BEHIND = 0, 1, 2, 3 -- why a key is stopped
 local EXTENDED = '<Bc6HBdddddd'
@@ -38,7 +39,7 @@ end
 local function from_line(line)
   if #line <= 1792 then
     local offsets = {unpack_struct(seven(#line / 7), line)}
-    offsets[#offsets] = nil -- the position after the last
+    offsets[#offsets] = nil -- unpack also returns the position after the last offset
     return offsets
   end
   local offsets = {}
@@ -68,9 +69,9 @@ local function parse(raw, whole)
   end
   local x, t = {}, {}
   local _, at
-  -- `stop` as above; up to `suspect`, records travel one at a time; `blame` and `top` are the first
-  -- and the last offset that a dead owner held; `first` to `last` number the chunks, `far` counts
-  -- their offsets.
+  -- `stop` as above; up to the offset `suspect`, records are delivered one at a time; `blame` and
+  -- `top` are the first and the last offset that a dead owner held; the chunks have the numbers
+  -- `first` to `last`, and `far` counts their offsets.
   _, t.owner, t.held, x.stop, x.suspect, x.blame, x.top, x.first, x.last, x.far, at =
     unpack_struct(EXTENDED, raw)
   t.line, t.extended = sub(raw, at), x
@@ -139,7 +140,7 @@ local function pull_chunk(k, t)
   t.line, x.first, x.far = t.line .. chunk, x.first + 1, x.far - #chunk / 7
   if x.first > x.last then x.far = 0 end
 end
--- Lower the number of records that the owner of a key holds, and free the key with the last one.
+-- Lower the number of records that the owner of a key holds. Without any left, the key becomes free.
 local function let_go(k, t, count)
   if t.held >= cap and t.line ~= '' then tell(t.owner, k) end
   t.held = t.held - count
@@ -152,7 +153,7 @@ local function disown(k, t)
   t.owner = NOBODY
 end
 
--- What this call reports, and what it changes in `failures` and `unsettled`.
+-- The report of this call, and its changes to `failures` and `unsettled`.
 local failed, refused, lost, dropped = {}, {}, {}, {}
 local healed = {}          -- offsets that are settled, while some record has failures
 local marks = {}           -- batches and letters: the lowest offset of each, false if it is settled

@@ -1,5 +1,6 @@
--- Library of shared/step and shared/maintain: records that come back, and records that fail. The
--- functions are created only when they are needed, because most steps just acknowledge and claim.
+-- Library of shared/step and shared/maintain: records that are returned, and records that fail.
+-- make_returns() creates the functions only when a call needs them, because most steps just
+-- acknowledge and claim.
 local function make_returns()
   local function merge(a, b)
     local all, i, j = {}, 1, 1
@@ -25,7 +26,7 @@ local function make_returns()
     many('HSET', KEYS[6], set)
     t.line = to_line(all, 1, NEAR)
   end
-  -- Put rising offsets back among those that wait.
+  -- Insert returned offsets, in rising order, among the waiting ones.
   local function put_back(k, t, offsets)
     while t.extended and t.extended.far > 0 do
       local chunk = call('HGET', KEYS[6], k .. ':' .. text(t.extended.first))
@@ -40,7 +41,7 @@ local function make_returns()
       tell(t.owner, k)
     end
   end
-  -- Give a record up; returns whether it leaves its key.
+  -- Give up on a record; return whether it leaves its key.
   local function give_up(o, k, t, reason, failures)
     if parks then extend(t).stop = PARKED end
     if letters then

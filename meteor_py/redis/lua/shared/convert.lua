@@ -3,16 +3,16 @@
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 members  4 keys  5 waiting  6 ready  7 blocked
 --       8 delayed  9 leases  10 idle  11 unsettled  12 failures  13 letters  14 dying  15 purges
--- ARGV  1 incarnation of the stream  2 prefix of the group's keys, from which the old ones are made
+-- ARGV  1 incarnation of the stream  2 prefix of the group's keys, to build the names of the old keys
 -- Returns {'OK', 1 if another call is needed, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because no record may be missing from both forms. The calls may stop at any point and continue
--- later, in any client: what is converted leaves the old keys in the same call.
+-- Atomic because no record may be missing from both forms. The calls may stop at any point, and any
+-- client may continue later: each call removes the parts that it converts from the old keys.
 --
 -- The old form: `state` (hash), `groups` with 'owner:waiting:state:head' for each ordering key,
 -- `waiting:<key>` (list of offsets), `held:<consumer>` (key -> 'offset,...'), `suspects` (set of
 -- offsets), `consumers`, `more:<consumer>`, `bell`. The other keys have the same form as now. The first
--- call replaces `state`, which shuts out old clients. What consumers hold is returned without counting a
--- failure; they join again.
+-- call replaces `state`, which shuts out old clients. Records that consumers hold return to the group
+-- without counting a failure. The consumers join again.
 
 local call, text = redis.call, function(o) return string.format('%.0f', o) end
 local prefix = ARGV[2]
@@ -61,14 +61,14 @@ local function add_line(key, entry, offsets)
     entry.far = entry.far + #chunk / 7
   end
 end
--- The offsets of a key in the old form, oldest first, at most `count`: waiting and held ones.
+-- Return up to `count` waiting and held offsets of a key in the old form, the oldest first.
 local function take_offsets(key, owner, count)
   local list, held, all = prefix .. 'waiting:' .. key, prefix .. 'held:' .. owner, {}
   for _, o in ipairs(call('LRANGE', list, 0, count - 1)) do all[#all + 1] = tonumber(o) end
   local waiting, raw = all[#all] or 2 ^ 53, owner ~= '' and call('HGET', held, key) or ''
   local some, rest = {}, {}
   for o in string.gmatch(raw, '%d+') do
-    -- A held record behind the waiting ones that were read must wait for its turn.
+    -- Leave a held record that is newer than the waiting offsets read here for a later call.
     if tonumber(o) <= waiting or #all < count then some[#some + 1] = tonumber(o) else rest[#rest + 1] = o end
   end
   if #all > 0 then call('LTRIM', list, #all, -1) end
@@ -120,7 +120,7 @@ for _ = 1, 64 do
 end
 if call('EXISTS', groups) == 1 then return {'OK', 1} end
 
--- 3. Letters, as unsettled as batches are.
+-- 3. Dead letters: list them in `unsettled`, as batches are.
 for _, o in ipairs(call('HKEYS', KEYS[13])) do call('ZADD', KEYS[11], o, 'letter:' .. o) end
 
 -- 4. Consumers, and the end.

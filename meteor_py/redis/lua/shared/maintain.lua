@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- Do a part of the work that no step does: take back the records of a dead consumer, or of one that
--- leaves; end delays; hand out dead letters, again if they are not published within a lease. A consumer
--- calls it while replies say that maintenance is due. It has no number: repeating it does no harm.
+-- Do a part of the work that no step does: take back the records of a consumer that is dead or leaves,
+-- end delays, and assign dead letters, again if they are not published within a lease. A consumer
+-- calls it while replies say that maintenance is due. The call has no number, because repeating it is
+-- harmless.
 --
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
 -- ARGV  4 'leave' if this consumer leaves, else ''
@@ -14,9 +15,9 @@ local RETURN = 64 -- records to take back in one call, or a few more
 local waits = call('ZCARD', KEYS[11])
 local put_back, give_up, count_failure, fail = make_returns()
 
--- A consumer died that held `blame` first and `top` last of this key. It may have died of any of them:
--- from now on they travel one at a time. The first is blamed, but it is not given up for a death before
--- it has travelled alone.
+-- A consumer died that held the records `blame` to `top` of this key. Any of them may have killed it,
+-- so from now on they are delivered one at a time. The failure counts for the first record, but the
+-- group does not give up on it because of a death before it was delivered alone.
 local function blame_first(k, t)
   local x = t.extended
   local o, suspected = x.blame, x.blame <= x.suspect
@@ -31,7 +32,7 @@ local function blame_first(k, t)
     if t.line == '' and x.far > 0 then pull_chunk(k, t) end
   end
 end
--- Take back a part of what a consumer holds; returns whether it holds more.
+-- Take back some of the records that a consumer holds; return whether it holds more.
 local function take_back(owner, died)
   local key, by_key, taken = prefix .. 'batches:' .. owner, {}, 0
   local some = call('HRANDFIELD', key, 16, 'WITHVALUES') or {}
@@ -86,8 +87,8 @@ if ARGV[4] == 'leave' then
   end
 end
 
--- 2. Reap. A dead consumer is refused from the first call on. Its entry is kept for ten leases, so that
--- it can learn what its last step did.
+-- 2. Reap. From the first of these calls on, the scripts refuse the dead consumer. Its entry stays for
+-- ten leases, so that it can learn what its last step did.
 if p.reaping == NOBODY and p.reap_at <= p.tick then
   local first = call('ZRANGE', KEYS[10], 0, 0, 'WITHSCORES')
   p.reap_at = tonumber(first[2] or NEVER)
@@ -115,7 +116,7 @@ if p.reaping ~= NOBODY and not take_back(p.reaping, true) then
   p.reaping, p.reaped = NOBODY, p.reaped + 1
 end
 
--- 3. End delays, and hand out letters.
+-- 3. End delays, and assign dead letters.
 local letters_out = {}
 if p.due <= p.clock then
   local now_due = text(p.clock)

@@ -4,9 +4,9 @@
 -- KEYS  1 meta of the stream  2 meta of the group  3 keys  4 waiting  5 ready  6 blocked  7 delayed
 --       8 failures  9 idle  10 purges
 -- ARGV  1 incarnation of the stream, with or without that of the group  2 ordering key
---       3 prefix of the group's keys, from which those of its consumers are made
---       4 the offset after the last one to purge. Records that are not scanned yet are purged when they
---       are.
+--       3 prefix of the group's keys, to build the names of its consumers' keys
+--       4 the offset after the last one to purge. Records that are not scanned yet are purged when a
+--         step scans them.
 -- Returns {'OK', records purged, 1 if another call is needed, next offset to scan, the offset up to which
 --   earlier calls purge}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
@@ -54,7 +54,7 @@ if raw then
       local head = struct.unpack('<I7', line)
       for set = 5, 6 do call('ZADD', KEYS[set], 'XX', head, key) end
     end
-    if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end -- kept for a last try
+    if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end -- reserved for a last try
     t[2] = owner
     local plain = t[4] == FREE and t[5] < 0 and t[6] < 0 and t[10] <= 0
     if held == 0 and line == '' and t[4] == FREE then

@@ -4,9 +4,9 @@
 -- KEYS  1 meta of the stream  2 meta of the group  3 keys  4 ready  5 blocked  6 delayed  7 failures
 --       8 idle
 -- ARGV  1 incarnation of the stream, with or without that of the group  2 ordering key
---       3 prefix of the group's keys, from which those of its consumers are made
--- Returns {'OK', 1 if it was stopped, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because its entry and the sets that list it must change together.
+--       3 prefix of the group's keys, to build the names of its consumers' keys
+-- Returns {'OK', 1 if the key was stopped, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
+-- Atomic because the entry of the key and the sets that list the key must change together.
 
 local key, call = ARGV[2], redis.call
 local raw = call('HGET', KEYS[3], key)

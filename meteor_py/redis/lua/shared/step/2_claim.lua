@@ -1,6 +1,6 @@
--- 3. Claim waiting records, the oldest first. The last try of a suspect is granted alone: if it kills
--- its consumer, no other record is blamed. A consumer that meets one keeps its key, and gets nothing
--- more until it has settled all that it holds.
+-- 3. Claim waiting records, the oldest first. A suspect is a record that may have killed a consumer.
+-- Its last try is granted alone: if it kills its consumer, no other record is blamed. A consumer that
+-- comes to a last try reserves the key, and gets no more records until it has settled all it holds.
 local QUANTUM, ROUND = 16, 64 -- records of one key, and keys, to take before others get their turn
 local got, granted, offsets = 0, {}, {}
 if c.alone and c.holding == 0 then c.alone = false end
@@ -8,7 +8,7 @@ local stop = c.alone or (c.kept ~= '' and c.holding > 0)
 local left = {} -- keys of which this consumer may claim more
 local waits = call('ZCARD', KEYS[11])
 
--- Whether a suspect may be granted now; if it is a last try, `stop` is set.
+-- Return whether a suspect may be granted now. If this is its last try, set `stop`.
 local function may_try(k, t, o)
   if t.held > 0 then return false end -- not before the records that share the blame are settled
   local failures = tries > 0 and tonumber(call('HGET', KEYS[13], text(o)) or 0)
@@ -85,8 +85,8 @@ if c.kept ~= '' and not stop and want > 0 then
   end
 end
 
--- A consumer that has other records leaves the keys that it has just freed to those that are idle; one
--- that has none leaves every second key.
+-- A consumer that holds other records leaves the keys that it has just freed to idle consumers. A
+-- consumer that holds none leaves every second key.
 local candidates, spared = {}, {}
 for i = 1, #freed do
   if waits == 0 or (c.holding == 0 and i % 2 == 1) then
@@ -102,7 +102,7 @@ while got < want and not stop do
   rounds = rounds + 1
   local before, names, seen, total = got, {}, {}, 0
   local mine = call('LPOP', KEYS[18], ROUND) or {}
-  local told_now = told[me] or {} -- by this step
+  local told_now = told[me] or {} -- keys that this step added
   told[me] = nil
   local ready = call('ZRANGE', KEYS[7], 0, min(want - got, ROUND) - 1)
   load(mine)
@@ -116,7 +116,7 @@ while got < want and not stop do
     end
   end
   candidates = {}
-  if total > 7 * (want - got) then by_age(names) end -- not all of them
+  if total > 7 * (want - got) then by_age(names) end -- there are more than fit
   for _, limit in ipairs({QUANTUM, cap}) do
     for i = 1, #names do
       local k = names[i]

@@ -1,4 +1,4 @@
--- 4. Scan new records, each once: one is granted, or waits, or is settled by a purge.
+-- 4. Scan new records, each once: a record is granted, or waits, or a purge settles it.
 local SCAN = 512 -- records that one call scans
 local nxt, stored_stop = p.next, 0
 local function lose(to)
@@ -8,9 +8,9 @@ local function lose(to)
 end
 local keyless = free and '' or default
 
--- Publishers write the index, and one of them may be hostile: the records of a malformed entry have no
--- keys, and an entry never reaches beyond the end of the stream. For the forms of entries, of which the
--- older has two bytes per record, see records/ordering_index.py.
+-- Publishers write the index, and a publisher may be hostile. So the records of a malformed entry
+-- count as keyless, and an entry never reaches beyond the end of the stream. For the two forms of
+-- entries, see records/ordering_index.py; the older form has two bytes per record.
 local function unpack_keys(packed)
   if #packed > 66500 then return {} end
   local ok, names = pcall(cmsgpack.unpack, packed)
@@ -51,7 +51,7 @@ local function next_entry()
   per_entry = found.size
   return found
 end
--- The keys of the next records in the entry.
+-- Return the keys of the next records in the entry.
 local function read_row()
   local last = min(entry.last, nxt + max(want - got, 8) - 1)
   local low, high = nxt - entry.first, last - entry.first
@@ -84,7 +84,7 @@ local function purge_marks(row)
   for _, k in ipairs(names) do marks_of[k] = tonumber(call('ZSCORE', KEYS[16], k) or -1) end
   return marks_of
 end
--- Whether a key in the form of a table has nothing to wait for.
+-- Return whether records of a key, whose entry is a table, can be granted without waiting.
 local function grantable(k, t)
   if t.line ~= '' or pushed[k] or t.held >= cap or (t.owner ~= me and t.owner ~= NOBODY) then
     return false
@@ -109,11 +109,11 @@ local function scan_row(row)
       granted[got], offsets[got], t.owner, t.held = k, nxt, me, t.held + 1
     else
       local before, line = pushed[k], pack('<I7', nxt)
-      while row[i + count] == k and not purged do -- with those of the same key that follow it
+      while row[i + count] == k and not purged do -- and the records of the same key after it
         line, count = line .. pack('<I7', nxt + count), count + 1
       end
       pushed[k], p.waiting = before and before .. line or line, p.waiting + count
-      if before then -- its owner is told already
+      if before then -- its owner is already notified
       elseif type(t) ~= 'string' then
         t = as_table(k)
         local x = t.extended
