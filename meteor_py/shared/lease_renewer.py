@@ -49,7 +49,8 @@ class LeaseRenewer:
         self._polling = polling
         if not polling and self._deliveries.idle is not None:
             with self._deliveries.condition:
-                self._deliveries.condition.notify_all()  # the thread may have to stop waiting
+                # The thread may have to deregister this consumer for wake-ups.
+                self._deliveries.condition.notify_all()
 
     def start(self) -> None:
         self._thread.start()

@@ -1,6 +1,6 @@
--- The state of a peer group: read the clock, drop overdue members, elect. All scripts that do not only
--- send or settle messages continue with this file after _messages.lua, so every live client acts as
--- failure detector for the group.
+-- The state of a peer group: read the clock, drop overdue members, elect a leader. Scripts that do more
+-- than send or settle messages continue with this file after _messages.lua. So every live client acts
+-- as failure detector for the group.
 
 local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
@@ -15,8 +15,8 @@ local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mar
 if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
 local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
--- Nothing is due before this time (ms). It is never far ahead, so an earlier version of these scripts
--- that does not know it may run beside them.
+-- Nothing is due before this time (ms). The time is never far ahead, so an earlier version of these
+-- scripts, which does not know this field, may run at the same time.
 local due = tonumber(s[8] or 0)
 
 -- If no script ran for half a ttl, the server was down or its clock was set. Each member then gets
@@ -56,8 +56,9 @@ local function read_clock()
 end
 local now = read_clock()
 
--- Every change is one event, numbered without gaps: the number is the view. Each event names the mark of
--- the previous one: after a failover that lost events, the same numbers have other marks.
+-- Every change is one event. Events are numbered without gaps, and the number is the view. Each event
+-- names the mark of the previous event: after a failover that lost events, the same numbers have other
+-- marks.
 local function emit(kind, ...)
   local after = mark
   view = view + 1
@@ -77,7 +78,7 @@ local function renew(id)
   call('ZADD', DEADLINES, int(now + TTL), id)
   call('ZREM', GRACED, id)
 end
--- Look for something that is due at this time, at the latest.
+-- Make a script look for due work at this time, or earlier.
 local function due_at(time)
   if time >= due then return end
   due = time
@@ -92,7 +93,7 @@ local function late(id)
   return not deadline or tonumber(deadline) < now
 end
 
--- Choose a leader: the highest priority, then the oldest or any.
+-- Choose a leader: among the members with the highest priority, the oldest or a random one.
 -- A member that resigns ('not_id') is the last choice, whatever its priority.
 local function candidate(not_id)
   local same, level, resigned = {}, nil, nil
@@ -131,8 +132,8 @@ local function depose(reason, ...)
   emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
 end
 
--- Choose a receiver for a message to any member. A full inbox gets it only if all are full: a message
--- that was accepted cannot be refused later.
+-- Choose a receiver for a message to any member. A full inbox gets the message only if all inboxes are
+-- full: a message that was accepted cannot be refused later.
 local function choose(others, number)
   while #others.roomy > 0 do
     local n = number % #others.roomy + 1
@@ -147,8 +148,8 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
--- Move a message to another member; return its bytes. A member that died may have begun to handle it,
--- so its deliveries so far move with it.
+-- Move a message to another member; return its bytes. The dead member may have begun to handle the
+-- message, so the count of its deliveries moves with it.
 local function move(inbox, owner, others, place)
   local entry = call('XRANGE', P .. 'inbox:' .. inbox, place, place)[1]
   if not entry then  -- a part of the group was deleted
@@ -178,10 +179,10 @@ local function move(inbox, owner, others, place)
   return #f.body
 end
 
--- The inbox of a member that left is an orphan: its messages for any member move to another member, and
--- the senders of the others get an error. Each call does a part, since an inbox may hold a million, or
--- a gigabyte. A named member that is dead keeps its messages while there is no other, until one joins
--- or it returns.
+-- The inbox of a member that left is an orphan. Its messages to any member move to another member, and
+-- the senders of all other messages get an error. Each call does a part of this, since an inbox may
+-- hold a million messages, or a gigabyte. If there is no other member, a dead named member keeps its
+-- messages until another member joins or it returns.
 local budget, bytes, orphans = 500, 1048576, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
@@ -194,7 +195,7 @@ local function others_than(owner)
     end
   end
   add(alive())
-  if #others.all == 0 then add(live()) end  -- a leaving member is better than none: it may come back
+  if #others.all == 0 then add(live()) end  -- a member that is leaving is better than none: it may come back
   return others
 end
 local function take(key)
@@ -242,7 +243,7 @@ local function orphan(inbox)
   hand_over(inbox)
 end
 -- Rename the inbox to a name that no member can have, so that a new member with the old name starts
--- empty.
+-- with an empty inbox.
 local function orphan_for_good(id)
   local inbox = '~' .. mark .. '~' .. id
   call('ZREM', ORPHANS, id)
@@ -254,8 +255,9 @@ local function orphan_for_good(id)
   orphan(inbox)
 end
 
--- Polls: each voter's field is '-' (open), 'y', 'n', 'a' (abstained) or 'g' (gone). Events list ids per
--- vote: one field per voter would exceed the arguments that a script may pass to a command.
+-- Polls: each voter's field is '-' (open), 'y', 'n', 'a' (abstained) or 'g' (gone). Events list the ids
+-- for each kind of vote: with one field per voter, a command would get more arguments than a script
+-- may pass.
 local function describe(id)
   local key = P .. 'poll:' .. id
   local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
@@ -288,7 +290,7 @@ local function decide(id, result, reason)
   end
   emit('decided', unpack(describe(id)))
 end
--- Count one vote. Votes are counted on arrival, because there may be a thousand.
+-- Count one vote. Each vote is counted on arrival, because a poll may have a thousand votes.
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)
@@ -310,7 +312,7 @@ local function unseat(member)
     end
   end
 end
--- Elect a leader. If there is none, votes that need one end.
+-- Elect a leader. If there is no candidate, end the votes that need a leader.
 local function succeed(not_id)
   elect(not_id)
   if not deposed or leader ~= '' then return end
@@ -372,7 +374,8 @@ local function sweep_all()
   sweep(DEADLINES, '(' .. int(now), true)
   sweep(EXPIRATIONS, int(now), false)
   succeed()
-  -- LIMITS closes a vote on an action before the action's time, even if a grace moved its deadline.
+  -- LIMITS closes a vote on an action before the action's time, even if a grace period moved the
+  -- deadline of the vote.
   for _, key in ipairs({POLLS, LIMITS}) do
     for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
       decide(id, 'no', 'timeout')

@@ -1,6 +1,6 @@
--- Messages of a peer group: how inboxes, replies and dead letters are written. Scripts that send and
--- settle start with this file alone, because they run for every message. All other scripts continue
--- with _group_state.lua.
+-- Messages of a peer group: writes inboxes, replies and dead letters. The scripts that send and settle
+-- messages load only this file, because they run for every message. All other scripts continue with
+-- _group_state.lua.
 --
 -- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
 -- keys.py describes them.
@@ -22,8 +22,8 @@ local function pairs_of(flat)
 end
 
 -- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
--- prefixed with '-': no process has such a session, but its former owner can tell that it was the
--- last one.
+-- prefixed with '-': no process has such a session, but the former owner of the session can tell that
+-- it was the last owner.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end
@@ -33,8 +33,8 @@ local function read_member(id)
   return m
 end
 
--- Live members that can get new work: neither overdue ones, which a sweep has yet to drop, nor those
--- that are about to leave.
+-- Return the live members that can get new work. This excludes overdue members, which a sweep has yet
+-- to drop, and members that are about to leave.
 local function alive_at(now, most)
   local leaving = call('ZCARD', LEAVING)
   local all = call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0,
@@ -47,7 +47,7 @@ local function alive_at(now, most)
   return here
 end
 
--- Store a receiver's reply; the last one notifies the sender. A sender that waits for one receiver
+-- Store a receiver's reply; the last reply notifies the sender. A sender that waits for one receiver
 -- finds a short reply in the notification itself.
 local notified = {}
 local function complete(id, member, code, value)
@@ -74,9 +74,9 @@ local function complete(id, member, code, value)
   end
 end
 
--- Indexes of an inbox: 'movable' has the messages for any member, in order; 'awaited' those that a
--- sender waits for, by deadline; and 'shared' those whose body is stored in 'body:<id>', for several
--- receivers. So no script has to scan large messages.
+-- Indexes of an inbox: 'movable' has the messages to any member, in order. 'awaited' has the messages
+-- that a sender waits for, by deadline. 'shared' has the messages to several receivers whose body is
+-- stored in 'body:<id>'. So no script has to scan large messages.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
   if f.to == 'any' then
@@ -91,7 +91,7 @@ local function release_body(id)
   local key = P .. 'body:' .. id
   if call('HINCRBY', key, 'holders', -1) <= 0 then call('UNLINK', key) end
 end
--- Remove a message from an inbox. 'begun' says that its deliveries may have been counted.
+-- Remove a message from an inbox. If 'begun' is set, its deliveries may have been counted.
 local function discard(member, place, f, begun)
   call('XDEL', P .. 'inbox:' .. member, place)
   if f.to == 'any' then call('ZREM', P .. 'movable:' .. member, place) end

@@ -5,7 +5,7 @@
 -- ARGV  none
 -- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, members and their
 --   records in turn, properties and their values in turn}, or {'NOGROUP'}
--- Atomic so that a client that reads events from that number on misses none, and sees none twice.
+-- Atomic so that a client that reads events from that number on misses no event and sees none twice.
 
 return {'OK', incarnation, view, mark, term, leader, session, call('HGETALL', MEMBERS),
         call('HGETALL', PROPERTIES)}

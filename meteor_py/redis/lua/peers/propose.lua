@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Put a proposal to the vote of all live members.
+-- Start a vote of all live members on a proposal.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms to vote in  4 time of the
---       action in ms by the server's clock, '' if it is none  5 ms between the end of the vote and the
+-- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms left to vote  4 time of the
+--       action in ms by the server's clock, '' for no action  5 ms between the end of the vote and the
 --       action  6 name of the action, '' for none  7 topic  8 the member that proposes, '' for none
---       9 its session  10 '1' if there must be a leader until the end  11 maximum error of a voter's clock in us,
---       '' for any
+--       9 its session  10 '1' if there must be a leader until the end  11 maximum error of a voter's
+--       clock in us, '' for any
 -- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
---   {'FENCED'}: another session has the proposer now  {'FULL', open votes}
+--   {'FENCED'}: another session now owns the proposing member  {'FULL', open votes}
 --   {'TOOLATE', ms by the server's clock}  {'PENDING', poll}: that action is already pending
 -- Atomic because the voters must be chosen once. Idempotent per poll: a repeat after a lost reply
 -- changes nothing.

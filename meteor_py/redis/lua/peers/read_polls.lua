@@ -3,11 +3,11 @@
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 'poll' or 'member'  2 its id
--- Returns {'OK', ms left to vote in, fields and values of a poll as in its events, ...}; only 'OK' if
---   there is none; or {'NOGROUP'}. For a member: the open polls in which it has yet to vote, then the
---   passed actions that it was asked about: first those to come, then those of the last hour, the
---   nearest first; 200 at most in all.
--- Atomic because it also closes polls that are over, so that some client does.
+-- Returns {'OK', ms left to vote, fields and values of a poll as in its events, ...}; only 'OK' if
+--   there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has yet to vote, then
+--   the passed actions that it was asked about. Future actions come first, then those of the last hour,
+--   the nearest first; at most 200 polls in all.
+-- Atomic because it also closes polls whose time is over: every client that reads polls helps to do so.
 
 local reply = {'OK'}
 local function add(id)

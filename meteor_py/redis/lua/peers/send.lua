@@ -2,20 +2,22 @@
 -- Store messages in the inboxes of their receivers.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 its number in that:
---       more than that of the last  4 '1' to skip the check of the clock  5 ids of finished messages of
---       the handle  6... for each message: id; id and session of the sender, '' if it is not a member; queue; verb:
---       tell, send or ask; to: member, any, all or leader; member, for that; a random number; options:
---       d includes dead members, s excludes the sender, h refuses a queue that no receiver handles;
---       priority; ms after which the sender stops waiting; type of the body; body
+-- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 number of the batch
+--       in its session, higher than the last  4 '1' to skip the check of the clock  5 ids of finished
+--       messages of the handle  6... for each message: id; id and session of the sender, '' if it is not
+--       a member; queue; verb: tell, send or ask; target: member, any, all or leader; id of the member
+--       if that is the target; a random number; options: d includes dead members, s excludes the sender,
+--       h refuses a queue that no receiver handles; priority; ms after which the sender stops waiting;
+--       type of the body; body
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'OLD'}: a later batch was stored
---   {'IDLE'}: no heartbeat arrived for long, or the clock was set; send one first, to renew all leases
+--   {'IDLE'}: no heartbeat has arrived for a long time, or the clock was set; send a heartbeat first, to
+--   renew all leases
 --   A result is a code and arguments, separated by line breaks: OK and the receivers, NOMEMBER,
 --   NOLEADER, FULL and a member, NOHANDLER, or STALE: the sender is no longer that member. There are
 --   fewer results than messages if the first ones were enough work for one call.
--- Atomic because all receivers of a message get it or none, and a receiver that leaves later is known
--- to have got it. Idempotent per batch: a repeat after a lost reply returns the same results. Refused
--- if the server is full.
+-- Atomic because either all receivers of a message get it or none does, and it must be known whether a
+-- receiver that leaves later has got it. Idempotent per batch: a repeat after a lost reply returns the
+-- same results. The server refuses the script if its memory is full.
 
 local FIRST, SIZE = 6, 13
 -- Deliveries and bytes after which a call ends.
@@ -39,7 +41,7 @@ if known and tonumber(known) >= batch then
   return results
 end
 
--- What one call has read of each member: its record, the length of its inbox, and its queues.
+-- Data of each member that this call has read: its record, the length of its inbox, and its queues.
 local records, length, queues, alive = {}, {}, {}, nil
 local function member_of(id)
   if records[id] == nil then records[id] = read_member(id) or false end
@@ -49,8 +51,8 @@ local function live()
   alive = alive or alive_at(now)
   return alive
 end
--- The session of a live member and, after a space each, the queues that it has declared; false if it
--- is dead, or if its version writes no such record.
+-- Return the session of a live member, followed by the queues that it has declared, each after a space.
+-- Return false if the member is dead, or if its version writes no such record.
 local function declaration(id)
   if queues[id] == nil then
     local declared, m = call('HGET', HANDLERS, id), member_of(id)
@@ -58,13 +60,14 @@ local function declaration(id)
   end
   return queues[id]
 end
--- Whether a member has declared its queues, and this is none of them.
+-- Return whether a member has declared its queues, and this queue is not among them.
 local function lacks(id, queue)
   local declared = declaration(id)
   return declared and string.find(declared, ' ', 1, true)
     and not string.find(declared, ' ' .. queue .. ' ', 1, true)
 end
--- Whether an inbox is full. Messages whose sender stopped waiting make room, a few per call.
+-- Return whether an inbox is full. To make room, remove messages whose sender stopped waiting, a few
+-- per call.
 local function full(id)
   length[id] = length[id] or call('XLEN', P .. 'inbox:' .. id)
   if length[id] < MAX_INBOX then return false end
@@ -130,7 +133,7 @@ local function store(m)
   for _, id in ipairs(target) do
     if full(id) then return 'FULL\n' .. id end
   end
-  -- A sender that tells stores the message for all of them: a handler may be registered later.
+  -- A `tell` stores the message for all receivers: they may register a handler later.
   if m.verb == 'tell' then
     for _, id in ipairs(lacking or {}) do
       if full(id) then return 'FULL\n' .. id end

@@ -2,9 +2,9 @@
 -- Set or delete a property of the group.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 name  2 'set' or 'delete'  3 value  4 properties that a group may have
+-- ARGV  1 name  2 'set' or 'delete'  3 value  4 maximum number of properties of a group
 -- Returns {'OK', 1 if it was changed, else 0}, or {'NOGROUP'}  {'FULL', properties}
--- Atomic because the change and its event are one step.
+-- Atomic because the change and the event that reports it are one step.
 
 local name, value = ARGV[1], ARGV[3]
 local present = call('HGET', PROPERTIES, name)

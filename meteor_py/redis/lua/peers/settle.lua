@@ -4,15 +4,15 @@
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 member  2 its session
---       3... for each message: what to do: settle, settle-begun if its deliveries may have been counted,
---       or begin; its entry in the inbox; its id; to settle it: ok, failed, expired, or unknown if it
---       cannot be decoded and becomes a dead letter; type of the reply; reply, or the reason; to begin it: a
---       token that a repeat after a lost reply has too
--- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session has the
---   member and its messages now. A result is 0 if the message was not there. Otherwise it is 1 if the
+--       3... for each message: the operation: settle, settle-begun if its deliveries may have been
+--       counted, or begin; its entry in the inbox; its id; then, to settle it: ok, failed, expired, or
+--       unknown if it cannot be decoded and becomes a dead letter; type of the reply; reply, or the
+--       reason; or, to begin it: a token, which is the same in a repeat after a lost reply
+-- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session now owns the
+--   member and its messages. A result is 0 if the message was not there. Otherwise it is 1 if the
 --   message was settled; for begin, the number of deliveries including this one, or -1 if there were
---   max_deliveries before: then it has become a dead letter.
--- Atomic because a message is settled once, by the session that has it.
+--   already max_deliveries of them, and the message has become a dead letter.
+-- Atomic because a message is settled once, by the session that owns its member.
 
 local FIRST, SIZE = 3, 6
 local config = call('HMGET', CONFIG, 'ttl', 'max_deliveries')

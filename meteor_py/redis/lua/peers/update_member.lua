@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Change a member's metadata; or declare the queues that it handles; or resign its leadership and move
--- it to the end of the order; or stop giving it new work, because it leaves once its running work is
--- done.
+-- Do one of four things: change a member's metadata; declare the queues that it handles; resign its
+-- leadership and move it to the end of the order; or stop giving it new work, because it will leave as
+-- soon as its running work is done.
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 id  2 session  3 'metadata', 'handlers', 'resign' or 'leave'  4 metadata, or the queues with a
 --       space after each, or the term that ends
---       5 the highest term that the member knows of, if it resigns: the next is higher
+--       5 the highest term that the member knows of, if it resigns: the next term is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: another session
 --   now owns the member
--- Atomic because another member must be elected in the same step, rather than the one that resigns.
+-- Atomic because the same step must elect another member instead of the one that resigns.
 
 local id = ARGV[1]
 local m = read_member(id)

@@ -3,13 +3,14 @@
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 poll  2 member  3 its session  4 y, n or a
--- Returns {'OK', 1 if it counted, else 0: too late, repeated, or not asked}, or {'NOGROUP'}
---   {'FENCED'}: another session has the member now
--- Atomic because each vote counts once, and the last one needed decides.
+-- Returns {'OK', 1 if the vote counted, 0 if it was too late or repeated, or the member was not asked},
+--   or {'NOGROUP'}  {'FENCED'}: another session now owns the member
+-- Atomic because each vote counts once, and the last vote that is needed decides.
 
 local m = read_member(ARGV[2])
 if not m or m.session ~= ARGV[3] then return {'FENCED'} end
--- Closing is bounded, so a poll that is over may still be listed. It takes no vote.
+-- Each call closes a bounded number of polls, so a poll whose time is over may still be listed. It
+-- accepts no votes.
 local ends, limit = call('ZSCORE', POLLS, ARGV[1]), call('ZSCORE', LIMITS, ARGV[1])
 if not ends or tonumber(ends) <= now or (limit and tonumber(limit) <= now) then return {'OK', 0} end
 if call('HGET', P .. 'votes:' .. ARGV[1], ARGV[2]) ~= '-' then return {'OK', 0} end

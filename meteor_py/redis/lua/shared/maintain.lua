@@ -15,9 +15,9 @@ local RETURN = 64 -- records to take back in one call, or a few more
 local waits = call('ZCARD', KEYS[11])
 local put_back, give_up, count_failure, fail = make_returns()
 
--- A consumer died that held the records `blame` to `top` of this key. Any of them may have killed it,
--- so from now on they are delivered one at a time. The failure counts for the first record, but the
--- group does not give up on it because of a death before it was delivered alone.
+-- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any of
+-- them may have killed it, so from now on they are delivered one at a time. The failure counts for the
+-- first record, but the group does not give up on it because of a death before it was delivered alone.
 local function blame_first(k, t)
   local x = t.extended
   local o, suspected = x.blame, x.blame <= x.suspect

@@ -102,7 +102,7 @@ while got < want and not stop do
   rounds = rounds + 1
   local before, names, seen, total = got, {}, {}, 0
   local mine = call('LPOP', KEYS[18], ROUND) or {}
-  local told_now = told[me] or {} -- keys that this step added
+  local told_now = told[me] or {} -- keys that this step would list in `more`
   told[me] = nil
   local ready = call('ZRANGE', KEYS[7], 0, min(want - got, ROUND) - 1)
   load(mine)
