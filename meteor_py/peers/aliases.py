@@ -40,7 +40,7 @@ class Execution(enum.Enum):
 class Delivery(enum.Enum):
     """Which members get a message to the group."""
 
-    #: A random member, or another if it leaves: ``any``.
+    #: A random member, or another one if that member leaves: ``any``.
     RANDOM = "any"
     #: All live members: ``all``.
     BROADCAST = "all"
@@ -74,7 +74,7 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message. It replaces the previous function."""
+        """Call a function with each message. The function replaces the previous one."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
@@ -194,7 +194,7 @@ class GroupElection:
         return GroupTerm(self._group.term, found)
 
     def on_election(self, callback: Callable[[GroupTerm], object]) -> None:
-        """Call a function with each new term; at once if there is a leader."""
+        """Call a function with each new term, and at once if there is a leader."""
 
         def elected(leader: Member, number: int) -> None:
             callback(GroupTerm(number, GroupMember(self._group, leader)))
@@ -210,7 +210,7 @@ class DistributedGroup:
         self.group = group
 
     def join(self, member: str | None = None, metadata: Any = None) -> LocalMember:
-        """Become a member. An id makes it persistent."""
+        """Become a member. An id makes the member persistent."""
         return LocalMember(self.group.join(member, metadata=metadata))
 
     def remove(self, member: str) -> bool:

@@ -1,4 +1,4 @@
-"""Codecs of peer groups: how bodies of messages are encoded. Pickle is never used.
+"""Codecs of peer groups: they encode the bodies of messages, and never use pickle.
 
 Each encoded body carries its type: the name of a format, or the number or name of a registered
 type. So members with different codecs understand each other if they know the types.
@@ -70,12 +70,13 @@ class PeerCodec:
             type: The class. Its subclasses are not included.
             id: 0 to 2^31 - 1; the same in all processes, and never reused. Without it, messages
                 carry the module and the name of the class, which must be the same in all processes.
-            encode: Converts a value to bytes. By default the format does, for dataclasses, attrs
+            encode: Converts a value to bytes. By default, the format converts dataclasses, attrs
                 classes and ``msgspec.Struct``.
             decode: Converts the bytes back to a value.
 
         Raises:
-            ValueError: The number, the name or the type is taken, or only one function is given.
+            ValueError: The number, the name or the type is taken, or only one of ``encode`` and
+                ``decode`` is given.
         """
         if id is not None:
             check_int("id", id, 0, TYPE_MAX)

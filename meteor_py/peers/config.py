@@ -38,8 +38,8 @@ class PeersConfig:
     min_size: int = 1
     #: Maximum number of unsettled messages of a member: 1 to 1,000,000.
     max_inbox: int = 10_000
-    #: Sessions that may have had a message and ended without settling it, after which it becomes a
-    #: dead letter: 2 to 1,000; 0 = no limit.
+    #: A message becomes a dead letter after this many sessions may have had it and ended without
+    #: settling it: 2 to 1,000; 0 = no limit.
     max_deliveries: int = 5
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class PeersConfig:
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:
-        """The name of the first setting that differs from ``asked``; None if none does."""
+        """The name of the first setting that differs from ``asked``; None if all are equal."""
         present, wanted = self._rounded(), replace(self, **asked)._rounded()
         return next((name for name, value in wanted.items() if present[name] != value), None)
 

@@ -17,7 +17,7 @@ Kind = (
 class Event:
     """One change in a group."""
 
-    #: Its number: one more than that of the previous event.
+    #: Its number: one more than the number of the previous event.
     view: int
     kind: Kind
     #: When it happened, in ms since 1970 by the server's clock.

@@ -25,7 +25,7 @@ _FIRST = "0-0"
 
 
 class EventReader(JoinableThread):
-    """A thread with its own connection. It calls nothing that could block it."""
+    """A thread with its own connection. It calls no function that could block it."""
 
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._read_all, f"meteor-events-{group.name}")
@@ -37,12 +37,13 @@ class EventReader(JoinableThread):
         self._again = False
 
     def read_again(self) -> None:
-        """Make the thread read all replies again. The server may have recreated their stream, and
-        its clock, which numbers them, may be behind. Reading a reply twice is harmless."""
+        """Make the thread read all replies again. The server may have recreated the stream of
+        replies, and its clock, which numbers them, may be behind. Reading a reply twice is
+        harmless."""
         self._again = True
 
     def stop(self) -> None:
-        """Stop the thread. Safe to repeat: it may have connected since the last call."""
+        """Stop the thread. Safe to repeat: the thread may have connected since the last call."""
         self._stopped = True
         self._connection.interrupt()
 

@@ -62,7 +62,7 @@ class PeerGroup(Sender):
         return self._handle.view.in_order
 
     def find(self, member: str) -> Member | None:
-        """Returns the member with this id; None if there is none."""
+        """Returns the member with this id; None if there is no such member."""
         return self._handle.view.members.get(member)
 
     @property
@@ -104,15 +104,15 @@ class PeerGroup(Sender):
     def set_property(self, name: str, value: Any) -> None:
         """Set a property of the group, for all processes to see. ``on_property`` reports it.
 
-        Any client may set it, and the last one wins. For values that only the leader may write, use
-        ``term.guard``.
+        Any client may set it, and the last writer wins. For values that only the leader may write,
+        use ``term.guard``.
 
         Args:
             name: 1 to 128 characters of A-Z a-z 0-9 . _ -
             value: JSON, up to 4 KiB. None deletes the property.
 
         Raises:
-            PeerError: The group has as many properties as it may have.
+            PeerError: The group has reached its maximum number of properties.
             TypeError, ValueError: The value cannot be written as JSON, or is too long.
         """
         self._check_open()
@@ -133,7 +133,7 @@ class PeerGroup(Sender):
 
         A message becomes a dead letter if its receiver does not know its type, if it was delivered
         ``max_deliveries`` times and never settled, or if no member was left for it. The group keeps
-        about 1,000.
+        about 1,000 dead letters.
         """
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
@@ -163,8 +163,8 @@ class PeerGroup(Sender):
                 to it wait, and it continues when any process joins under the name again.
             metadata: Describes the member to others: JSON, up to 4 KiB.
             priority: Members with a higher priority lead before others: -1,000 to 1,000.
-            on_conflict: What to do if a live member has the name. "takeover" replaces it, as a
-                restarted process wants; "fail" raises; "wait" waits until the name is free.
+            on_conflict: What to do if a live member has the name. "takeover" replaces that member,
+                which suits a restarted process; "fail" raises; "wait" waits until the name is free.
             timeout: Seconds to wait for the name; None waits indefinitely.
 
         Raises:
@@ -225,7 +225,8 @@ class PeerGroup(Sender):
         """Call a function with each ``Member`` that leaves and the reason: "left", "expired",
         "removed", or "dead" for a named member that died and may come back.
 
-        If a dead member is removed, it has left before: ``on_event`` reports it, as "left".
+        A dead member has already left, so its removal is not reported here. ``on_event`` reports
+        the removal, as "left".
         """
         return self._listen("leave", function)
 
@@ -234,12 +235,12 @@ class PeerGroup(Sender):
         return self._listen("status", function)
 
     def on_property(self, function: _F) -> _F:
-        """Call a function with the name and the value of each property that is set; None for the
-        value if it is deleted."""
+        """Call a function with the name and the value of each property that is set or deleted. The
+        value of a deleted property is None."""
         return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with each leader and its term number; at once if there is a leader."""
+        """Call a function with each new leader and its term number, and at once if there is one."""
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader
@@ -264,9 +265,9 @@ class PeerGroup(Sender):
         """Call a function, without arguments, when the application must read the group's state
         again.
 
-        There are two causes. Either the server has lost state of the group: callbacks for the
-        differences follow, and members of this process rejoin. Or callbacks were so slow that
-        10,000 calls were waiting, and later calls were dropped.
+        There are two possible causes. Either the server has lost state of the group: callbacks for
+        the differences follow, and members of this process rejoin. Or callbacks were so slow that
+        10,000 calls were waiting, and the group dropped later calls.
         """
         return self._listen("reset", function)
 
@@ -285,7 +286,7 @@ class PeerGroup(Sender):
             since: Start after the event with this number, from ``snapshot()`` or ``view``.
 
         Raises:
-            PeerError: The server no longer has all events since then; it keeps about 10,000.
+            PeerError: The server no longer has all events since then. It keeps about 10,000 events.
         """
         handle = self._handle
         if timeout is not None:
@@ -337,7 +338,7 @@ class PeerGroup(Sender):
             for member in handle.local_members():
                 if member.leave(""):
                     handle.catch_up()
-            alive = handle.protocol.delete(force=force)  # members may have joined since
+            alive = handle.protocol.delete(force=force)  # members may have joined since the check
         if alive:
             raise PeerGroupActive(
                 f"Group {self.name!r} has live members: {alive}. Let them leave, or delete the "
@@ -350,8 +351,8 @@ class PeerGroup(Sender):
     def close(self) -> None:
         """Leave with all members of this handle, and stop watching. Named members may come back.
 
-        Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts it, the next
-        ``close()``, or the end of the process, finishes closing.
+        Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts the call, the
+        next ``close()``, or the end of the process, finishes closing.
         """
         self._handle.close()
 

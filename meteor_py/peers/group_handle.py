@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that closing waits for handlers and tasks, for threads, and at least for each thread.
+#: Seconds that closing waits: for handlers and tasks, for all threads, and at least per thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing meanwhile.
 _LOOKS = 10
@@ -108,7 +108,7 @@ class GroupHandle:
             return list(self._members)
 
     def join(self, member: MemberHandle, on_conflict: str, metadata: bytes) -> bool:
-        """Let a member join; False if another session has the name."""
+        """Let a member join; return False if another session has the name."""
         try:
             if not self._join(member, on_conflict, metadata):
                 return False
@@ -266,7 +266,7 @@ class GroupHandle:
 
     def _lose_replaced(self, member: Member) -> None:
         for local in list(self._members):
-            # An event that is older than the local member's session does not replace it.
+            # An event that is older than the local member's session does not end that session.
             newer = member.index > local.index and member.session != local.session
             if local.id == member.id and newer:
                 local.lose("joined again elsewhere")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two attempts: the first figure doubles up to the second.
+#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum seconds over which handles spread their reports of an overdue member.
 _SPREAD_S = 0.3
@@ -44,7 +44,7 @@ class Heartbeat(JoinableThread):
         super().__init__(self._beat, f"meteor-heartbeat-{group.name}")
         self._group = group
         self._connection = group.protocol.connector.open_connection()
-        # Wait no longer for a reply than until the next heartbeat is due.
+        # Stop waiting for a reply when the next heartbeat is due.
         self._timeout_s = min(self._connection.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = SignalSafeCondition()
         self._stopped = False
@@ -63,7 +63,7 @@ class Heartbeat(JoinableThread):
             self._state.notify_all()
 
     def stop(self) -> None:
-        """Stop the thread. Safe to repeat: it may have connected since the last call."""
+        """Stop the thread. Safe to repeat: the thread may have connected since the last call."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -217,5 +217,5 @@ class Heartbeat(JoinableThread):
         if not member.active:  # the member left meanwhile, perhaps before it knew this session
             member.withdraw(self._connection)
             return
-        _log.warning("%r was taken for dead, and has rejoined.", member)
+        _log.warning("The server took %r for dead. The member has rejoined.", member)
         member.rejoined()

@@ -38,9 +38,9 @@ class Term:
     ...     while term.valid:
     ...         write(record, fence=term.number)
 
-    Once lost, a term stays lost; a member that is elected again gets another ``Term``. A leader
-    that was cut off for so long that it had to give up its term also gets another. If no other
-    member was elected meanwhile, the new ``Term`` has the same ``number``.
+    Once lost, a term stays lost. A member that is elected again gets another ``Term``. So does a
+    leader that was cut off for so long that it had to give up its term. If no other member was
+    elected meanwhile, the new ``Term`` has the same ``number``.
     """
 
     def __init__(self, member: MemberHandle, number: int) -> None:
@@ -59,9 +59,9 @@ class Term:
     def valid(self) -> bool:
         """Whether no other member can be the leader now. Does not use the network.
 
-        There is one exception: a client removed this member or joined under its name, and the
-        event has not arrived here yet. So write with ``guard``, or fence with ``number``. Always
-        False in a forked child.
+        There is one exception: a client has removed this member or joined under its name, and this
+        process has not received the event yet. So write with ``guard``, or fence with ``number``.
+        Always False in a forked child.
         """
         if self.remaining > 0:
             return True
@@ -117,7 +117,7 @@ class Guard:
         group = self._term._member.group.name
         return StaleTerm(
             f"Term {self._term.number} of group {group!r} is over: {why}. Nothing was written. "
-            "Stop what only the leader may do.",
+            "Stop all work that only the leader may do.",
             group=group,
         )
 
@@ -125,8 +125,8 @@ class Guard:
 class LeaderTask:
     """A function of the application that one thread calls with each term.
 
-    The thread exists while there is a term to serve. If several terms begin during a call, only the
-    newest waits; the others are over.
+    The thread exists while there is a term to pass to the function. If several terms begin during a
+    call, only the newest waits; the others are over.
     """
 
     def __init__(self, member: MemberHandle, function: Task) -> None:
@@ -231,7 +231,7 @@ class Leadership:
             return False
         with self._state:
             is_over = term.remaining <= 0
-            self.lose(term)  # first: it must not look valid while another member is elected
+            self.lose(term)  # first: the term must not look valid during the election
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
                 return False  # if the server disagrees, the next heartbeat corrects it
@@ -265,22 +265,22 @@ class Leadership:
                 thread.join(left_s)
 
     def stop(self) -> None:
-        """The member starts leaving: end its term, and begin no other."""
+        """End the term of a member that starts leaving, and begin no other."""
         self._handing_over += 1  # for good: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number
             self.lose(self._term)
 
     def lay_down_last(self) -> None:
-        """Let another member be elected before this one has left."""
+        """Let the server elect another member before this one has left."""
         if self._last is not None:
             self.lay_down(self._last)
 
     # -- reports of the server -------------------------------------------------------------------
 
     def observe(self, reply: HeartbeatReply) -> bool:
-        """Process a heartbeat's reply, under the lock; return whether the server has the member as
-        leader although it resigned."""
+        """Process a heartbeat's reply, under the lock; return whether the server still regards the
+        member as leader although it resigned."""
         leads = reply.leader == self._member.id and reply.session == self._member.session
         term = self._term
         if term is not None and not leads and reply.term >= term.number:

@@ -26,7 +26,7 @@ _QUEUE_MAX = 10_000
 
 
 class Listeners:
-    """Owned by a group handle, and changed under its lock."""
+    """The listeners of one group handle, which changes them under its lock."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -87,14 +87,14 @@ class Listeners:
 class EventQueue(queue.SimpleQueue["Event | None"]):
     """The events of one iterator. Its ``put`` is reentrant, so signal handlers may call it."""
 
-    #: Whether too many events are waiting; then the queue gets no more.
+    #: Whether too many events are waiting. If so, the queue gets no more events.
     behind = False
 
 
 class CallbackThread(JoinableThread):
     """A thread that calls functions of the application one after another.
 
-    If too many calls are waiting, it drops further ones, and then calls the functions that
+    If too many calls are waiting, it drops further calls. Later it calls the functions that
     ``instead`` returns.
     """
 

@@ -1,4 +1,4 @@
-"""A member that this process has joined as, for the threads of its group handle."""
+"""A member that joined in this process, for the threads of its group handle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 #: Maximum seconds that leaving waits for leader tasks and handlers to end.
 LEAVE_S = 5.0
-#: Seconds between two attempts: the first figure doubles up to the second.
+#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.01, 0.16)
 #: How many former ids an unnamed member remembers.
 _FORMER_MAX = 16
@@ -58,7 +58,7 @@ class MemberHandle:
         self.replayed_until: Place = LAST
         #: Whether the server has expelled it and it has not rejoined yet.
         self.recovering = False
-        #: Ids of an unnamed member before it was expelled: each time it gets a new one.
+        #: Former ids of an unnamed member: it gets a new id each time it is expelled and rejoins.
         self.former_ids: deque[str] = deque(maxlen=_FORMER_MAX)
         #: Its lock, held while ``active`` or its term changes.
         self.state = SignalSafeCondition()
@@ -105,7 +105,7 @@ class MemberHandle:
     def join(
         self, on_conflict: str, metadata: bytes | None = None, connection: Connection | None = None
     ) -> bool:
-        """Become a member; False if another session has the name."""
+        """Become a member; return False if another session has the name."""
         if metadata is not None:
             self._metadata = metadata
         sent = now()
@@ -140,13 +140,14 @@ class MemberHandle:
                 self.id = secrets.token_hex(8)
 
     def rejoined(self) -> None:
-        """Tell the inbox that the member has rejoined: held messages may be another member's."""
+        """Tell the inbox that the member has rejoined: messages that it holds may now belong to
+        another member."""
         if self._inbox is not None:
             self._inbox.rejoined()
 
     def renewed(self, sent: float, reply: HeartbeatReply) -> bool:
-        """Process a heartbeat's reply; return whether the server has it as leader although it
-        resigned."""
+        """Process a heartbeat's reply; return whether the server still regards the member as leader
+        although it resigned."""
         with self.state:
             self._renew(sent, reply.ttl)
             return self.leadership.observe(reply)
@@ -171,7 +172,8 @@ class MemberHandle:
         term stops being valid, its tasks end, and only then is another member elected.
 
         Args:
-            departure: "stay" keeps a named member, as dead; "" removes it; None is as ``close()``.
+            departure: "stay" keeps a named member, as dead; "" removes it; None does the same as
+                ``close()``.
         """
         if self.foreign or self.lost.is_set():
             return False
@@ -205,7 +207,8 @@ class MemberHandle:
     def finish_leaving(self, deadline: float) -> bool:
         """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
 
-        Until then this is a member, with heartbeats. Returns whether the server was notified.
+        Until then, this remains a member and sends heartbeats. Returns whether the server was
+        notified.
         """
         self.announce_leaving()
         self.leadership.await_tasks(deadline)
@@ -219,12 +222,12 @@ class MemberHandle:
         except MeteorError as error:
             _log.warning("%r could not tell the server that it leaves: %s", self, error)
             notified = False
-        # Not reached if interrupted: then closing the group notifies the server.
+        # If a signal interrupts the wait, closing the group notifies the server instead.
         self.lose("left")
         return notified
 
     def withdraw(self, connection: Connection | None = None) -> None:
-        """Tell the server to remove it, or to keep it as dead."""
+        """Tell the server to remove the member, or to keep it as dead."""
         args = [self.id, self.session, self._departure]
         self.group.protocol.run(PEERS_LEAVE, args, connection)
 
@@ -242,7 +245,7 @@ class MemberHandle:
         self.group.forget(self)
 
     def stop_inbox(self, *, close: bool = False) -> None:
-        """Accept no more messages, without waiting. A closed inbox settles none either."""
+        """Accept no more messages, without waiting. A closed inbox also settles no messages."""
         if self._inbox is not None:
             self._inbox.stop(close=close)
 
@@ -267,7 +270,8 @@ class MemberHandle:
         rejoined, and run the script again.
 
         Raises:
-            MembershipLost: It has not rejoined by ``deadline`` (by ``now()``), or is lost for good.
+            MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost
+                for good.
         """
         failures = 0
         while not self.lost.is_set():
@@ -296,7 +300,7 @@ class MemberHandle:
         default = "expelled, or joined again elsewhere" if self.active else "left"
         return MembershipLost(
             f"Member {self.id!r} is no longer in group {self.group.name!r} "
-            f"({self.reason or default}). Join again if it should be.",
+            f"({self.reason or default}). Join again if it should be a member.",
             group=self.group.name,
         )
 

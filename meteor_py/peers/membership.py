@@ -27,10 +27,10 @@ _BACK_S = 5.0
 
 
 class Membership(Sender):
-    """A member that this process has joined as. Get it with ``group.join()``.
+    """A member that joined in this process. Get it with ``group.join()``.
 
-    A ``with`` block leaves at its end. If the process ends without ``leave()``, a named member
-    remains in the group as dead; joining under its name again, anywhere, continues it.
+    At the end of a ``with`` block, the member leaves. If the process ends without ``leave()``, a
+    named member remains in the group as dead. It continues when any process joins under its name.
     """
 
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:
@@ -58,7 +58,7 @@ class Membership(Sender):
         """Change the member's metadata; listeners get an "updated" event.
 
         Raises:
-            MembershipLost: It is no longer a member.
+            MembershipLost: This is no longer a member.
             TypeError: The metadata cannot be written as JSON.
             ValueError: The metadata is too long, or contains NaN or infinity, which JSON lacks.
         """
@@ -84,9 +84,9 @@ class Membership(Sender):
             timeout: Seconds to wait; None waits indefinitely.
 
         Raises:
-            TimeoutError: It was not elected in time.
-            MembershipLost: It is no longer a member.
-            PeerError: The group has no leaders.
+            TimeoutError: The member was not elected in time.
+            MembershipLost: This is no longer a member.
+            PeerError: The group elects no leaders (``election=None``).
         """
         self._handle.check_owned()
         term = self._handle.leadership.wait(timeout)
@@ -99,8 +99,8 @@ class Membership(Sender):
         """Call a function with each term of this member, in a separate thread.
 
         Calls do not overlap: the function should return when ``term.lost`` is set, and the next
-        term waits for it. If it returns early, the member stays the leader. If it raises, even
-        ``SystemExit``, the member resigns so that others can lead.
+        call waits for that. If the function returns early, the member stays the leader. If it
+        raises, even ``SystemExit``, the member resigns so that others can lead.
         """
         self._handle.check_owned()
         check_function("as_leader", function)
@@ -134,8 +134,8 @@ class Membership(Sender):
         """Register a function for the messages of a queue. Use it as a decorator.
 
         The function gets a ``Message``. Its return value is the reply; an exception fails the
-        message. Messages of one sender arrive in order if they have the same priority and there is
-        one worker. Delivery is at least once: if the member dies or is cut off, a message may
+        message. Messages from one sender arrive in order if they have the same priority and there
+        is one worker. Delivery is at least once: if the member dies or is cut off, a message may
         arrive again with the same ``id``. A queue without a function keeps its messages.
 
         >>> @me.on("price", workers=4)                  # doctest: +SKIP
@@ -181,7 +181,7 @@ class Membership(Sender):
 
         One thread of this member calls the function once for each proposal made while it was a
         member, including those that are already open. An exception is logged and counts as no. A
-        vote after ``proposal.deadline`` does not count. Registering another function replaces it.
+        vote after ``proposal.deadline`` does not count. Another registered function replaces it.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
@@ -205,7 +205,7 @@ class Membership(Sender):
         ...     relay(action.params["relay"]).open()
 
         Args:
-            name: The action. Registering another handler for it replaces this one.
+            name: The action. Another handler registered for the same action replaces this one.
             early: Seconds before the time at which the thread stops sleeping and spins. Spinning
                 occupies a CPU core, and starts the function within microseconds of the time.
             late: If the process learns the decision too late, or was asleep: "skip" the action and
@@ -247,7 +247,7 @@ class Membership(Sender):
             self._handle.group.catch_up()
 
     def close(self) -> None:
-        """End the membership: an unnamed member leaves, a named one is dead and may come back."""
+        """End the membership. An unnamed member leaves; a named one becomes dead and may return."""
         self._handle.leave()
 
     def _end_block(self) -> None:

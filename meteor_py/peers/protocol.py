@@ -78,7 +78,7 @@ UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {}, {})
 
 
 #: The keys of a group, in the order that ``peers/open.lua`` expects. If the server has lost a part,
-#: the script resets all of them. Guarded values, removed members and dead letters survive that.
+#: the script resets all these keys. Guarded values, removed members and dead letters survive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
@@ -140,7 +140,7 @@ class PeerProtocol:
         """Delete the group with all its keys.
 
         Returns:
-            0 if it was deleted. Without ``force``, the number of live members that prevent it.
+            0 if the group was deleted; otherwise the number of live members that prevent it.
         """
         # Live members rejoin at once under their names, so the script that deletes the group must
         # also delete the keys that are named after members.
@@ -156,8 +156,8 @@ class PeerProtocol:
         return 0
 
     def _scan(self) -> tuple[list[bytes], list[bytes]]:
-        """Find the keys of members and handles, and those of messages and votes. Most would expire,
-        or disappear with a member."""
+        """Find the keys of members and handles, and the keys of messages and votes. Most of these
+        would also expire, or disappear with a member."""
         found: set[bytes] = set()
         cursor = None
         while cursor != b"0":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.member_handle import MemberHandle
 
-#: How far ahead an action may lie. A time beyond that is in ms, or from another clock.
+#: How far in the future an action may lie. A time beyond that is probably in ms, or from another
+#: clock.
 _AHEAD_MAX_S = 30 * 86_400.0
 
 
@@ -116,7 +117,7 @@ class Sender(Closeable):
         Args:
             name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
             params: Passed to the handlers, with the limits of a ``topic``.
-            at: When, in seconds by ``group.now()``, truncated to milliseconds.
+            at: The time of the action, in seconds by ``group.now()``, truncated to milliseconds.
             kind, timeout, require_leader: See ``propose``. The vote ends 0.2 s before ``at`` at
                 the latest, so that every member learns the decision in time.
             max_error: Seconds by which a clock may be wrong. A member that knows the time less
@@ -126,7 +127,7 @@ class Sender(Closeable):
             ActionRefused: It is too late to vote, or the same action is already pending.
             ClockTooUncertain: This process knows the time less accurately than ``max_error``.
 
-        Also raises what ``propose`` raises.
+        Also raises all errors of ``propose``.
         """
         self._check_open()
         group = self._group_handle

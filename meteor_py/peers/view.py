@@ -33,7 +33,8 @@ class Moment(NamedTuple):
 
 
 class GroupView:
-    """Changed under its handle's lock. Any thread may read it: each attribute is replaced whole."""
+    """The view of one group handle, which changes it under its lock. Any thread may read it,
+    because each attribute is replaced as a whole."""
 
     def __init__(self, look: Look) -> None:
         self._load(look)
@@ -48,7 +49,7 @@ class GroupView:
         self.term = look.term
         #: The leader's id; None if there is none.
         self.leader: str | None = look.leader or None
-        #: The number of the last event. Assigned last: other threads wait for it.
+        #: The number of the last event. It is assigned last, because other threads wait for it.
         self.number = look.view
 
     @property

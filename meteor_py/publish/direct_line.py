@@ -1,10 +1,10 @@
 """The direct line: a publishing thread sends a record itself, and a waiting thread reads its reply.
 
 While the sender has nothing to do, it lends its connection. The next publish then sends its record
-from the calling thread, and ``ack.result()`` reads the reply in its own thread. Without this, each
-record changes threads twice, which costs more than the server does: 18 system calls instead of 4.
-The sender takes the connection back for everything else, and continues as if it had sent the record
-itself.
+from the calling thread, and ``ack.result()`` reads the reply in the thread that calls it. Without
+the direct line, each record changes threads twice. That takes longer than the server's work: 18
+system calls instead of 4. The sender takes the connection back for everything else, and continues
+as if it had sent the record itself.
 
 The line is in one of six states:
 
@@ -12,7 +12,7 @@ The line is in one of six states:
     FREE       lent, no record in flight
     SENT       lent, one record in flight, and no thread is reading its reply
     READING    lent, and a thread is reading the reply
-    RETURNED   lent, and the sender must continue: a reply for it to judge, or a callback to call
+    RETURNED   lent, and the sender must continue: handle a reply, or call a callback
     BROKEN     a thread is in the middle of sending or settling, or was interrupted there
 
 Invariants:
@@ -22,25 +22,26 @@ Invariants:
    receive. Only the sender's thread enters and leaves SENDER, with the lock held.
 2. Order. At most one record is in flight on the line, and only if no other record waits. So records
    are in the log in the order in which their publishers took the lock.
-3. One moment of publishing. ``send`` begins a record in one run of plain stores. Before it, an
-   interrupted ``publish()`` has published nothing. After it, the record is sent, by the sender if
-   need be. A record is settled in one such run, too.
+3. One moment of publishing. ``send`` registers a record in an uninterrupted series of assignments.
+   If ``publish()`` is interrupted before it, nothing is published. After it, the record is sent, by
+   the sender if need be. A record is also settled in one such series.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
    record again under the same sequence number, which the server recognizes.
-5. The sender judges. Only the sender retries, fails records, closes connections, calls callbacks,
+5. The sender decides. Only the sender retries, fails records, closes connections, calls callbacks,
    and handles a reply that is not a bare offset.
 6. Exact counts. A record in flight here counts as pending, in bytes and as a batch, from the moment
    of publishing until it is settled. ``flush()``, ``close()`` and ``max_pending_bytes`` see it.
-7. No stale server. One second after the last acknowledgement the line is refused: the sender reads
-   the server's replication id first. The same applies when the producer's lifetime must be renewed.
+7. No stale server. From one second after the last acknowledgement, no record may use the line: the
+   sender must read the server's replication id first. The same applies when the producer's lifetime
+   must be renewed.
 8. Bounded waits, one lock. A thread reads for at most one second, and not beyond its record's
-   deadline. The lock of a completion is never held while the accumulator's lock is taken. If a
-   signal handler uses the publisher while its own thread is READING, it breaks the read off.
+   deadline. No thread takes the accumulator's lock while it holds the lock of a completion. If a
+   signal handler uses the publisher while its own thread is READING, it breaks off the read.
 
-A signal handler may run during any call, even with the lock held, and flush. That releases the
-lock, and the sender takes over. So each method checks the state and changes it in one run of plain
-statements, without a call between them.
+A signal handler may run during any call, even while its thread holds the lock, and may flush. A
+flush releases the lock, and the sender takes over. So each method checks the state and changes it
+in an uninterrupted series of statements, without a call between them.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ BYTES_MAX = 16_384
 _COMPRESSED_BYTES_MAX = 511
 #: Seconds that a thread reads a reply before it leaves the record to the sender.
 _READ_S = 1.0
-#: Seconds between the sender's looks at a lent line. A reply that no thread has read for two looks
-#: is read by the sender.
+#: Seconds between the sender's checks of a lent line. If no thread has read a reply for two checks,
+#: the sender reads it.
 _LOOK_S = 0.05
 #: Seconds for which the sender lends the line before it checks whether other work is due.
 _LEND_S = 1.0
@@ -131,9 +132,9 @@ class DirectLine:
         #: The record in flight on the line.
         self.batch: Batch | None = None
         self._settling: Batch | None = None  # settled, but waiting threads may not know yet
-        self._uncalled: deque[Batch] = deque()  # settled, and their callbacks not called yet
+        self._uncalled: deque[Batch] = deque()  # settled, but their callbacks are not called yet
         self._next_sequence = 0
-        #: The end of the last record that was acknowledged here, and when; 0 before the first.
+        #: The offset after the last record acknowledged here, and the time; 0 before the first.
         self.end_offset = 0
         self.acknowledged_at = 0.0
         self._reader = 0  # the thread that is READING, and until when at most
@@ -142,7 +143,7 @@ class DirectLine:
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
         self._lent = 0  # how often the line was lent
-        self._command: Sequence[Any] = ()  # for which ``_head`` was encoded
+        self._command: Sequence[Any] = ()  # the command that ``_head`` encodes
         self._head = self._epoch_argument = b""
 
     def use_lock(self, lock: threading.RLock, work: SignalSafeCondition) -> None:
@@ -188,12 +189,12 @@ class DirectLine:
 
         Args:
             bulk: Whether the last batch had several records.
-            has_work: Tells whether the sender has work other than a record in flight here.
+            has_work: Returns whether the sender has work other than a record in flight here.
         """
         if bulk and (self._work.wait(_BULK_S) or has_work()):
             return
         lent_until = time.monotonic() + _LEND_S
-        unread: Batch | None = None  # in flight at the last look
+        unread: Batch | None = None  # in flight at the last check
         self._lent += 1
         self.state = _FREE
         while True:
@@ -201,8 +202,8 @@ class DirectLine:
             now = time.monotonic()
             if self.state is _READING:
                 if now < self._read_until + _READ_S:
-                    continue  # the reading thread wakes this one if there is work
-                self._break_off()  # that thread was interrupted
+                    continue  # the reading thread wakes this thread if there is work
+                self._break_off()  # the reading thread was interrupted
             batch = self.batch
             if self.state in (_RETURNED, _BROKEN) or self._uncalled or has_work():
                 return
@@ -215,7 +216,7 @@ class DirectLine:
     def take_over(self) -> bool:
         """Take the connection back; return whether it must be closed and its records sent again.
 
-        The record in flight, if any, is in the window afterwards, like one that the sender sent.
+        The record in flight, if any, is then in the window, like a record that the sender sent.
         """
         if self.state is _SENDER:
             return False
@@ -227,7 +228,7 @@ class DirectLine:
                 self._window.add_sent(self.batch)
             settling = self._settling
             self.batch = self._settling = None
-        if settling is not None:  # its thread was interrupted
+        if settling is not None:  # the thread that settled it was interrupted
             settling.settle_quietly()
             settling.run_callbacks()
         while self._uncalled:
@@ -235,7 +236,7 @@ class DirectLine:
         return broken
 
     def abandon(self) -> list[Batch]:
-        """In a forked child: return the record in flight, which the parent sends."""
+        """Return the record in flight, in a forked child. The parent process sends it."""
         batch = self.batch
         self.batch = self._settling = None
         self.state = _SENDER
@@ -252,12 +253,12 @@ class DirectLine:
         return self.state is _FREE and time.monotonic() < self._usable_until
 
     def send(self, row: Row, size: int, nbytes: int) -> Batch | None:
-        """Send one record on a free line; return None if the sender has to.
+        """Send one record on a free line; return None if the sender must send it.
 
         Args:
             row: Value, key, headers and timestamp.
             size: Bytes of the record.
-            nbytes: How many bytes count as pending.
+            nbytes: Number of bytes that count as pending.
         """
         if size > self._bytes_max:
             return None
@@ -300,7 +301,7 @@ class DirectLine:
         return batch
 
     def _request(self, batch: Batch) -> bytes:
-        """Return the command that publishes a batch. An empty lifetime leaves it as it is."""
+        """Return the command that publishes a batch. It does not change the producer's lifetime."""
         assert batch.encoded is not None
         name, payload = batch.encoded
         sequence, mark = b"%d" % batch.sequence, b"%d" % fingerprint(payload)
@@ -354,7 +355,7 @@ class DirectLine:
         self.end_offset, self.acknowledged_at = reply + 1, now
         self._usable_until = usable_until
         batch.settle_quietly()
-        if batch.has_callbacks:  # checked after settling: a callback added later is called there
+        if batch.has_callbacks:  # checked after settling: a later callback runs when it is added
             self._uncalled.append(batch)
             self._work.notify_all()
         accumulator.note_settled()
@@ -364,7 +365,7 @@ class DirectLine:
                 self.state = _FREE
 
     def stop_own_read(self) -> None:
-        """Break off a read of this thread: the caller is a signal handler that interrupted it."""
+        """Break off this thread's read: the caller is a signal handler that interrupted it."""
         if self.state is _READING and self._reader == get_ident():
             self._break_off()
 
@@ -391,14 +392,14 @@ class DirectLine:
                 self._work.notify_all()
 
     def read_reply(self, batch: Batch, timeout_s: float | None) -> float | None:
-        """Read the reply to ``batch`` in this thread, if no other does.
+        """Read the reply to ``batch`` in this thread, if no other thread does.
 
         Returns:
-            What is left of ``timeout_s``. If the batch is not settled, the sender settles it.
+            The rest of ``timeout_s``. If the batch is not settled yet, the sender settles it.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:
-            return timeout_s  # the sender has it
+            return timeout_s  # the sender has the record
         started = time.monotonic()
         read_s = _READ_S if timeout_s is None else min(timeout_s, _READ_S)
         try:
@@ -409,13 +410,13 @@ class DirectLine:
             self._stop_reading(me, wire, NO_REPLY)
         except (OSError, redis.RedisError):
             self._stop_reading(me)
-        except BaseException:  # Ctrl-C: the reply may have been received, and be lost
+        except BaseException:  # Ctrl-C: the reply may have been received and lost
             self._stop_reading(me)
             raise
         return None if timeout_s is None else max(started + timeout_s - time.monotonic(), 0.0)
 
     def _start_reading(self, batch: Batch, read_until: float, me: int) -> Wire | None:
-        """Return the wire to read from; None if the reply is not for this thread to read."""
+        """Return the wire to read from; None if this thread must not read the reply."""
         with self._lock:
             self.stop_own_read()
             wire = self._connection.wire
@@ -431,7 +432,7 @@ class DirectLine:
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:
-        """Settle the record with ``reply``; ``NO_REPLY`` after a timeout, None if it is lost."""
+        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it is lost."""
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:

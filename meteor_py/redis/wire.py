@@ -1,9 +1,9 @@
 """The bytes of one connection: sends encoded commands, and parses replies.
 
-redis-py opens the connection: addresses, TLS, authentication. After that its layers would cost more
-than the server does for a single record: they change the socket's timeout twice per reply, which is
-a system call each time. A wire uses the socket itself, with its own hiredis reader, and changes the
-timeout only if it differs from the last one.
+redis-py opens the connection: addresses, TLS, authentication. After that, its layers would take
+longer for a single record than the server. They change the socket's timeout twice per reply, which
+is a system call each time. A wire therefore uses the socket directly, with its own hiredis reader,
+and changes the timeout only if it differs from the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_REPLY = object()
 
 
 class Wire:
-    """A connected socket and the reader of its replies. For one thread at a time."""
+    """A connected socket and the reader of its replies. Only one thread may use it at a time."""
 
     __slots__ = ("_buffer", "_reader", "_socket", "_timeout_s", "_unread")
 
@@ -57,7 +57,7 @@ class Wire:
     def read(self, timeout_s: float) -> Any:
         """Return the next reply, waiting up to ``timeout_s`` seconds for each part of it.
 
-        An error reply is returned as an exception of redis-py.
+        Returns an error reply as an exception object of redis-py, without raising it.
         """
         if self._unread:
             return self._unread.pop()

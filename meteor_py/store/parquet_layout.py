@@ -1,8 +1,9 @@
 """The location of the columns in a Parquet file, and their true unpacked size.
 
-pyarrow trusts files too much to read those of other writers. It allocates as much memory as the
-header of a page says, even if the footer says otherwise. Some accessors of its metadata abort the
-process if the footer is inconsistent. So this module reads the footer and the page headers itself.
+pyarrow trusts files too much to read the files of unknown writers. It allocates as much memory as
+the header of a page says, even if the footer says otherwise. Some accessors of its metadata abort
+the process if the footer is inconsistent. So this module reads the footer and the page headers
+itself.
 Both are structs in Thrift's compact protocol. This module refuses a field with an unexpected type
 instead of skipping it, so that pyarrow cannot interpret the same bytes differently.
 """

@@ -16,7 +16,7 @@ from meteor_py.store.errors import store_unavailable
 
 #: Number of sequential batches after which reading ahead starts.
 _SEQUENTIAL = 2
-#: Seconds to wait for a store that does not respond; filesystems have their own limits.
+#: Seconds to wait for a store that does not respond. Filesystems also have their own limits.
 _TIMEOUT_S = 120.0
 #: Seconds that ``close`` waits for a fetch to end.
 _CLOSE_S = 1.0
@@ -95,7 +95,7 @@ class StoreReadAhead:
             try:
                 batch = self._next(start, stop, epoch, epochs)
             except RecordsLost:
-                # The disk may just be unmounted: check that the store is there, and read again.
+                # Perhaps the disk is only unmounted: check that the store is there, and read again.
                 self.forget()
                 self._check_store()
                 batch = self._next(start, stop, epoch, epochs)

@@ -1,4 +1,4 @@
-"""Segments: the files of one incarnation, by name, and which of their records are live."""
+"""Segments: the names of the files of one incarnation, and which of their records are live."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         if match is None or not int(match[1]) <= int(match[2]) <= OFFSET_MAX:
             return None
         segment = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
-        return segment if segment.name == name else None  # the file will be opened by that name
+        return segment if segment.name == name else None  # readers open the file by that name
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -138,7 +138,8 @@ class SegmentTable:
             return self._spans[bisect_right(self._stops, start) :]
         whole = bisect_right(self._stops, end)
         spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
-        # Only the last span depends on the end. Of the candidates that reach it, one may be exact.
+        # Only the last span depends on the end. One of the candidates that reach the end may be
+        # exact.
         at = self._stops[whole - 1] if whole else 0
         low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
         tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]

@@ -1,8 +1,8 @@
 """Segment files: writing records to Parquet, and reading them back with checks.
 
-Row groups are small enough to fetch a single record cheaply. Offsets are dense, so the row group of
-an offset is found by counting. Pages carry checksums, which are verified on each read. They do not
-cover the footer, so the file's name contains a checksum of the whole file.
+Row groups are small enough to fetch a single record cheaply. Offsets are dense, so a reader finds
+the row group of an offset by counting. Pages carry checksums, which every read verifies. The
+checksums do not cover the footer, so the file's name contains a checksum of the whole file.
 
 A file may come from another writer, and its metadata may be wrong. So a reader first loads the
 bytes, then checks the footer and all page headers in memory, and only then decodes the same bytes.
@@ -26,8 +26,8 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.parquet_layout import Column, read_footer, read_pages
 from meteor_py.store.segment import Segment
 
-#: Maximum size of a row group in records, and roughly in bytes. It has at most twice as many bytes,
-#: unless it consists of one record.
+#: Maximum size of a row group in records, and its approximate maximum in bytes. A row group never
+#: has more than twice as many bytes, unless it consists of one record.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
 #: Maximum unpacked bytes of a row group from any writer. Releases before 0.3 wrote larger ones if
@@ -35,8 +35,8 @@ GROUP_BYTES = 4 * 1024 * 1024
 UNPACKED_MAX = 256 * 1024 * 1024
 #: Bytes that a value takes in addition to its content.
 _PER_VALUE = 16
-#: Maximum bytes of a footer, and of zeros in it. Each struct ends with a zero, and pyarrow takes up
-#: to a kilobyte for a struct.
+#: Maximum bytes of a footer, and of zeros in it. Each struct ends with a zero, and pyarrow uses up
+#: to a kilobyte of memory for a struct.
 _FOOTER_MAX = 4 * 1024 * 1024
 _FOOTER_ZEROS_MAX = 250_000
 #: Bytes to read at the end of a file. They usually contain the whole footer.
@@ -117,7 +117,7 @@ def _reader(data: bytes) -> pa.BufferReader:
 
 
 def digest(data: bytes) -> str:
-    """Return the part of the sha256 that is in the name of a file."""
+    """Return the part of the bytes' sha256 that the name of a file contains."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
@@ -188,7 +188,8 @@ class SegmentFile:
             raise ValueError(f"its row group {group} is too large for a segment")
         wanted = [x for x in row_group.columns if columns is None or x.name in columns]
         # pyarrow looks for columns at their positions in the file, so the buffer must be as large
-        # as the file. The kernel allocates no memory between the columns, which is never touched.
+        # as the file. The parts between the columns are never touched, so the kernel allocates no
+        # memory for them.
         buffer = pa.allocate_buffer(self._size)
         with memoryview(buffer).cast("B") as memory:
             for start, stop in _merged(wanted):
@@ -204,14 +205,15 @@ class SegmentFile:
             page_checksum_verification=True,
         )
         table = file.read_row_group(group, columns=columns)
-        if repeated:  # so far each dictionary entry is in memory once; the cast copies it per value
+        # So far, each dictionary entry is in memory once. The cast copies it for each value.
+        if repeated:
             _check_unpacked(group, unpacked + sum(_repeated_bytes(table, x) for x in repeated))
             table = table.cast(pa.schema([ARROW_SCHEMA.field(name) for name in table.column_names]))
         return table
 
 
 def _read_footer(source: Any, size: int) -> bytes:
-    """Return the footer of a file, which both ``read_footer`` and pyarrow parse."""
+    """Return the footer of a file, for both ``read_footer`` and pyarrow to parse."""
     tail: bytes = source.read_at(min(size, _TAIL), max(size - _TAIL, 0))
     if len(tail) < 12 or tail[-4:] != _MAGIC:
         raise ValueError("it does not end like a Parquet file")
@@ -229,7 +231,8 @@ def _read_footer(source: Any, size: int) -> bytes:
 def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
     """Return the unpacked bytes of columns, and the columns whose values must be counted later.
 
-    These have strings in a dictionary: a small page may repeat a large string any number of times.
+    The latter have strings in a dictionary: a small page may repeat a large string any number of
+    times.
     """
     unpacked, repeated = 0, []
     for column in columns:

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class _Vanished(Exception):
-    """A file was compacted or deleted after it was listed."""
+    """A file was compacted or deleted after this process had listed it."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -159,7 +159,7 @@ class SegmentLog:
                 start += len(batch)
 
     def row_group_ends(self, offsets: Sequence[int], end: int) -> list[int]:
-        """Return the end of the row group of each offset; the offset itself if none holds it.
+        """Return the end of each offset's row group; the offset itself if no row group holds it.
 
         Raises:
             StoreUnavailable: A file cannot be read.

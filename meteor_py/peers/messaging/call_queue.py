@@ -1,8 +1,8 @@
 """A call queue: items that wait while a call is under way share the next call.
 
-One thread at a time has the *turn*: it takes what is waiting and makes one call. An item that finds
-the queue idle can be sent by its own thread, which saves waking another one. All other items are
-sent by the queue's thread.
+One thread at a time has the *turn*: it takes the waiting items and makes one call. If the queue is
+idle, the thread that adds an item can send the item itself, which saves waking another thread. The
+queue's thread sends all other items.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallQueue:
         return not self._has_turn
 
     def send(self, *, here: bool) -> None:
-        """Send what is waiting: in this thread, if ``here`` and no other thread has the turn.
+        """Send the waiting items: in this thread, if ``here`` and no other thread has the turn.
 
         The main thread never has the turn. A signal handler may interrupt it at any point, and must
         not wait for a call that it has interrupted.
@@ -71,7 +71,7 @@ class CallQueue:
         self._send()
 
     def wake(self) -> None:
-        """Let the thread send what is waiting. The caller holds ``state``."""
+        """Let the thread send the waiting items. The caller holds ``state``."""
         if self._thread is None and not self._stopped:
             thread = JoinableThread(self._run, self._name)
             self._track(thread)
@@ -81,7 +81,7 @@ class CallQueue:
             self._state.notify_all()
 
     def _send(self) -> None:
-        """Take one turn, and return the turn."""
+        """Use the turn for one call, and give the turn back."""
         pause_s = _FAILED_S
         try:
             pause_s = self._take_turn()
@@ -122,7 +122,7 @@ class CallQueue:
                 if now() >= deadline or self._stopped:
                     return False
                 self.wake()
-                # The thread notifies nobody when it is done, so look now and then.
+                # The thread sends no notification when it is done, so check now and then.
                 self._state.wait(min(deadline - now(), 0.005))
         return True
 

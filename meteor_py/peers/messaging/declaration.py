@@ -1,4 +1,4 @@
-"""The declaration of a member: which queues it handles, so that requests to others fail at once."""
+"""The declaration of the queues that a member handles. Requests to other queues fail at once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds after its last new handler at which a member declares its queues for the first time. A
-#: program registers its handlers one after another, and requests must not fail in between.
+#: Seconds between a member's last new handler and its first declaration. A program registers its
+#: handlers one after another, and requests must not fail in between.
 _FIRST_S = 1.0
 
 
 class Declaration:
-    """Owned by a member. The heartbeat sends it; a queue that is added later is sent at once."""
+    """The declaration of one member. The heartbeat sends it. Queues added later go out at once."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member

@@ -5,8 +5,9 @@ each queue to a dispatcher, whose threads call the handlers. Queues without a ha
 queue with more messages than this process may hold is *behind*: the thread continues it from the
 queue's own position when there is room.
 
-Each read also reads the session that owns the member. If it is another one, the messages are
-dropped: another process may handle them, or this one once it has rejoined, in their order.
+Each read also reads the session that owns the member. If that is another session, the thread drops
+the messages. Another process may handle them, or this process reads them again, in order, once it
+has rejoined.
 
 An earlier session may have died while it handled a message. Before a handler gets such a message,
 the server counts the delivery, so that a message that kills its process is not delivered forever.
@@ -40,21 +41,21 @@ _log = logging.getLogger(__name__)
 
 #: Maximum number of threads of one handler.
 WORKERS_MAX = 256
-#: Maximum number of entries per read, and bytes that a read should not exceed.
+#: Maximum number of entries per read, and the number of bytes that a read should not exceed.
 _COUNT = 100
 _PAGE_BYTES = 4 * 1_048_576
 #: Maximum number of shared bodies per read.
 _BODIES = 8
 #: Settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
-#: Seconds between checks whether a full queue that is behind has room.
+#: Seconds between checks of whether a full queue that is behind has room.
 _FULL_S = 0.02
-#: Seconds between two attempts: the first figure doubles up to the second.
+#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
 
 
 Ack = Literal["auto", "manual"]
-#: A message and its position: after a failover another message may have the same position.
+#: A message and its position: after a failover, another message may have the same position.
 Key = tuple[Place, str]
 
 #: Maximum unsettled messages, and bytes, of one queue in this process.
@@ -91,7 +92,7 @@ class QueueState:
 
 
 class Inbox:
-    """Owned by a member handle. Reading and settling use separate connections."""
+    """The inbox of one member handle. Reading and settling use separate connections."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
@@ -290,8 +291,8 @@ class Inbox:
             raise
 
     def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
-        """Settle a message, with retries for as long as this is a member. If other messages wait,
-        their handlers do not wait for the server."""
+        """Settle a message, with retries for as long as this is a member. If other messages are
+        waiting, the calling thread does not wait for the server."""
         item = self._settlement(message, code, kind, data)
         if item is not None:
             self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)
@@ -314,7 +315,7 @@ class Inbox:
                 message.id,
             )
         if item.what == "begin" and item.result is not None and item.result > 0:
-            return  # the handler gets it now
+            return  # the handler gets the message now
         self._release(message, fenced=item.result is None)
 
     def _release(self, message: Message, fenced: bool) -> None:
@@ -332,8 +333,8 @@ class Inbox:
                 del self._done[next(iter(self._done))]
 
     def _disown(self) -> None:
-        """Drop messages that may be another session's. If the member rejoins, they are read again.
-        Until then, or until the heartbeat has had time to notice, read none."""
+        """Drop messages that may belong to another session. If the member rejoins, it reads them
+        again. Until then, or until the heartbeat has had time to notice, read no messages."""
         self._fenced_until = now() + self._group.config.ttl / 3
         self._drop_waiting()
         self._reload = True
@@ -351,7 +352,7 @@ class Inbox:
         return any(dispatcher.busy for dispatcher in self._dispatchers)
 
     def stop(self, *, close: bool) -> None:
-        """Accept no more messages; if ``close``, settle none either."""
+        """Accept no more messages; if ``close``, also settle no more messages."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -363,8 +364,8 @@ class Inbox:
             self._settlements.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all handlers have returned and their messages are settled; return whether that
-        is so. The threads of the handlers have ended then, except for the current one."""
+        """Wait until all handlers have returned and their messages are settled; return whether this
+        happened in time. If so, all handler threads have ended, except for the current one."""
         deadline = now() + timeout_s
         ended = self._thread.ends_within(timeout_s, self._connection.interrupt)
         ends = [ended, *(dispatcher.join(deadline) for dispatcher in self._dispatchers)]
@@ -394,8 +395,8 @@ class Inbox:
                 if woken:
                     failures = 0
                     continue
-                # Another server may have been promoted. It may lack some messages, and number new
-                # ones below the current position.
+                # Another server may have been promoted. It may lack some messages, and may number
+                # new messages below the current position.
                 self._read_again()
                 self._state.wait_for(
                     lambda: self._stopped or self._woken, pause_s(failures, *_BACKOFF_S)
@@ -403,7 +404,7 @@ class Inbox:
         self._connection.close()
 
     def _step(self) -> None:
-        """Read for queues that are behind, then new messages."""
+        """Read messages for queues that are behind, then new messages."""
         member = self._member
         identity = (member.id, member.session)
         with self._state:
@@ -456,8 +457,8 @@ class Inbox:
         return None
 
     def _load(self, page: Sequence[Any]) -> list[tuple[bytes, list[bytes]]]:
-        """Read the bodies that entries share with those of other members, and adapt the size of the
-        next page."""
+        """Read the bodies that entries share with entries of other members, and adapt the size of
+        the next page."""
         entries: list[tuple[bytes, list[bytes]]] = [(entry, flat) for entry, flat in page]
         shared = [flat for _, flat in entries if len(flat) > 2 and flat[-2] == b"shared"]
         key = self._group.protocol.key
@@ -485,7 +486,7 @@ class Inbox:
         return min(times)
 
     def _catch_up(self, state: QueueState, key: str) -> None:
-        """Read more for a queue that is behind; at the end of the stream it goes live."""
+        """Read more messages for a queue that is behind, until it reaches the end of the stream."""
         ms, number = state.place
         count = self._count
         page = self._fetch(("XRANGE", key, f"{ms}-{number}", "+", "COUNT", count))
@@ -534,8 +535,8 @@ class Inbox:
             state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """Drop messages that no handler has: they may belong to another member now. If not, they
-        are read again."""
+        """Drop messages that no handler has: they may belong to another member now. If they do not,
+        the thread reads them again."""
         for state in self._queues.values():
             for key, message in list(state.held.items()):
                 if not message.taken:
@@ -558,7 +559,7 @@ def _patience_s(state: QueueState) -> float:
     assert state.timeout is not None, "the caller has checked it"
     times = [math.inf]
     for message in list(state.held.values()):
-        # A waiting message may be taken at any moment, and has the whole timeout then.
+        # A handler may take a waiting message at any moment, and then has the whole timeout.
         at = message.overdue_at
         times.append(state.timeout if at is None else max(at - now(), _FULL_S))
     return min(times)

@@ -34,12 +34,12 @@ class Message:
     from_leader: bool
     #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: 1 for the first delivery. It counts calls of ``retry`` here, and every session that had the
-    #: message and ended without settling it, whether its handler had started or not.
+    #: 1 for the first delivery. Each call of ``retry`` in this process adds one, and so does every
+    #: session that had the message and ended without settling it, even if no handler had started.
     deliveries: int
     #: When it was stored, in seconds since 1970 by the group's clock.
     sent_at: float
-    #: When it was read here, by this process's estimate of the same clock.
+    #: When this process read it, by its estimate of the same clock.
     received_at: float
     #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float
@@ -65,15 +65,15 @@ class Message:
 
     @property
     def latency(self) -> float:
-        """Seconds between storing and reading it."""
+        """Seconds between storing and reading the message."""
         return self.received_at - self.sent_at
 
     def ack(self) -> bool:
         """Settle the message as done. A sender that asked gets None.
 
         Returns:
-            Whether this call settled it. False if it was settled before, or no longer belongs to
-            this member: the sender stopped waiting, or another member has it.
+            Whether this call settled the message. False if it was settled before, or no longer
+            belongs to this member: the sender stopped waiting, or another member has it.
 
         Raises:
             ConnectionFailed: The server cannot be reached. Call ``ack`` again.

@@ -1,7 +1,7 @@
 """Requests: messages of a group handle, and the replies that they wait for.
 
 A call queue stores the messages in the order of the calls. Messages that wait while a call is under
-way share the next one. Each call has a number, by which the server recognises a repeat after a lost
+way share the next call. Each call has a number, so that the server recognizes a repeat after a lost
 reply. The event reader completes most futures. One thread of the handle reads the other replies,
 ends messages that time out, and runs the callbacks of futures.
 """
@@ -62,17 +62,17 @@ To = Literal["member", "any", "all", "leader"]
 PENDING_MAX = 10_000
 #: Maximum size of a body or a reply in bytes.
 BODY_BYTES_MAX = 1_048_576
-#: Seconds between two attempts: the first figure doubles up to the second.
+#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.01, 0.3)
 #: Seconds to wait for the server's reply when a message has timed out.
 _LAST_READ_S = 1.0
-#: Maximum number of messages that are stored, or whose replies are read, together.
+#: Maximum number of messages that one call stores, or whose replies one call reads.
 _BATCH = 100
-#: Bytes of messages after which a call takes no more of them.
+#: Bytes of messages after which a call takes no further messages.
 _BATCH_BYTES = 262_144
-#: Bytes of messages that wait to be stored, from which on further calls block.
+#: Bytes of messages that may wait to be stored; beyond that, further calls block.
 _UNSENT_BYTES_MAX = 64 * 1_048_576
-#: Seconds without a pending message after which the thread of replies sleeps until the next one.
+#: Seconds without a pending message after which the reply thread sleeps until the next message.
 _IDLE_S = 1.0
 #: Maximum number of finished messages to report to the server. The rest expire there.
 _FINISHED_MAX = 10_000
@@ -145,15 +145,15 @@ class _Batch:
 
 
 class Requests:
-    """Owned by a group handle. The first message starts its threads."""
+    """The requests of one group handle. The first message starts the threads."""
 
     def __init__(self, group: GroupHandle, codec: PeerCodec) -> None:
         self.group = group
         self.codec = codec
         lock = threading.RLock()
-        #: Notified for the thread of replies, and for callers that wait for room.
+        #: Notified for the reply thread, and for callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
-        #: Messages that are not finished, those of them that are not stored, and their bytes.
+        #: Unfinished messages, the messages among them that are not stored yet, and their bytes.
         self._pending: dict[str, Request] = {}
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
@@ -166,7 +166,7 @@ class Requests:
         #: Attempts in a row that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
-        #: When the thread of replies looks for messages that have timed out, by ``now()``.
+        #: When the reply thread looks for messages that have timed out, by ``now()``.
         self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
@@ -211,8 +211,9 @@ class Requests:
         return message.future
 
     def _queue(self, message: Request) -> bool:
-        """Queue a message; return whether its caller should send it, because no other is on the
-        way. A caller that only tells does not wait, so that its next message can share the call."""
+        """Queue a message; return whether its caller should send it, because no other message is
+        being sent. A caller of ``tell`` does not wait, so that its next message can share the
+        call."""
         with self._state:
             # A callback of a future would wait for its own thread.
             is_callback = threading.current_thread() is self._thread
@@ -336,8 +337,8 @@ class Requests:
         return [result.decode() for result in reply[1:]]
 
     def _settle_batch(self, batch: _Batch, results: list[str]) -> None:
-        """Process the results of a call. Messages without a result, and those whose sender was
-        expelled and may rejoin, are sent again, before all later ones."""
+        """Process the results of a call. Messages without a result, and messages whose sender was
+        expelled and may rejoin, are sent again, before all later messages."""
         again: list[Request] = []
         stale = False
         for number, message in enumerate(batch.messages):
@@ -413,8 +414,8 @@ class Requests:
     # -- replies -------------------------------------------------------------------------------
 
     def reply_arrived(self, fields: dict[str, bytes]) -> None:
-        """Process a notification: all receivers settled a message. The event reader calls this: do
-        not block."""
+        """Process a notification that all receivers settled a message. The event reader calls this
+        method, so it must not block."""
         message = fields["id"].decode()
         with self._state:
             pending = self._pending.get(message)
@@ -497,8 +498,8 @@ class Requests:
                 if due or self._arrived or self._ended:
                     count = min(len(self._arrived), _BATCH)
                     return [self._arrived.popleft() for _ in range(count)], due
-                # Look again soon even if no message is pending: then most messages come and go
-                # without waking this thread.
+                # Look again soon even if no message is pending: this way, most messages are
+                # finished without waking this thread.
                 self._looks_at = heap[0][0] if heap else math.inf if idle else now() + _IDLE_S
                 idle = not self._state.wait(
                     None if math.isinf(self._looks_at) else self._looks_at - now()
@@ -512,7 +513,7 @@ class Requests:
                 _end(*self._ended.popleft())
 
     def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
-        """Read replies. A message that is due may have one too: its notification can be lost."""
+        """Read replies. A message that is due may also have one: its notification can be lost."""
         ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
@@ -609,7 +610,7 @@ class Requests:
     def _end(
         self, future: MessageFuture, error: BaseException | None = None, result: Any = None
     ) -> None:
-        """Complete a future in this thread, or in the one that runs callbacks."""
+        """Complete a future in this thread, or in the thread that runs callbacks."""
         if threading.current_thread() is self._thread or self._stopped:
             _end(future, error, result)
         elif not future.try_end(error, result):

@@ -1,4 +1,4 @@
-"""Settlements: how an inbox reports to the server what became of its messages.
+"""Settlements: an inbox's reports to the server about the outcome of its messages.
 
 Settlements that wait while a call is under way share the next call. A handler's thread that has no
 other message to handle makes the call itself.
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum messages of one call, and bytes of replies after which a call takes no more.
+#: Maximum number of messages per call, and bytes of replies after which a call takes no more.
 _BATCH = 64
 _BATCH_BYTES = 262_144
-#: Handled messages whose settlements may wait. Beyond that, handlers wait.
+#: Maximum number of waiting settlements of handled messages. Beyond that, handlers wait.
 _WAITING_MAX = 256
 #: Seconds for which settling is retried while the application waits.
 _SETTLE_S = 10.0
-#: Seconds between two attempts: the first figure doubles up to the second.
+#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
 
 #: See ``peers/settle.lua``.
@@ -47,11 +47,11 @@ class Settlement:
 
     message: Message
     what: What
-    #: ok, failed, expired or unknown; for "begin", a token by which the server recognises a repeat.
+    #: ok, failed, expired or unknown; for "begin", a token by which the server recognizes a repeat.
     code: str
     kind: str = ""
     data: bytes = b""
-    #: When to stop trying, by ``now()``; None if never, for as long as this is a member.
+    #: When to stop trying, by ``now()``; None to try for as long as this is a member.
     deadline: float | None = None
     #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
     result: int | None = None
@@ -60,7 +60,7 @@ class Settlement:
 
 
 class Settlements:
-    """Owned by an inbox. ``finished`` gets each settlement that the server has answered."""
+    """The settlements of one inbox. ``finished`` gets each one that the server has answered."""
 
     def __init__(self, member: MemberHandle, finished: Callable[[Settlement], None]) -> None:
         self._member = member
@@ -113,7 +113,7 @@ class Settlements:
         return self._calls.drain(deadline)
 
     def close(self) -> None:
-        """Make no more calls; settlements that wait are not made."""
+        """Make no more calls; drop the waiting settlements."""
         with self._state:
             self._stopped = True
             self._room.notify_all()
@@ -187,7 +187,7 @@ class Settlements:
         return protocol.run(PEERS_SETTLE, args, self._connection)
 
     def _failed(self, error: MeteorError) -> float:
-        """Give up settlements that must not wait longer; return the seconds to wait."""
+        """Give up on settlements that must not wait longer; return the seconds to wait."""
         self._failures += 1
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:

@@ -39,8 +39,8 @@ class Target:
     - ``MembershipLost``: the sender is no longer a member.
 
     An invalid argument, or a body that the codec cannot encode, raises ``ValueError`` or
-    ``TypeError`` at once. A handle may have 10,000 unfinished messages; others wait for room,
-    except in a callback of a future, where they fail at once.
+    ``TypeError`` at once. A handle may have 10,000 unfinished messages. Further calls wait for
+    room, except in a callback of a future, where they fail at once.
 
     >>> group.member("worker-7").ask("price", "book", timeout=5).result()  # doctest: +SKIP
     """
@@ -64,7 +64,7 @@ class Target:
     ) -> Future[str]:
         """Store a message; the result is its id.
 
-        It stays in the inbox until it is settled or its receiver leaves.
+        The message stays in the inbox until it is settled or its receiver leaves.
 
         Args:
             queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
@@ -73,7 +73,7 @@ class Target:
             priority: 1 to 256. Of the waiting messages, lower numbers are delivered first.
             wait_for_handler: If false, raise ``NoHandler`` if no receiver handles the queue. A
                 member that has registered no handler yet may still do so, and a dead member may
-                come back: messages to them wait, whatever this says.
+                come back: messages to them wait in either case.
         """
         return self._post("tell", queue, body, timeout, priority, wait_for_handler)
 
@@ -181,8 +181,8 @@ class Everybody(Target):
     ) -> Future[Replies]:
         """Ask all members; the result has the replies and the errors, by member.
 
-        It is complete when all have replied or left, or after ``timeout`` seconds. A member that
-        does not handle the queue fails at once, with ``NoHandler``.
+        The result is complete when all members have replied or left, or after ``timeout`` seconds.
+        A member that does not handle the queue fails at once, with ``NoHandler``.
         """
         options = _options(include_dead, include_self)
         return self._post("ask", queue, body, timeout, priority, wait_for_handler, options)

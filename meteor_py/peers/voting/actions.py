@@ -41,7 +41,7 @@ class Action:
     at: float
     #: Seconds by which this process was late when it started the action or learned of it.
     late: float
-    #: Maximum error of ``late`` in seconds, either way: that of this process's clock.
+    #: Maximum error of ``late`` in seconds, either way: the error of this process's clock.
     error_bound: float
     #: The poll that agreed on it.
     poll: str

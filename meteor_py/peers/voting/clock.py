@@ -1,9 +1,9 @@
 """The clock of a group: a process's estimate of its server's clock.
 
-The server generates each reply that carries its time between the request and the arrival, so half
-of that interval bounds the error. After that, both clocks may drift apart. If a new reading
-contradicts an old one by more than their bounds, the server's clock was set, or this is another
-server: then the old reading is dropped.
+The server reads its time at some point between the sending of the request and the arrival of the
+reply, so half of that interval bounds the error. After that, the two clocks may drift apart. If a
+new reading contradicts an old one by more than their bounds, the server's clock was set, or this is
+another server. The clock then drops the old reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DRIFT = 100e-6
 
 
 class _Reading(NamedTuple):
-    #: When by ``now()``; the difference to the server's clock; and half of the round trip.
+    #: The time by ``now()``; the difference from the server's clock; and half of the round trip.
     at: float
     offset: float
     error: float
@@ -33,11 +33,11 @@ class GroupClock:
     """Seconds since 1970 by the server's clock. Each heartbeat reply adds a reading."""
 
     def __init__(self) -> None:
-        # Replaced, never changed: other threads read it while the heartbeat updates it.
+        # Other threads read the tuple while the heartbeat replaces it.
         self._readings: tuple[_Reading, ...] = ()
 
     def read(self, sent: float, arrived: float, server: float) -> None:
-        """Add a reading: when the request was sent, when the reply arrived, and its time."""
+        """Add a reading: when the request was sent, when the reply arrived, and the server's time."""
         middle = (sent + arrived) / 2
         new = _Reading(middle, server - middle, (arrived - sent) / 2)
         agreeing = (

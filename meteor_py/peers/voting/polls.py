@@ -45,7 +45,7 @@ LEAD_S = 0.2
 REMEMBERED = 1_000
 #: Seconds after the end of a vote at which its proposer asks for the outcome.
 _ASK_S = 0.01
-#: The same for other handles, at random: if the proposer is dead, one of them must ask.
+#: The same for other handles, at random: if the proposer is dead, another handle must ask.
 _OTHERS_ASK_S = (0.3, 1.3)
 #: Seconds after the end of a vote at which a handle stops asking for its outcome.
 _ABANDON_S = 10.0
@@ -53,8 +53,8 @@ _BACKOFF_S = (0.02, 0.64)
 
 
 class VoteFuture(Future[Outcome]):
-    """The future of a vote's outcome. ``poll`` is the id of the poll: ``proposal.id`` for the
-    voters, and ``outcome.poll``."""
+    """The future of a vote's outcome. ``poll`` is the id of the poll, the same as ``proposal.id``
+    for the voters, and as ``outcome.poll``."""
 
     def __init__(self, poll: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Open:
 
 
 class Polls:
-    """Owned by a group handle. It has a thread from its first use on."""
+    """The polls of one group handle. The first use starts a thread."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
@@ -116,7 +116,7 @@ class Polls:
     # -- proposing -----------------------------------------------------------------------------
 
     def propose(self, motion: Motion, by: MemberHandle | None) -> VoteFuture:
-        """Put a proposal to the vote. See ``PeerGroup.propose`` for errors."""
+        """Start a vote on a proposal. See ``PeerGroup.propose`` for errors."""
         self.use()
         poll = secrets.token_hex(8)
         future = VoteFuture(poll)
@@ -319,8 +319,8 @@ class Polls:
     def read(
         self, what: str, which: str, patience_s: float = 0.0
     ) -> Iterator[tuple[float, dict[str, bytes]]]:
-        """Read one poll, or those that concern a member: the seconds left to vote, and the fields
-        as in its events."""
+        """Read one poll, or all polls that concern a member: the seconds left to vote, and the
+        fields as in its events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             yield int(left_ms) / 1000, read_fields(flat)

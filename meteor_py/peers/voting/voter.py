@@ -1,4 +1,4 @@
-"""A voter: a member of this process as it votes and runs agreed actions."""
+"""A voter: the part of a member that votes and runs agreed actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Vote = Callable[[Proposal], bool | None]
 
 
 class Voter:
-    """Owned by a member. It has its own thread from its first handler on, so a slow handler delays
+    """The voter of one member. Its first handler starts its own thread, so a slow handler delays
     only the votes of this member."""
 
     def __init__(self, member: MemberHandle) -> None:

@@ -195,7 +195,7 @@ local function others_than(owner)
     end
   end
   add(alive())
-  if #others.all == 0 then add(live()) end  -- a member that is leaving is better than none: it may come back
+  if #others.all == 0 then add(live()) end  -- a leaving member is better than none
   return others
 end
 local function take(key)
