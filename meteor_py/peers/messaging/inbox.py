@@ -292,7 +292,7 @@ class Inbox:
 
     def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
         """Settle a message, with retries for as long as this is a member. If other messages are
-        waiting, the calling thread does not wait for the server."""
+        waiting for a handler, the calling thread does not wait for the server."""
         item = self._settlement(message, code, kind, data)
         if item is not None:
             self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)

@@ -37,7 +37,7 @@ class GroupClock:
         self._readings: tuple[_Reading, ...] = ()
 
     def read(self, sent: float, arrived: float, server: float) -> None:
-        """Add a reading: when the request was sent, when the reply arrived, and the server's time."""
+        """Add a reading: when the request was sent, when the reply arrived, and the time in it."""
         middle = (sent + arrived) / 2
         new = _Reading(middle, server - middle, (arrived - sent) / 2)
         agreeing = (
