@@ -368,7 +368,9 @@ class SharedGroup:
             return waiting[limit - 1] + 1
         left = limit - len(waiting)
         mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
-        start = max(description.scanned, int(float(mark or 0)))  # purged before, but not scanned yet
+        start = max(
+            description.scanned, int(float(mark or 0))
+        )  # purged before, but not scanned yet
         for offset, key in self._unscanned(description, start, end):
             left -= key == name
             if not left:

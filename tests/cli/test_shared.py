@@ -238,7 +238,16 @@ def test_names_are_completed(url: str, sub: SharedSubscriber) -> None:
 
 
 def described(**others: object) -> SharedDescription:
-    counters = ("acked", "dead", "lost", "purged", "returned", "reaped", "dead_letters_pending", "ready")
+    counters = (
+        "acked",
+        "dead",
+        "lost",
+        "purged",
+        "returned",
+        "reaped",
+        "dead_letters_pending",
+        "ready",
+    )
     facts: dict[str, object] = dict.fromkeys((*counters, "blocked", "confirmed", "waiting"), 0)
     facts |= {"name": "billing", "config": SharedConfig(dead_letter="dead"), "lost_last": None}
     facts |= {"lag": 10, "scanned": 10, "consumers": (Consumer("1", "x", 1, 1, 9.5),)} | others
@@ -258,7 +267,11 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead. The next consumer that polls gets"),
         (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their keys, which"),
-        (described(dead_letters_pending=1), [], "1 record is waiting to be published to the dead-letter stream"),
+        (
+            described(dead_letters_pending=1),
+            [],
+            "1 record is waiting to be published to the dead-letter stream",
+        ),
         (described(consumers=TWO), [OWNED, OWNED], "x holds all 2 keys."),
         (described(), [OWNED], "2 records wait until x settles earlier records"),
         (described(ready=2), [], "2 keys are ready for the next consumer"),
