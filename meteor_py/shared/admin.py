@@ -514,7 +514,7 @@ def _check_end(stream: Stream, offset: int) -> int:
     end = stream.end().offset
     if offset > end:
         raise ValueError(
-            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which ends at {end}."
         )
     return offset
 

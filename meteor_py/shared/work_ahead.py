@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 #: Seconds of work to hold in advance. Long enough for the round trip of a claim, and short enough
-#: that a consumer that joins gets its share at once.
+#: that a new consumer gets its share at once.
 _AHEAD_S = 0.1
 #: Records for each thread: the one that it processes, and the next.
 _PER_THREAD = 2

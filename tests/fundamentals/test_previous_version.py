@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def m(any_url: str, store: Path) -> Iterator[meteor.Client]:
-    """A client of a server that has the state of 0.1."""
+    """A client of a server that holds data written by version 0.1."""
     V0_1.load(any_url, store=store)
     with meteor.connect(any_url) as m:
         yield m

@@ -41,7 +41,7 @@ for i = 3, #ARGV, 2 do
     end
   end
   if ARGV[i] == 'group_by' and not m[4] then
-    -- The index lacks the records published so far, and those of stages written so far.
+    -- Records that were published or staged before this change are not in the index.
     redis.call('HSET', KEYS[2], 'unindexed', '1')
   end
   if ARGV[i] == 'keep' then
