@@ -240,7 +240,7 @@ def test_shared_group_written_by_0_1_is_consistent(m: meteor.Client) -> None:
     group = m.stream("carts", create=True).shared_group("billing")
     assert group.fsck() == []
     found = group.describe()
-    assert (found.confirmed, found.acked, found.dead, found.looked) == (2, 2, 1, 12)
+    assert (found.confirmed, found.acked, found.dead, found.scanned) == (2, 2, 1, 12)
     assert (found.config.max_deliveries, found.config.on_poison) == (3, "park")
     assert (found.waiting, found.consumers) == (9, ()), "its dead consumer has returned its records"
 
