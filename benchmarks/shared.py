@@ -234,7 +234,7 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
             stream.shared_subscriber("g") as sub,
         ):
             assert holder.poll(5)
-            while stream.shared_group("g").describe().looked <= blocked:
+            while stream.shared_group("g").describe().scanned <= blocked:
                 assert not sub.poll(0)
             assert not sub.poll(0)
             before = calls(plain)

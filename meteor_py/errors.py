@@ -394,7 +394,7 @@ class StaleTerm(PeerError):
 
 
 class NoLeader(PeerError):
-    """The group has no leader now."""
+    """The group currently has no leader."""
 
     retriable = True
 

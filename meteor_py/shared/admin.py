@@ -106,7 +106,7 @@ class SharedDescription:
     #: Records between ``confirmed`` and the end of the stream.
     lag: int
     #: All records below this offset were scanned: they are settled, held or waiting.
-    looked: int
+    scanned: int
     #: Records that wait for their ordering key or for a consumer.
     waiting: int
     #: Ordering keys that are free and have waiting records.
@@ -114,7 +114,7 @@ class SharedDescription:
     #: Ordering keys that are delayed or parked and have waiting records.
     blocked: int
     #: Dead letters that are not published yet.
-    dying: int
+    dead_letters_pending: int
     #: Records acknowledged since the group was created.
     acked: int
     #: Records that became dead letters.
@@ -173,7 +173,7 @@ class SharedGroup:
         if b"progress" not in reply[1][::2]:  # a release before 0.3 may have written the group
             protocol.ensure_converted()
             reply = self._handle.connector.run(SHARED_DESCRIBE, names)
-        stream, meta, flat, clock, ready, blocked, dying, *firsts = reply
+        stream, meta, flat, clock, ready, blocked, pending, *firsts = reply
         protocol.check_incarnations(stream[0], dict(_pairs(meta)).get(b"incarnation", b""))
         state = _fields([part for pair in _pairs(meta) for part in pair if pair[0] != b"progress"])
         progress = Progress.parse(dict(_pairs(meta))[b"progress"])
@@ -184,11 +184,11 @@ class SharedGroup:
             config=SharedConfig.from_fields(state),
             confirmed=confirmed,
             lag=max(int(stream[1]) - confirmed, 0),
-            looked=progress.next,
+            scanned=progress.next,
             waiting=progress.waiting,
             ready=int(ready),
             blocked=int(blocked),
-            dying=int(dying),
+            dead_letters_pending=int(pending),
             **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
         )
@@ -252,7 +252,7 @@ class SharedGroup:
             "ZRANGE", self._protocol.key("purges"), 0, -1, "WITHSCORES"
         )
         marks = {key: int(float(score)) for key, score in _pairs(purges)}
-        for offset, key in self._unscanned(description, description.looked, None):
+        for offset, key in self._unscanned(description, description.scanned, None):
             if offset < marks.get(key, 0):
                 continue
             known = found.get(key)
@@ -368,7 +368,9 @@ class SharedGroup:
             return waiting[limit - 1] + 1
         left = limit - len(waiting)
         mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
-        start = max(description.looked, int(float(mark or 0)))  # purged before, but not scanned yet
+        start = max(
+            description.scanned, int(float(mark or 0))
+        )  # purged before, but not scanned yet
         for offset, key in self._unscanned(description, start, end):
             left -= key == name
             if not left:
@@ -513,7 +515,7 @@ def _check_end(stream: Stream, offset: int) -> int:
     end = stream.end().offset
     if offset > end:
         raise ValueError(
-            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which ends at {end}."
         )
     return offset
 

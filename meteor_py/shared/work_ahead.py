@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 #: Seconds of work to hold in advance: long enough for the round trip of a claim, and short enough
-#: that a consumer that joins gets its share at once.
+#: that a new consumer gets its share at once.
 _AHEAD_S = 0.1
 #: Records for each thread: the record that it processes, and the next one.
 _PER_THREAD = 2

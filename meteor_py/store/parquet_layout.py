@@ -37,7 +37,7 @@ _ENCODINGS = {
     "headers.key_value.value": (_PLAIN,),
 }
 
-#: For each field that is read: its type, and the fields of its struct, or of its list's structs.
+#: Maps each Thrift field that we read to its type and, for structs, to the nested fields.
 _Fields = Mapping[int, tuple[int, "_Fields | None"]]
 _COLUMN_METADATA: _Fields = {
     3: (_LIST, None),  # path_in_schema

@@ -122,7 +122,7 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
 
 def _beyond_end(stream: StreamHandle, offset: int | str, end: int) -> ValueError:
     return ValueError(
-        f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+        f"Offset {offset} is beyond the end of stream {stream.name!r}, which ends at {end}."
     )
 
 

@@ -132,7 +132,7 @@ def test_dry_run_of_purge_changes_nothing_and_counts_unscanned_records(
         done = succeed(url, *command)
         assert "4 waiting records of b would be purged from shared group 'billing'" in done.err
         assert everything(stream.client.redis).keys() == before.keys()
-        assert sub._shared.describe().looked == 1
+        assert sub._shared.describe().scanned == 1
 
 
 @pytest.mark.parametrize(
@@ -238,10 +238,19 @@ def test_names_are_completed(url: str, sub: SharedSubscriber) -> None:
 
 
 def described(**others: object) -> SharedDescription:
-    counters = ("acked", "dead", "lost", "purged", "returned", "reaped", "dying", "ready")
+    counters = (
+        "acked",
+        "dead",
+        "lost",
+        "purged",
+        "returned",
+        "reaped",
+        "dead_letters_pending",
+        "ready",
+    )
     facts: dict[str, object] = dict.fromkeys((*counters, "blocked", "confirmed", "waiting"), 0)
     facts |= {"name": "billing", "config": SharedConfig(dead_letter="dead"), "lost_last": None}
-    facts |= {"lag": 10, "looked": 10, "consumers": (Consumer("1", "x", 1, 1, 9.5),)} | others
+    facts |= {"lag": 10, "scanned": 10, "consumers": (Consumer("1", "x", 1, 1, 9.5),)} | others
     return SharedDescription(**facts)  # type: ignore[arg-type]
 
 
@@ -258,11 +267,15 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead. The next consumer that polls gets"),
         (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their keys, which"),
-        (described(dying=1), [], "1 record is waiting to be published to the dead-letter stream"),
+        (
+            described(dead_letters_pending=1),
+            [],
+            "1 record is waiting to be published to the dead-letter stream",
+        ),
         (described(consumers=TWO), [OWNED, OWNED], "x holds all 2 keys."),
         (described(), [OWNED], "2 records wait until x settles earlier records"),
         (described(ready=2), [], "2 keys are ready for the next consumer"),
-        (described(looked=9), [], "1 record is not scanned yet"),
+        (described(scanned=9), [], "1 record is not scanned yet"),
         (described(), [], "Nothing is blocked: x has 1 record to settle."),
         (described(consumers=TWO[1:]), [], "Nothing is blocked: 10 records are not settled."),
     ],

@@ -148,10 +148,10 @@ def test_two_processes_read_everything_while_the_ring_is_trimmed(
         readers = [harness.program(READER, str(END), str(rng.random())) for _ in range(2)]
         with archiving(harness.stream, segment_records=1):
             publish_all(harness.stream, rng)
-            for reader in readers:
-                end, changes = map(int, reader.read(60).split())
-                assert end == END
-                assert changes > 1, "from the store to the ring, and back"
+            found = [tuple(map(int, reader.read(60).split())) for reader in readers]
+        assert [end for end, _ in found] == [END, END]
+        # How often one reader changes depends on the scheduler.
+        assert sum(changes for _, changes in found) > 1, "from the store to the ring, and back"
         assert len(list(tmp_path.rglob("*.parquet"))) > 50
 
 

@@ -102,8 +102,6 @@ def test_records_of_a_consumer_are_taken_back_in_portions(
 def test_no_call_runs_more_commands_than_a_bounded_number(url: str) -> None:
     """In the worst cases: many keys, many waiting records, deaths, deletion, inspection."""
     with plain_client(url) as plain, Queue(url, settings={"capacity": 1_000_000}) as queue:
-        plain.config_set("slowlog-log-slower-than", 0)
-        plain.config_set("slowlog-max-len", 1)
         queue.publish([f"k{number}" for number in range(5_000)], frame=5_000)
         queue.publish(["hot"] * 5_000, frame=5_000)
         owner, other = queue.consumers(2, prefetch=3_000)

@@ -248,7 +248,7 @@ def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None
         assert c2.poll(0) == []
         found = queue.shared.describe()
         assert found.waiting >= 5  # a few more than the limit
-        assert found.looked < 20
+        assert found.scanned < 20
         queue.check()
         first.ack()
         c1.flush()

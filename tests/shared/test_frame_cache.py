@@ -196,7 +196,7 @@ def test_dead_letter_whose_record_is_gone_is_reported_lost(
         assert lost == [(0, 20)]
         assert list(queue.client.stream("dead", create=True).read()) == []
         found = queue.shared.describe()
-        assert (found.lost, found.dead, found.dying) == (21, 0, 0)
+        assert (found.lost, found.dead, found.dead_letters_pending) == (21, 0, 0)
 
 
 def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
@@ -331,7 +331,7 @@ def test_purge_and_look_ahead_reach_records_in_the_store(
     c1 = archived.consumer(prefetch=10)
     archive(archived, "ABABABABAC", 50)
     records = c1.poll(5)
-    assert archived.shared.describe().looked < 100
+    assert archived.shared.describe().scanned < 100
     held = [record.ordering_key for record in records].count(b"B")
     assert archived.shared.purge("B") == 200 - held > 0
     counts = {name: state.count for name, state in archived.keys().items()}

@@ -83,7 +83,7 @@ def test_purge_settles_records_that_nobody_has_scanned_when_they_are(any_url: st
     with Queue(any_url, "ABAB") as queue:
         queue.consumer().close()
         assert queue.shared.purge("A", limit=1) == 1
-        assert queue.shared.describe().looked == 0, "a purge does not scan the stream"
+        assert queue.shared.describe().scanned == 0, "a purge does not scan the stream"
         assert {name: state.count for name, state in queue.keys().items()} == {"A": 1, "B": 2}
         assert queue.shared.purge("A") == 1
         queue.publish("A")

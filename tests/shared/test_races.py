@@ -142,7 +142,7 @@ def test_step_with_the_wrong_number_is_refused_and_changes_nothing(url: str, ahe
         with pytest.raises(UnknownStep) as refused:
             take_step(queue, deliveries._consumer, number + ahead)
         assert refused.value.number == number
-        assert queue.shared.describe().looked == 0
+        assert queue.shared.describe().scanned == 0
 
 
 def test_repeated_step_gets_the_same_reply_and_changes_nothing(url: str) -> None:
@@ -151,7 +151,7 @@ def test_repeated_step_gets_the_same_reply_and_changes_nothing(url: str) -> None
         first = take_step(queue, deliveries._consumer, deliveries.holdings.number + 1)
         again = take_step(queue, deliveries._consumer, deliveries.holdings.number + 1)
         assert first.batches == again.batches == {1: [0]}
-        assert queue.shared.describe().looked == 1
+        assert queue.shared.describe().scanned == 1
 
 
 def test_step_of_an_unknown_consumer_is_refused_and_changes_nothing(url: str) -> None:
@@ -160,7 +160,7 @@ def test_step_of_an_unknown_consumer_is_refused_and_changes_nothing(url: str) ->
         with pytest.raises(ConsumerGone) as refused:
             take_step(queue, "nobody", 1)
         assert refused.value.step == -1
-        assert queue.shared.describe().looked == 0
+        assert queue.shared.describe().scanned == 0
         assert len(queue.shared.describe().consumers) == 1
 
 

@@ -206,7 +206,7 @@ def test_record_becomes_a_dead_letter_after_max_deliveries_and_its_key_continues
             dead_letters.TRIES_HEADER: b"3",
         }
         found = queue.shared.describe()
-        assert (found.dead, found.acked, found.dying) == (1, 2, 0)
+        assert (found.dead, found.acked, found.dead_letters_pending) == (1, 2, 0)
 
 
 def test_record_is_redelivered_forever_without_a_limit(any_url: str) -> None:
@@ -277,7 +277,7 @@ def test_close_after_reject_publishes_the_dead_letter(any_url: str) -> None:
             second.reject("two")
         assert [letter.value for letter in letters(queue)] == [b"A", b"B"]
         found = queue.shared.describe()
-        assert (found.dead, found.dying, found.confirmed) == (2, 0, 2)
+        assert (found.dead, found.dead_letters_pending, found.confirmed) == (2, 0, 2)
 
 
 def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
@@ -288,7 +288,7 @@ def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
         c1.poll(5)[0].reject("why")
         c1.flush()  # the server has assigned the dead letter to it
         die(c1)
-        assert queue.shared.describe().dying == 1
+        assert queue.shared.describe().dead_letters_pending == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
         make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # as after lease_ttl

@@ -363,7 +363,7 @@ def test_description_counts_settled_records_by_kind(any_url: str) -> None:
         assert queue.shared.purge("C") == 2
         found = queue.shared.describe()
         assert (found.acked, found.dead, found.returned, found.purged) == (1, 1, 2, 0)
-        assert (found.waiting, found.ready, found.blocked, found.looked) == (2, 1, 0, 4)
+        assert (found.waiting, found.ready, found.blocked, found.scanned) == (2, 1, 0, 4)
         (consumer,) = found.consumers
         assert (consumer.name, consumer.keys, consumer.records) == (c1.name, 0, 0)
         assert (found.name, found.config, found.reaped) == (GROUP, c1.settings, 0)
@@ -420,7 +420,7 @@ def test_purge_may_exceed_one_script_call(url: str) -> None:
         queue.publish(["A"] * 10_000, frame=5_000)
         owner, other = queue.consumers(2, prefetch=1)
         assert offsets(owner.poll(5)) == [0]
-        while queue.shared.describe().looked < 10_000:
+        while queue.shared.describe().scanned < 10_000:
             assert other.poll(0) == []
         assert queue.shared.purge("A", limit=9_000) == 9_000
         queue.check()

@@ -167,7 +167,7 @@ def test_purge_that_makes_room_to_scan_wakes_a_waiting_consumer(
     queue.client._connector.call("HSET", queue.key("meta"), "max_waiting", 5)
     assert offsets(c1.poll(5)) == [0]
     assert c2.poll(0) == []
-    assert queue.shared.describe().looked == 10
+    assert queue.shared.describe().scanned == 10
     assert woken(queue, c2, lambda: queue.shared.purge("A", limit=8)) == [10]
 
 

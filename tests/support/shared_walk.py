@@ -282,7 +282,7 @@ class Walk(Model):
     def purge(self) -> None:
         key = self.rng.choice(self.names)
         limit = self.rng.choice([None, 1, 5])
-        looked, kept = self.shared.describe().looked, self.stream.bounds()[0]
+        looked, kept = self.shared.describe().scanned, self.stream.bounds()[0]
         mark = self.marks.get(key, 0)
         gone = [o for o in self.waiting(key) if o < looked or o >= max(kept, mark)][:limit]
         assert self.shared.purge(key, limit) == len(gone)
@@ -312,7 +312,7 @@ class Walk(Model):
                 del self.stopped[key]
 
     def look_ahead(self) -> None:
-        looked, kept = self.shared.describe().looked, self.stream.bounds()[0]
+        looked, kept = self.shared.describe().scanned, self.stream.bounds()[0]
         states = self.shared.keys(look_ahead=True)
         open_now = Counter(
             self.key_of[o]
@@ -494,7 +494,7 @@ class Walk(Model):
     # -- checks --------------------------------------------------------------------------------
 
     def waiting_seen(self, key: bytes) -> list[int]:
-        looked = self.shared.describe().looked
+        looked = self.shared.describe().scanned
         return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:

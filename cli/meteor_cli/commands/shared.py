@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -54,17 +54,10 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
         found = read_streams(m, _shared_of, stream)
         if stream is not None and m.stream(stream, create=False).config.ordering_key is None:
             if_none = (
-                f"stream {stream!r} was created without --ordering-key, so it cannot have shared "
-                "groups. Create one with `meteor streams create NAME --ordering-key key`."
+                f"stream {stream!r} has no ordering key, so it cannot have shared groups. Add one "
+                f"with `meteor streams configure {stream} --ordering-key key`."
             )
-    print_list(found, as_json, _fields, _print_shared, if_none)
-
-
-def _fields(found: tuple[str, SharedDescription]) -> dict[str, Any]:
-    fields = stream_fields(found)
-    fields["scanned"] = fields.pop("looked")
-    fields["dead_letters_pending"] = fields.pop("dying")
-    return fields
+    print_list(found, as_json, stream_fields, _print_shared, if_none)
 
 
 def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
@@ -108,7 +101,7 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
     if as_json:
         states = [to_fields(state) | {"key": writable(state.key)} for state in keys[:number]]
         more = {"keys": states, "keys_total": len(keys), "reasons": why}
-        print_json(_fields((stream, found)) | more)
+        print_json(stream_fields((stream, found)) | more)
         return
     print_facts(_facts(stream, found, end))
     if found.consumers:
@@ -315,7 +308,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
             f"{counted(found.ready, 'key', 'is', 'are')} ready for the next consumer that polls "
             "and has room for more records."
         )
-    new = found.confirmed + found.lag - found.looked
+    new = found.confirmed + found.lag - found.scanned
     if new > 0 and found.waiting < WAITING_MAX:
         why.append(
             f"{counted(new, 'record', 'is', 'are')} not scanned yet. Consumers scan new records "
@@ -340,9 +333,9 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
             records = counted(sum(stopped), "record")
             these = counted(len(stopped), "key", "is", "are")
             why.append(f"{these} {state}, with {records}. {then}")
-    if found.dying:
+    if pending := found.dead_letters_pending:
         why.append(
-            f"{counted(found.dying, 'record', 'is', 'are')} waiting to be published to the "
+            f"{counted(pending, 'record', 'is', 'are')} waiting to be published to the "
             f"dead-letter stream {found.config.dead_letter!r}. A consumer that has permission to "
             "publish there must poll."
         )

@@ -12,6 +12,8 @@
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived', 'group_by')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+local converted = redis.call('HGET', KEYS[3], 'incarnation') == ARGV[1]
+if converted then m[4] = redis.call('HGET', KEYS[3], 'group_by') end
 for i = 3, #ARGV, 2 do
   if ARGV[i] == 'group_by' and m[4] and m[4] ~= ARGV[i + 1] then return {'ORDERED', m[4]} end
 end
@@ -30,7 +32,6 @@ if ARGV[2] ~= '' then
   end
   redis.call('HSET', KEYS[2], 'capacity', ARGV[2])
 end
-local converted = redis.call('HGET', KEYS[3], 'incarnation') == ARGV[1]
 for i = 3, #ARGV, 2 do
   local hashes = {KEYS[2], converted and is_setting[ARGV[i]] and KEYS[3] or nil}
   for _, key in ipairs(hashes) do
@@ -41,7 +42,7 @@ for i = 3, #ARGV, 2 do
     end
   end
   if ARGV[i] == 'group_by' and not m[4] then
-    -- The index lacks the records published so far, and those of stages written so far.
+    -- Records that were published or staged before this change are not in the index.
     redis.call('HSET', KEYS[2], 'unindexed', '1')
   end
   if ARGV[i] == 'keep' then
