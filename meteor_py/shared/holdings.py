@@ -14,7 +14,7 @@ _OTHERS_MAX = 128
 
 
 class DeliveryBatch:
-    """Up to 32 records that the server granted together. Settlements name the batch's number."""
+    """Up to 32 records that the server granted together. Settlements refer to it by number."""
 
     __slots__ = ("acked", "number", "open")
 
