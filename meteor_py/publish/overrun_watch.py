@@ -112,6 +112,7 @@ class OverrunWatch:
                 at = position or start
                 if is_shared and position:  # see redis/lua/shared/_group.lua
                     at = int(struct.unpack_from("<d", position)[0])
-                if owner == self._stream.incarnation.encode() and at and int(at) < first:
+                ours = owner == self._stream.incarnation.encode()
+                if ours and at is not None and int(at) < first:
                     found[group] = int(at)
         return found
