@@ -26,6 +26,9 @@ from benchmarks.common import (
 #: objects; a subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
+#: The limit of one fetch, and the records that try to exceed it: many small ones, then large ones.
+FETCH_MIB = 128
+SMALL, LARGE, LARGE_BYTES = 300, 40, 16 * 1024 * 1024
 
 
 def run(bench: Bench) -> list[Row]:
@@ -47,7 +50,48 @@ def run(bench: Bench) -> list[Row]:
     ):
         what = f"memory of a {who} after {gigabytes:g} GB ({half:.0f} MiB after half of it)"
         rows.append(within(what, "MiB", whole, goal))
-    return rows
+    return [*rows, largest_fetch(bench)]
+
+
+def largest_fetch(bench: Bench) -> Row:
+    """Measure what one fetch brings when the records suddenly grow."""
+    bench.step("one fetch of large records")
+    read, published = (multiprocessing.get_context("spawn").Event() for _ in range(2))
+    _, (fetched, grown) = at_once(
+        (small_then_large, (bench.url, read, published)), (fetch, (bench.url, read, published))
+    )
+    bench.clear()
+    what = f"one fetch when records grow from 4 B to 16 MiB ({grown:.0f} MiB of memory)"
+    return within(what, "MiB", fetched, FETCH_MIB)
+
+
+def small_then_large(ready: Ready, url: str, read: Any, published: Any) -> None:
+    with connected(url) as client:
+        stream = client.stream("memory", capacity=1_000)
+        ready()
+        with stream.publisher(max_record_bytes=LARGE_BYTES) as pub:
+            for _ in range(SMALL):
+                pub.publish(b"tiny").result()
+            read.wait()
+            for _ in range(LARGE):
+                pub.publish(bytes(LARGE_BYTES)).result()
+        published.set()
+
+
+def fetch(ready: Ready, url: str, read: Any, published: Any) -> tuple[float, float]:
+    """Returns the MiB of records in one fetch, and the memory that it took in MiB."""
+    with connected(url) as client:
+        ready()
+        stream = client.stream("memory", capacity=1_000)
+        with stream.subscriber(initial_offset="earliest") as sub:
+            left = SMALL
+            while left:
+                left -= len(sub.poll())
+            read.set()
+            published.wait()
+            before = peak_mib()
+            values = sub.poll(max_records=LARGE).values()
+            return sum(map(len, values)) / 2**20, peak_mib() - before
 
 
 def publisher(ready: Ready, url: str, total: int, lag_max: int, done: Any) -> tuple[float, float]:

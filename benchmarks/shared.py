@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import shared_cost
 from benchmarks.common import SEED, Bench, Row, cheaper, connected, faster, plain_client, values_of
 
 PEER = "XREADGROUP + XACK, no order"
@@ -29,6 +30,7 @@ def run(bench: Bench) -> list[Row]:
         faster(f"{what}, processes", rate["shared"], peer[PEER], PEER),
         with_stuck_owner(bench),
         empty_claims(bench),
+        *shared_cost.run(bench),
     ]
 
 
@@ -232,7 +234,8 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
             stream.shared_subscriber("g") as sub,
         ):
             assert holder.poll(5)
-            sub.keys(look_ahead=True)
+            while stream.shared_group("g").describe().scanned <= blocked:
+                assert not sub.poll(0)
             assert not sub.poll(0)
             before = calls(plain)
             assert not sub.poll(0)

@@ -17,6 +17,7 @@ from meteor_py.archive.archiver import Archiver
 from meteor_py.client import Client, close_on_signal, connect
 from meteor_py.errors import (
     AccessDenied,
+    AckTimeout,
     ActionRefused,
     ClockTooUncertain,
     ConnectionFailed,
@@ -58,6 +59,7 @@ from meteor_py.errors import (
     ReadError,
     RecordsLost,
     RecordTooLarge,
+    Rewound,
     ServerNotFound,
     ServerRefused,
     ServerStartFailed,
@@ -115,6 +117,7 @@ __all__ = [
     "ARROW_SCHEMA",
     "AccessDenied",
     "Ack",
+    "AckTimeout",
     "Action",
     "ActionRefused",
     "Archive",
@@ -193,6 +196,7 @@ __all__ = [
     "RecordsLost",
     "RepairReport",
     "Replies",
+    "Rewound",
     "RingbufferStore",
     "SegmentDescription",
     "ServerDescription",

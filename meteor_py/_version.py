@@ -1,3 +1,3 @@
 """The version, alone in its file so that the build can read it without importing anything."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

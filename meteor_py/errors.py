@@ -20,6 +20,8 @@
     │       ├── GroupConfigMismatch the group exists with other settings, or as the other kind
     │       ├── LeaseLost           the lease was lost or released; nothing was confirmed
     │       ├── Fenced              .offsets: records that this consumer no longer holds
+    │       │   ├── Rewound         returned by this consumer, with an earlier record of their key
+    │       │   └── AckTimeout      .setting .seconds: not settled in time
     │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
     │       └── NotGrouped          only a subscriber in a group can do this
     ├── PublishError                .stream
@@ -41,6 +43,7 @@
     │       ├── MemberUnknown       no such member, or the group is empty
     │       ├── MemberLeft          the member left before it replied
     │       ├── HandlerFailed       the handler raised, or failed the message
+    │       ├── NoHandler           .queue: no receiver has a handler for the queue
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           the member's inbox is at its limit                  retriable
     │       └── PartialFailure      .values .failed: some targets did not accept the message
@@ -269,14 +272,42 @@ class GroupConfigMismatch(GroupError):
 class Fenced(GroupError):
     """The records ``offsets`` of a shared group no longer belong to this consumer.
 
-    The consumer was taken for dead, or an earlier record with the same ordering key was released.
-    The records have been, or will be, delivered again; settling them here was refused and changed
+    Its lease expired or it left the group, unless this is a ``Rewound`` or an ``AckTimeout``. The
+    records have been, or will be, delivered again; settling them here was refused and changed
     nothing.
     """
 
     def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
         super().__init__(message, stream=stream, group=group)
         self.offsets = offsets
+
+
+class Rewound(Fenced):
+    """This consumer returned an earlier record with the same ordering key, and these with it.
+
+    The consumer's lease is intact: the group delivers the records again, in order.
+    """
+
+
+class AckTimeout(Fenced):
+    """The records were not settled in time, so this consumer returned them as failed.
+
+    ``setting`` is the time limit that expired, such as "ack_timeout", and ``seconds`` its value.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stream: str,
+        group: str,
+        offsets: tuple[int, ...],
+        setting: str,
+        seconds: float,
+    ) -> None:
+        super().__init__(message, stream=stream, group=group, offsets=offsets)
+        self.setting = setting
+        self.seconds = seconds
 
 
 class NoConfirmedOffset(GroupError):
@@ -363,7 +394,7 @@ class StaleTerm(PeerError):
 
 
 class NoLeader(PeerError):
-    """The group has no leader now."""
+    """The group currently has no leader."""
 
     retriable = True
 
@@ -399,7 +430,7 @@ class HandlerFailed(MessageFailed):
 
 
 class NoHandler(MessageFailed):
-    """No receiver handles the queue ``queue``; nothing was sent to those that lack a handler."""
+    """A receiver has no handler for the queue ``queue``, so the message was not sent to it."""
 
     def __init__(self, message: str, *, group: str, member: str | None = None, queue: str) -> None:
         super().__init__(message, group=group, member=member)

@@ -201,6 +201,7 @@ class Stream:
         keyless: Keyless | None = None,
         initial_offset: Start = InitialOffset.AUTO,
         max_poll_interval: float = ConsumerConfig.max_poll_interval,
+        ack_timeout: float | None = ConsumerConfig.ack_timeout,
         on_gap: OnGap = ConsumerConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
         codec: CodecName | Codec | None = None,
@@ -232,10 +233,12 @@ class Stream:
             dead_letter=dead_letter,
             on_poison=on_poison,
             default_key=default_key,
-            keyless=keyless,
+            keyless="default" if keyless is None and default_key is not None else keyless,
         )
         start = parse_start("initial_offset", initial_offset)
-        config = ConsumerConfig(prefetch, max_poll_interval, on_gap, on_gap_skipped)
+        config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)
+        if self.config.ordering_key is None:
+            self._handle.snapshot()  # it may have got one since this object opened it
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
 
@@ -398,6 +401,7 @@ class Stream:
         capacity: int | None = None,
         compression: Compression | None = None,
         checksum: bool | None = None,
+        ordering_key: str | None = None,
         max_unarchived: int | None = None,
         max_age: float | None = None,
         max_bytes: int | None = None,
@@ -410,7 +414,11 @@ class Stream:
         publishers keep their compression and checksum. If the new limits are lower, the ring is
         trimmed at once, in small steps, so that other clients do not wait long.
 
+        A stream without an ordering key can get one, once and for all. It also applies to the
+        records published before, and open publishers adopt it.
+
         Raises:
+            StreamConfigMismatch: The stream has another ``ordering_key``.
             ValueError, TypeError: A setting is out of range or of the wrong type.
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
         """
@@ -418,6 +426,7 @@ class Stream:
             capacity=capacity,
             compression=compression,
             checksum=checksum,
+            ordering_key=ordering_key,
             max_unarchived=max_unarchived,
             max_age=max_age,
             max_bytes=max_bytes,

@@ -68,7 +68,7 @@ def read_rows(
                     raise RuntimeError(f"{name} has {rows} rows instead of {count}.")
                 began = time.monotonic()
                 frame.write.format("noop").mode("overwrite").save()
-                if turn:  # the first turn warms up
+                if turn:  # the first round is a warm-up
                     found[name].append(count / (time.monotonic() - began))
     return {name: statistics.median(rates) for name, rates in found.items()}
 

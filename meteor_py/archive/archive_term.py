@@ -210,7 +210,7 @@ class ArchiveTerm:
         self._log.start_term(position, end, keys.ARCHIVERS, self._term.nonce)
 
     def _tidy(self) -> None:
-        """Remove leftovers from the store, unless one of them might be live."""
+        """Remove superseded data from the store. Stop once another archiver may have taken over."""
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:

@@ -28,8 +28,6 @@ from meteor_py.store.state import StreamState
 
 #: Maximum number of names that one pipeline checks.
 _NAMES = 1000
-#: Settings that cannot change after a stream is created.
-_FIXED = ("codec", "ordering_key")
 
 
 def find_stream(connector: Connector, name: str) -> Meta:
@@ -123,7 +121,8 @@ def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> No
     for setting, value in requested.items():
         found = getattr(meta.config, setting)
         if found != value:
-            fixed = setting in _FIXED
+            # An ordering key may be added, but not changed.
+            fixed = setting == "codec" or (setting == "ordering_key" and found is not None)
             change = "create another stream" if fixed else "change it with stream.configure()"
             raise StreamConfigMismatch(
                 f"Stream {name!r} exists with {setting}={found!r}, not {value!r}.",
@@ -163,7 +162,7 @@ def read_meta(connector: Connector, name: str) -> Meta | None:
 
 
 def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
-    """Return the meta of a stream after its settings got a key, if this client may write it."""
+    """Convert a stream of an older release, if this client may, and return its meta."""
     if meta.verified:
         return meta
     script_keys = [keys.meta(name), keys.settings(name)]
@@ -172,6 +171,6 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
     except (AccessDenied, ConnectionFailed) as error:
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
-        return meta  # without the right to convert it, or on a replica
-    # If the stream was recreated meanwhile, the caller's next call notices.
+        return meta  # this client may not convert it, or the server is a replica
+    # If the stream was recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

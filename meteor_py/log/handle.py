@@ -55,8 +55,16 @@ class StreamHandle:
         self.overrun_groups: set[str] = set()
         #: The keys of the log and of meta, in the order that most scripts expect.
         self.keys = [keys.log(name), keys.meta(name)]
-        #: The key of the ordering index, for scripts that write or trim the log; empty without one.
-        self.index_keys = [] if meta.config.ordering_key is None else [keys.index(name)]
+
+    @property
+    def index_keys(self) -> list[str]:
+        """The key of the ordering index, if any, for scripts that write or trim the log."""
+        return [] if self.config.ordering_key is None else [keys.index(self.name)]
+
+    def adopt_ordering_key(self, ordering_key: str | None) -> None:
+        """Note that the stream has an ordering key, which it may get after it was opened."""
+        if self.config.ordering_key is None and ordering_key is not None:
+            self.config = replace(self.config, ordering_key=ordering_key)
 
     def end(self) -> Position:
         """Return the position after the last record."""
@@ -79,6 +87,7 @@ class StreamHandle:
         meta = Meta.parse(self.name, flat, settings)
         if meta.incarnation != self.incarnation:
             raise reply_errors.stream_gone(self.name, b"INCARNATION")
+        self.adopt_ordering_key(meta.config.ordering_key)
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:

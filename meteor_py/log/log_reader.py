@@ -176,7 +176,7 @@ class LogReader:
         if offset > self.end_offset:
             self._enter(epoch, epochs)  # undo: the caller stays at its old position
             raise ValueError(
-                f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
+                f"Offset {offset} is beyond the end of stream {self._stream!r}, which ends at "
                 f"{self.end_offset}. Seek to at most {self.end_offset}."
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from meteor_py.log.catalog import check_settings
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import STORE_SETTINGS, StreamConfig
 from meteor_py.redis import keys
@@ -18,7 +19,7 @@ from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 #: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The fields of ``meta`` whose names differ from those of the settings.
-_FIELDS = {"max_age": "keep", "max_bytes": "keep"}
+_FIELDS = {"max_age": "keep", "max_bytes": "keep", "ordering_key": "group_by"}
 #: Marks per limit, as in ``_append.lua``.
 _STEPS = 32
 
@@ -44,16 +45,24 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
         setting: None if setting in _LIMITS and _is_zero(value) else value
         for setting, value in requested.items()
     }
-    current = stream.snapshot()[0].config  # another client may have changed the settings
+    meta = stream.snapshot()[0]  # another client may have changed the settings
+    current = meta.config
+    if "ordering_key" in changes and current.ordering_key is not None:
+        check_settings(stream.name, meta, {"ordering_key": changes["ordering_key"]})
     config = replace(current, **changes).check_room()
     fields = config.to_fields()
     capacity = fields["capacity"] if "capacity" in changes else ""
     names = dict.fromkeys(_FIELDS.get(setting, setting) for setting in changes)
     others = [item for name in names if name != "capacity" for item in (name, fields.get(name, ""))]
     args = [stream.incarnation, capacity, *others]
-    script_keys = [*stream.keys, keys.settings(stream.name), *stream.index_keys]
+    script_keys = [*stream.keys, keys.settings(stream.name)]
+    if config.ordering_key is not None:
+        script_keys.append(keys.index(stream.name))
     while (reply := stream.run(CONFIGURE_STREAM, args, script_keys))[0] == b"MORE":
         pass  # terminates: each step trims at least one entry of a finite ring
+    if reply[0] == b"ORDERED":  # another client was faster
+        meta = stream.snapshot()[0]
+        check_settings(stream.name, meta, {"ordering_key": changes["ordering_key"]})
     stream.config = config
     if "keep" in names:
         _apply_limits(stream, config, int(reply[1]), int(reply[2]))

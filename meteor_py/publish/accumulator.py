@@ -6,6 +6,12 @@ waits for replies. Only ``linger`` makes it wait longer.
 A record that has only a value takes the fast path (fast_path.py). Every other method first counts
 the records that the fast path has appended. If no record waits and the sender is idle, a record
 takes the direct line instead (direct_line.py).
+
+A signal handler may flush or close the publisher while the thread that it interrupts holds the
+lock, in the middle of adding records. The handler's wait releases the lock, and other threads add
+and take records. So a method that adds records first reads ``_edition`` and prepares everything.
+Then it compares the edition and adds the records in statements without a call, between which Python
+runs no handler. If the edition has changed, the method begins again.
 """
 
 from __future__ import annotations
@@ -68,6 +74,7 @@ class Accumulator:
         self._line: DirectLine | None = None
         self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
+        self._edition = 0  # increases when records are added, batches sealed, or it is closed
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
         #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
@@ -132,7 +139,7 @@ class Accumulator:
         while start < len(rows):
             with self._lock:
                 try:
-                    self._admit(sizes[start] + RECORD_OVERHEAD)
+                    edition = self._admit(sizes[start] + RECORD_OVERHEAD)
                 except MeteorError as error:
                     if not parts:
                         raise
@@ -140,18 +147,13 @@ class Accumulator:
                     break
                 batch = self._batch_for(sizes[start] + RECORD_OVERHEAD)
                 stop = self._fitting(batch, sizes, start)
-                columns, index = batch.columns, batch.count
-                assert columns is not None, "an open batch has its columns"
-                columns.values += rows.values[start:stop]
-                for name in ("keys", "headers", "timestamps"):
-                    column = getattr(rows, name)
-                    if column is not None or getattr(columns, name) is not None:
-                        part = [None] * (stop - start) if column is None else column[start:stop]
-                        _append(columns, name, index, part)
+                given = (rows.values, rows.keys, rows.headers, rows.timestamps)
+                cells = tuple(None if column is None else column[start:stop] for column in given)
                 size = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD
-                self._count(batch, stop - start, size)
-                self._seal_or_grant(batch)
-                self._wake_sender()
+                index = self._add(edition, batch, cells, stop - start, size)
+                if index is None:
+                    continue
+                self._after_adding(batch)
             parts.append((batch, index, stop - start))
             start = stop
         else:
@@ -162,19 +164,24 @@ class Accumulator:
         """Like ``put_rows``, for frames of Arrow arrays, each with its size in bytes."""
         self._fast.check_reentry()
         parts: Parts = []
-        for number, (columns, size) in enumerate(frames):
+        while len(parts) < len(frames):
+            columns, size = frames[len(parts)]
             with self._lock:
+                self._seal()
                 try:
-                    self._admit(size)
+                    edition = self._admit(size)
                 except MeteorError as error:
                     if not parts:
                         raise
-                    failure, left = error, sum(len(rest) for rest, _ in frames[number:])
+                    failure, left = error, sum(len(rest) for rest, _ in frames[len(parts) :])
                     break
-                self._seal()
                 batch = self._new_batch()
-                batch.columns = columns
-                self._count(batch, len(columns), size)
+                batch.columns, batch.count, batch.nbytes = columns, len(columns), size
+                if self._edition != edition or self._open is not None:
+                    continue
+                self.begun += 1
+                self.pending_bytes += size
+                self._edition += 1
                 self._full.append(batch)
                 self._wake_sender()
             parts.append((batch, 0, len(columns)))
@@ -216,8 +223,9 @@ class Accumulator:
     def close(self, reason: MeteorError) -> None:
         """Refuse further records. The sender still takes those already accepted."""
         with self._lock:
-            self._count_fast()
             self._closed = self._closed or reason
+            self._edition += 1  # a method in progress must not add records
+            self._count_fast()
             self._work.notify_all()
             self._room.notify_all()
 
@@ -409,36 +417,36 @@ class Accumulator:
             if sent is not None:
                 return Ack(sent, 0)
         size += RECORD_OVERHEAD
-        self._admit(size)
-        batch = self._batch_for(size)
-        index = batch.count
-        columns = batch.columns
-        assert columns is not None, "an open batch has its columns"
         value, key, headers, timestamp = row
-        columns.values.append(value)
-        for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
-            if cell is not None or getattr(columns, name) is not None:
-                _append(columns, name, index, [cell])
-        self._count(batch, 1, size)
-        self._seal_or_grant(batch)
-        self._wake_sender()
+        cells = [value], _column(key), _column(headers), _column(timestamp)
+        while True:
+            edition = self._admit(size)
+            batch = self._batch_for(size)
+            index = self._add(edition, batch, cells, 1, size)
+            if index is not None:
+                break
+        self._after_adding(batch)
         return Ack(batch, index)
 
     def _check_is_wanted(self) -> bool:
         return self._checks_done < self._checks_wanted
 
-    def _admit(self, size: int) -> None:
-        """Wait for room. Raise if the wait times out or the publisher is closed."""
-        self._count_fast()
+    def _admit(self, size: int) -> int:
+        """Wait for room, and return the edition that has it.
+
+        Raises if the wait times out or the publisher is closed.
+        """
         deadline: float | None = None
         while True:
+            self._count_fast()
+            edition = self._edition
             if self._loss is not None:
                 loss, self._loss = self._loss, None
                 raise fresh(loss)
             if self._closed is not None:
                 raise fresh(self._closed)
             if self.pending_bytes + size <= self._pending_max or self.begun == self.settled:
-                return
+                return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
             if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
@@ -448,7 +456,6 @@ class Accumulator:
                     stream=self._stream,
                 )
             self._wait_settled(deadline - now)
-            self._count_fast()
 
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
@@ -475,14 +482,11 @@ class Accumulator:
     def _batch_for(self, size: int) -> Batch:
         """Return the open batch if ``size`` more bytes fit into it, else a new one."""
         batch = self._open
-        if (
-            batch is None
-            or batch.count == self._records_max
-            or batch.nbytes + size > self._bytes_max
-        ):
+        if batch is not None:
+            if batch.count < self._records_max and batch.nbytes + size <= self._bytes_max:
+                return batch
             self._seal()
-            batch = self._open = self._new_batch()
-        return batch
+        return self._new_batch()
 
     def _new_batch(self) -> Batch:
         now = time.monotonic()
@@ -495,48 +499,75 @@ class Accumulator:
         if self._open is not None:
             self._count_fast()
             batch, self._open = self._open, None
-            if batch is not None:  # None if an interrupted call left only uncounted records
-                self._full.append(batch)  # no signal handler can have run since the swap above
+            self._edition += 1
+            if batch is not None:  # None if a signal handler flushed before it was counted
+                self._full.append(batch)
             if self._linger_s:
                 self._work.notify_all()
 
-    def _count(self, batch: Batch, records: int, size: int) -> None:
-        """Count records that were appended to the columns of a batch."""
-        if not batch.count:
+    def _add(
+        self, edition: int, batch: Batch, cells: Sequence[Any], records: int, size: int
+    ) -> int | None:
+        """Append records to a batch, count them, and open the fast path if there are only values.
+
+        Args:
+            edition: The edition in which there is room for the records.
+            batch: The open batch, or a new one, which becomes the open one.
+            cells: The cells of each column: values, keys, headers, timestamps.
+            records: The number of records.
+            size: Their size in bytes.
+
+        Returns:
+            The index of the first record in the batch; None if the edition is not current.
+        """
+        index, columns, fast = batch.count, batch.columns, self._fast
+        if columns is None:
+            return None
+        keys, more_keys = _extend(columns.keys, cells[1], index, records)
+        headers, more_headers = _extend(columns.headers, cells[2], index, records)
+        timestamps, more_timestamps = _extend(columns.timestamps, cells[3], index, records)
+        if self._edition != edition:
+            return None
+        # No call and no new container from here on, so neither a signal handler nor the garbage
+        # collector interrupts.
+        columns.values += cells[0]
+        if keys is not None:
+            keys += more_keys
+            columns.keys = keys
+        if headers is not None:
+            headers += more_headers
+            columns.headers = headers
+        if timestamps is not None:
+            timestamps += more_timestamps
+            columns.timestamps = timestamps
+        if not index:
             self.begun += 1
         batch.count += records
         batch.nbytes += size
         self.pending_bytes += size
+        self._open = batch
+        self._edition += 1
+        if keys is None and headers is None and timestamps is None:
+            room, left = self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes
+            room = room if room < left else left
+            fast.batch, fast.values, fast.count = batch, columns.values, batch.count
+            fast.granted = fast.left = room if room > 0 else 0
+        return index
 
-    def _seal_or_grant(self, batch: Batch) -> None:
-        """Seal the open batch if it is full. Otherwise, if it has only values, grant fast puts."""
-        columns = batch.columns
+    def _after_adding(self, batch: Batch) -> None:
         if batch.count == self._records_max:
             self._seal()
-        elif columns is not None and columns.letters() == "v":
-            room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
-            self._fast.grant(batch, columns.values, max(room, 0))
+        self._wake_sender()
 
     def _count_fast(self) -> None:
         """Close the fast path, and count the records that it appended."""
         fast = self._fast
-        records, used = fast.used()
-        if used and self._open is not None:
-            self._count(self._open, records - self._open.count, used)
-        # Assign, do not call a method: no signal handler may run between counting and revoking.
-        fast.granted = fast.left = 0
-        if self._open is not None:
-            self._drop_uncounted(self._open)
-
-    def _drop_uncounted(self, batch: Batch) -> None:
-        """Drop records that an interrupted call appended to the columns but did not count."""
-        columns = batch.columns
-        assert columns is not None, "an open batch has its columns"
-        for column in (columns.values, columns.keys, columns.headers, columns.timestamps):
-            if column is not None and len(column) > batch.count:
-                del column[batch.count :]
-        if not batch.count:
-            self._open = None
+        if fast.granted:
+            used = fast.granted - fast.left
+            fast.batch.count = fast.count
+            fast.batch.nbytes += used
+            self.pending_bytes += used
+            fast.granted = fast.left = 0
 
     def _wake_sender(self) -> None:
         if self._fast.sender_waits:
@@ -559,13 +590,24 @@ class Accumulator:
         return stop
 
 
-def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
-    """Append to an optional column, creating it (padded with None) at its first use."""
-    column = getattr(columns, name)
-    if column is None:
-        column = [None] * index
-        setattr(columns, name, column)
-    column += rows
+def _column(cell: Any) -> list[Any] | None:
+    return None if cell is None else [cell]
+
+
+def _extend(
+    column: list[Any] | None, cells: list[Any] | None, index: int, records: int
+) -> tuple[Any, Any]:
+    """Return an optional column of a batch and the cells to append to it.
+
+    A column that the batch lacks begins with ``index`` cells of None. If records lack a column that
+    the batch has, their cells are None. If both lack it, the column is None.
+    """
+    if column is None and cells is None:
+        return None, None
+    return (
+        [None] * index if column is None else column,
+        [None] * records if cells is None else cells,
+    )
 
 
 def closed_error(stream: str) -> PublisherClosed:

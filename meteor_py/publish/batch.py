@@ -18,7 +18,7 @@ class Batch(Completion):
     Args:
         created_at: When the first record was published, in seconds of the monotonic clock.
         deadline: When the batch fails unless it is settled, in seconds of the same clock.
-        columns: The records, until they are encoded; None if they already are.
+        columns: The records, until the batch is settled.
     """
 
     __slots__ = (

@@ -117,7 +117,6 @@ class DirectLine:
         *,
         compression: Compression,
         checksum: bool,
-        ordering: OrderingRule | None,
         delivery_timeout_s: float,
     ) -> None:
         self._accumulator = accumulator
@@ -125,7 +124,7 @@ class DirectLine:
         self._window = window
         self._compression = compression
         self._checksum = checksum
-        self._ordering = ordering
+        self._ordering: OrderingRule | None = None
         self._delivery_timeout_s = delivery_timeout_s
         self._bytes_max = BYTES_MAX if compression == "none" else _COMPRESSED_BYTES_MAX
         self.state = _SENDER
@@ -156,6 +155,7 @@ class DirectLine:
     def prepare(
         self,
         command: Sequence[Any],
+        ordering: OrderingRule | None,
         stream_epoch: int,
         acknowledged_at: float,
         valid_s: float,
@@ -165,6 +165,7 @@ class DirectLine:
 
         Args:
             command: The publish command, up to and including the producer epoch.
+            ordering: The stream's ordering rule, if it has an ordering key.
             stream_epoch: The stream's epoch, as far as the sender knows.
             acknowledged_at: When the server last acknowledged a batch, by the monotonic clock.
             valid_s: Seconds after an acknowledgement for which the line may be used.
@@ -174,6 +175,7 @@ class DirectLine:
             self._command = command
             # Without the number of arguments, which depends on the index.
             self._head = b"".join(encode_commands([command])).partition(b"\r\n")[2]
+        self._ordering = ordering
         self._stream_epoch = stream_epoch
         self._epoch_argument = b"$%d\r\n%d\r\n" % (len(str(stream_epoch)), stream_epoch)
         self._next_sequence = self._window.next_sequence
@@ -282,11 +284,11 @@ class DirectLine:
 
     def _make_batch(self, row: Row, nbytes: int) -> Batch:
         now = time.monotonic()
-        batch = Batch(now, now + self._delivery_timeout_s)
+        columns = Columns(*(None if cell is None else [cell] for cell in row))
+        batch = Batch(now, now + self._delivery_timeout_s, columns)
         if self._ordering is None and row[1:] == _VALUE_ONLY:
             batch.encoded = ("0v", row[0])
         else:
-            columns = Columns(*(None if cell is None else [cell] for cell in row))
             batch.encoded = encode(columns, self._compression)
             if self._ordering is not None:
                 batch.index = self._ordering.index(columns)

@@ -3,6 +3,9 @@
 The accumulator grants the fast path a number of bytes in its open batch. Until they are used up,
 the fast path appends bare values without counting records. Before the accumulator does anything
 else with the batch, it counts these records and revokes the grant.
+
+The accumulator reads and writes the attributes of a grant itself, by statements without a call: a
+signal handler, which may flush or close the publisher, must not run in between.
 """
 
 from __future__ import annotations
@@ -28,18 +31,20 @@ class FastPath:
     """
 
     __slots__ = (
-        "_batch", "_index_max", "_is_owned", "_lock", "_put_slowly", "_values", "granted", "left",
-        "sender_waits", "work",
+        "_index_max", "_is_owned", "_lock", "_put_slowly", "batch", "count", "granted", "left",
+        "sender_waits", "values", "work",
     )  # fmt: skip
 
-    _batch: Batch  # unset until the first grant
+    #: The batch with the grant; unset until the first one.
+    batch: Batch
 
     def __init__(self, records_max: int, put_slowly: Callable[[bytes, int], Ack]) -> None:
         self._index_max = records_max - 1
         self._put_slowly = put_slowly
-        self._values: list[bytes] = []  # the values of the batch
-        #: Bytes granted, and bytes of the grant that are unused. The accumulator revokes a grant
-        #: by setting both to 0.
+        #: The values of the batch, its only column, and their number.
+        self.values: list[bytes] = []
+        self.count = 0
+        #: Bytes granted, and how many of them are unused. Both are 0 if there is no grant.
         self.granted = 0
         self.left = 0
         #: Whether the sender waits for ``work``. The accumulator's lock guards both.
@@ -57,15 +62,16 @@ class FastPath:
         if self._is_owned():
             self.check_reentry()  # raises; not called otherwise, to save a call per record
         with self._lock:
-            values = self._values
-            index = len(values)
+            index = self.count
             left = self.left - size - RECORD_OVERHEAD
             if left >= 0 and index < self._index_max:
+                batch = self.batch
                 self.left = left
-                values.append(value)
+                self.count = index + 1
+                self.values.append(value)
                 if self.sender_waits:
                     self.work.notify_all()
-                return Ack(self._batch, index)
+                return Ack(batch, index)
             return self._put_slowly(value, size)
 
     def check_reentry(self) -> None:
@@ -80,15 +86,3 @@ class FastPath:
                 "A finalizer or signal handler tried to publish while it was interrupting another "
                 "publish. Set a flag in the handler, and publish from the main program."
             )
-
-    # -- for the accumulator, which holds the lock ---------------------------------------------
-
-    def grant(self, batch: Batch, values: list[bytes], nbytes: int) -> None:
-        """Let ``put`` append ``nbytes`` bytes to ``values``, the only column of ``batch``."""
-        self._batch = batch
-        self._values = values
-        self.granted = self.left = nbytes
-
-    def used(self) -> tuple[int, int]:
-        """Return the number of records in the batch, and the bytes of the grant that are used."""
-        return len(self._values), self.granted - self.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from typing import Any
 
@@ -99,7 +100,7 @@ class OverrunWatch:
             members = sorted(connection.call("SMEMBERS", listing))[:_GROUPS_MAX]
             groups = [member.decode(errors="backslashreplace") for member in members]
             commands: list[Any] = [
-                ("HMGET", keys.shared(name, group, "state"), "incarnation", "next", "start")
+                ("HMGET", keys.shared(name, group, "meta"), "incarnation", "progress", "start")
                 if is_shared
                 else ("HMGET", keys.group(name, group), "incarnation", "confirmed", "start")
                 for group in groups
@@ -109,6 +110,8 @@ class OverrunWatch:
                 # A shared group stores "<stream's incarnation>.<its own id>".
                 owner = (incarnation or b"").partition(b".")[0]
                 at = position or start
+                if is_shared and position:  # see redis/lua/shared/_group.lua
+                    at = int(struct.unpack_from("<d", position)[0])
                 if owner == self._stream.incarnation.encode() and at and int(at) < first:
                     found[group] = int(at)
         return found

@@ -91,8 +91,15 @@ class Publisher(Closeable):
         self._ended = False
         self._close_lock = threading.RLock()  # a signal handler may call close() during close()
         self._put_value = self._accumulator.put_value
-        self._sender.start()
-        _open_publishers.add(self)
+        try:
+            _open_publishers.add(self)
+            self._sender.start()
+        except BaseException:  # Ctrl-C: the caller gets no publisher that it could close
+            self._closed = self._ended = True
+            self._sender.abandon()
+            self._accumulator.close(closed_error(stream.name))  # wakes the sender, which then ends
+            _open_publishers.discard(self)
+            raise
 
     def publish(
         self,

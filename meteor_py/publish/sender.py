@@ -43,6 +43,7 @@ from meteor_py.publish.in_flight import InFlightWindow
 from meteor_py.publish.overrun_watch import OverrunWatch
 from meteor_py.records.config import PublisherConfig
 from meteor_py.records.frame import encode, fingerprint
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.position import Position, diverged_at, newest_epoch, path_of
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import EntryIdTaken, ScriptMissing
@@ -77,6 +78,7 @@ class Sender:
     ) -> None:
         self._connection = handle.connector.open_connection()
         self._accumulator = accumulator
+        self._handle = handle
         self._stream = handle.name
         self._incarnation = handle.incarnation
         self._acks = config.acks
@@ -101,7 +103,6 @@ class Sender:
             *(accumulator, self._connection, self.window),
             compression=self._compression,
             checksum=self._checksum,
-            ordering=self._ordering,
             delivery_timeout_s=config.delivery_timeout,
         )
         accumulator.use_line(self._line)
@@ -192,6 +193,7 @@ class Sender:
         known = (self._incarnation, history, self.window.epoch)
         self._line.prepare(
             self._connection.script_call(PUBLISH, self._keys, known),
+            self._ordering,
             self._known_epoch,
             self._acknowledged_at,
             _REPLICATION_ID_S,
@@ -261,8 +263,11 @@ class Sender:
             self._connection.send([command])
             self._send_whole = False
 
+    def _idle_since(self) -> float:
+        return max(self._acknowledged_at, self._line.acknowledged_at)
+
     def _idle_s(self) -> float:
-        return time.monotonic() - max(self._acknowledged_at, self._line.acknowledged_at)
+        return time.monotonic() - self._idle_since()
 
     def _receive(self) -> None:
         try:
@@ -347,6 +352,8 @@ class Sender:
             found = reply[1].decode()
             begin_epoch(self._connection, self._stream, self._incarnation, found)
             self._lose_or(self.window.doubt_acknowledged)
+        elif code == "ORDERED":
+            self._start_indexing(reply[1].decode())
         elif code == "FULL":
             self._try_later(reply_errors.stream_full(self._stream, reply[1]))
         elif code == "OUTOFSEQ" and reply[1] < self.window.oldest.sequence and self._acked:
@@ -372,6 +379,16 @@ class Sender:
             self._keys[2] = keys.producer(self._stream, self._id)
             self._renumber()
 
+    def _start_indexing(self, ordering_key: str) -> None:
+        """Send all batches again with index entries: the stream has got an ordering key."""
+        self._handle.adopt_ordering_key(ordering_key)
+        self._ordering = OrderingRule(ordering_key)
+        self._keys = [*self._keys[:3], *self._handle.index_keys]
+        for batch in self.window:
+            if batch.columns is not None:  # None if the batch is already settled
+                batch.index = self._ordering.index(batch.columns)
+        self.window.rewind()
+
     def _try_later(self, error: MeteorError) -> None:
         """Retry the oldest batch after a pause, because the refusal is only temporary.
 
@@ -390,10 +407,20 @@ class Sender:
 
     @property
     def must_check(self) -> bool:
-        """Whether the last acknowledgement is too old to prove that its records still exist."""
-        return self._acked is not None and (
-            self._idle_s() > _REPLICATION_ID_S or not self._connection.connected
-        )
+        """Whether the last acknowledgement does not prove that its records still exist.
+
+        It proves that for a second, on the same connection. If the connection is readable although
+        no reply is due, it has probably ended.
+        """
+        idle_since = self._idle_since()
+        if self._acked is None:
+            return False
+        if self._idle_s() > _REPLICATION_ID_S or not self._connection.connected:
+            return True
+        readable = self._connection.readable
+        # Look for a due reply after the socket, which may have had one that has been read since.
+        is_due = self.window or self._line.batch is not None
+        return readable and not is_due and self._idle_since() == idle_since
 
     def _check_for_loss(self) -> None:
         """Report acknowledged records that a failover has lost. Takes a few seconds at most.

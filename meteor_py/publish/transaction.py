@@ -204,7 +204,7 @@ class Stage:
     def _check_whole(self) -> None:
         """Raise if frames are missing. The commit would notice too late to write them again."""
         found = self._stream.connector.call("HLEN", self._key)
-        if found != self._frames * _fields_per_frame(self._stream):
+        if found != self._frames * (4 if self._ordering is None else 5):
             raise _lost(self._stream, self._name, "Write them again.")
 
 
@@ -378,7 +378,6 @@ def _plan(
     script_keys = [keys.meta(name), keys.fences(name), keys.plan(name, writer)]
     script_keys += [keys.stage(name, stage.name) for stage in stages]
     args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000]
-    args.append(_fields_per_frame(stream))
     args += [0 if begun else 1, sum(stage.records for stage in stages)]
     for stage in stages:
         args += [stage.name, stage.frames]
@@ -391,10 +390,6 @@ def _plan(
         return reply
 
     return stream.connector.use(plan)
-
-
-def _fields_per_frame(stream: StreamHandle) -> int:
-    return 4 if stream.config.ordering_key is None else 5
 
 
 def _wait(connection: Connection, stream: str, replicas: int) -> None:

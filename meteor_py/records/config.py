@@ -44,8 +44,8 @@ ADMIN_FIELDS = (
     "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
     "retain_bytes",
 )  # fmt: skip
-#: Those on which a client never acts unless they are in ``settings``: an address to follow, and
-#: what to delete.
+#: Fields that a client trusts only in ``settings``: the address of the store, and the rules for
+#: deleting records from it.
 GUARDED_FIELDS = ("store_uri", "retain", "retain_bytes")
 #: Settings of a stream that need a store.
 STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
@@ -83,7 +83,7 @@ class StreamConfig:
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
-    #: shared groups. Cannot be changed later.
+    #: shared groups. Can be added later, but not changed.
     ordering_key: str | None = None
     #: The address of the store, without secrets. None if there is no store or it has no address.
     store: str | None = None

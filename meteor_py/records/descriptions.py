@@ -32,7 +32,7 @@ class Meta:
     archived: int | None
     expired: int | None
     #: Whether the settings come from ``settings``, which only administrators may write. If not,
-    #: the address of the store and what to delete from it are unknown.
+    #: the address of the store and its retention limits are unknown.
     verified: bool
 
     @property

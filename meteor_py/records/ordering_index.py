@@ -1,13 +1,16 @@
 """Ordering keys of records, and the index that lists them.
 
-A stream with an ordering key has an index in addition to its log. The index has one entry per
-frame, with the same ID but no payload, so that shared groups can read the keys without decoding
-frames. An entry is a list of strings. Their number is even, because Redis treats them as fields and
-values:
+A stream with an ordering key has an index in addition to its log, so that shared groups can read
+the keys without decoding frames. An index entry describes up to 64 records of one frame: a consumer
+that claims one record must not read the keys of 4,096. Its ID is ``<last offset>-<records of its
+frame up to that offset>``. It has one field and its value:
 
-1. Two bytes for each record, little endian: the number of its key among the strings that follow.
-2. The ordering keys of the frame, each once.
-3. An empty string if the number of keys is even.
+1. One byte for each record: the number of its key in the list that follows.
+2. The ordering keys of these records, each once, as a MessagePack array of strings.
+
+Releases before 0.3 wrote one entry per frame, with the ID of the frame: a string of two bytes for
+each record, little endian, then the keys as separate strings, and an empty one if their number is
+even. Readers accept both.
 
 The index lists an empty string for a record without an ordering key, and for a record whose key is
 too long. ``publish`` refuses keys that are too long, but a dead letter may have one, because it
@@ -16,8 +19,7 @@ keeps its record unchanged.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +29,13 @@ from meteor_py.records.record import Headers, Record
 #: The longest ordering key, in bytes.
 ORDERING_KEY_BYTES_MAX = 256
 
+#: The most records in an index entry, and in one that a consumer makes from the store.
+ENTRY_RECORDS = 64
+STORED_ENTRY_RECORDS = 256
+
 _HEADER = "header:"
+#: The list of keys of an entry whose records have none.
+_NO_KEY = b"\x91\xa0"
 
 
 class OrderingRule:
@@ -67,28 +75,35 @@ class OrderingRule:
         longest = pc.max(pc.binary_length(self._arrow(column))).as_py()
         self._check(longest or 0)
 
-    def index(self, columns: Any) -> list[bytes]:
-        """Return the index entry of a frame (``frame.Columns``)."""
+    def index(self, columns: Any, size: int = ENTRY_RECORDS) -> list[bytes]:
+        """Return the index entries of a frame (``frame.Columns``): two strings for each."""
         column = columns.keys if self._header is None else columns.headers
-        size = len(columns)
+        records = len(columns)
         if column is None:
-            return [bytes(2 * size), b""]
+            whole, rest = divmod(records, size)
+            return [bytes(size), _NO_KEY] * whole + ([bytes(rest), _NO_KEY] if rest else [])
         if isinstance(column, list):
-            return _entry(self._keys(column))
+            keys = self._keys(column)
+            numbers: dict[bytes, int] = {}
+            order = [numbers.setdefault(key, len(numbers)) for key in keys]
+            return list(_entries(order, list(numbers), size))
         import pyarrow.compute as pc
 
         encoded = pc.fill_null(self._arrow(column), b"").dictionary_encode()
-        numbers = encoded.indices.cast(pa.uint16())
-        start = 2 * numbers.offset
-        numbers = numbers.buffers()[1][start : start + 2 * size].to_pybytes()
-        return _even([numbers, *map(_short, encoded.dictionary.to_pylist())])
+        return list(_entries(encoded.indices.to_pylist(), encoded.dictionary.to_pylist(), size))
 
     def index_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return the index entry of records from a store (``record.ARROW_SCHEMA``)."""
+        """Return one index entry of up to 256 records from a store (``record.ARROW_SCHEMA``)."""
         from meteor_py.records.frame import Columns
 
         keys, headers = batch.column("key"), batch.column("headers")
-        return self.index(Columns(values=batch.column("value"), keys=keys, headers=headers))
+        columns = Columns(values=batch.column("value"), keys=keys, headers=headers)
+        return self.index(columns, STORED_ENTRY_RECORDS)
+
+    def keys_of_rows(self, batch: pa.RecordBatch) -> list[bytes]:
+        """Return the ordering keys of records from a store; empty where there is none."""
+        column = batch.column("key" if self._header is None else "headers")
+        return [_short(key or b"") for key in self._arrow(column).to_pylist()]
 
     def _key_of(self, key: bytes | None, headers: Headers | None) -> bytes:
         if self._header is None:
@@ -120,15 +135,71 @@ def packed(entry: Iterable[bytes]) -> bytes:
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 
-def _entry(keys: list[bytes]) -> list[bytes]:
-    numbers: dict[bytes, int] = {}
-    order = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return _even([struct.pack(f"<{len(order)}H", *order), *map(_short, numbers)])
+def read_entry(entry_id: bytes, strings: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    """Return the first offset of an index entry, and the ordering keys of its records.
+
+    A malformed entry lists no keys.
+    """
+    last, up_to = map(int, entry_id.split(b"-"))
+    numbers: Sequence[int] = strings[0] if strings else b""
+    keys: Sequence[bytes] = ()
+    if len(strings) == 2 and len(numbers) == (up_to - 1) % ENTRY_RECORDS + 1:
+        keys = unpack_keys(strings[1])
+    elif len(numbers) == 2 * up_to:
+        pairs = zip(strings[0][::2], strings[0][1::2], strict=True)
+        numbers = [low + 256 * high for low, high in pairs]
+        keys = strings[1:]
+    else:
+        numbers = [len(keys)] * up_to
+    found = [keys[number] if number < len(keys) else b"" for number in numbers]
+    return last - len(found) + 1, list(map(_short, found))
+
+
+def pack_key(key: bytes) -> bytes:
+    """Return a MessagePack string."""
+    size = len(key)
+    if size < 32:
+        return bytes((0xA0 | size,)) + key
+    return (b"\xd9%c" % size if size < 256 else b"\xda" + size.to_bytes(2, "big")) + key
+
+
+def unpack_keys(packed_keys: bytes) -> list[bytes]:
+    """Return the strings of a MessagePack array; an empty list if it holds anything else."""
+    found: list[bytes] = []
+    try:
+        head = packed_keys[0]
+        count, at = (
+            (head & 15, 1) if head >> 4 == 9 else (int.from_bytes(packed_keys[1:3], "big"), 3)
+        )
+        if head >> 4 != 9 and head != 0xDC:
+            return []
+        for _ in range(count):
+            head, at = packed_keys[at], at + 1
+            if head >> 5 == 5:
+                size = head & 31
+            elif head in (0xD9, 0xDA):
+                width = head - 0xD8
+                size, at = int.from_bytes(packed_keys[at : at + width], "big"), at + width
+            else:
+                return []
+            found.append(packed_keys[at : at + size])
+            at += size
+    except IndexError:
+        return []
+    return found
+
+
+def _entries(order: list[int], keys: list[bytes], size: int) -> Iterator[bytes]:
+    """Yield two strings for each ``size`` records; ``order`` has the number of each one's key."""
+    packed_keys = [pack_key(_short(key)) for key in keys]
+    for start in range(0, len(order), size):
+        part = order[start : start + size]
+        local = {key: number for number, key in enumerate(dict.fromkeys(part))}
+        count = len(local)
+        head = bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
+        yield bytes([local[key] for key in part])
+        yield head + b"".join([packed_keys[key] for key in local])
 
 
 def _short(key: bytes) -> bytes:
     return key if len(key) <= ORDERING_KEY_BYTES_MAX else b""
-
-
-def _even(strings: list[bytes]) -> list[bytes]:
-    return strings if len(strings) % 2 == 0 else [*strings, b""]

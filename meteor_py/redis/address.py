@@ -15,8 +15,8 @@ from redis.connection import AbstractConnection, Connection, parse_url
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
-#: Options that a URL may set. meteor_py sets all others itself. For each one that is set, redis-py
-#: sends a command and reads its reply before a connection is used.
+#: Options that a URL may set. meteor_py sets all others itself. For each option that is set,
+#: redis-py sends a command and reads the reply before a connection is used.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",

@@ -12,6 +12,7 @@ or in a forked child.
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -92,7 +93,7 @@ class Connection:
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
-        #: Whether the TLS handshake has succeeded and the server has not replied to anything yet.
+        #: Whether the TLS handshake has succeeded but the server has not replied to a command yet.
         self._handshake_only = False
         self._pid = os.getpid()
 
@@ -127,11 +128,11 @@ class Connection:
                 reply = connection.read_response(disable_decoding=True, timeout=timeout_s)
             else:
                 reply = wire.read(timeout_s)
+                self._handshake_only = False
                 if isinstance(reply, Exception):
                     raise reply
         except (redis.RedisError, OSError) as error:
             self._fail(error)
-        self._handshake_only = False
         return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
@@ -277,6 +278,24 @@ class Connection:
     def connected(self) -> bool:
         return self._connection is not None and self._pid == os.getpid()
 
+    @property
+    def readable(self) -> bool:
+        """Whether the socket has something to read. Does not block; any thread may ask.
+
+        A server sends nothing on an idle connection, so then it means that the connection has
+        ended. With TLS it may also be a message of the protocol itself.
+        """
+        sock = self._socket()
+        if sock is None:
+            return False
+        poll = select.poll()
+        try:
+            poll.register(sock, select.POLLIN)
+            found = poll.poll(0)
+        except (OSError, ValueError):  # another thread has closed it
+            return True
+        return bool(found) or self._socket() is not sock
+
     def connect(self) -> AbstractConnection:
         """Return the connection. Open one if there is none, or after a fork."""
         if self._pid != os.getpid():
@@ -337,7 +356,9 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
-        if self._handshake_only and type(error) is redis.ConnectionError:
+        # The subclasses of redis.ConnectionError have other causes, such as a wrong password.
+        is_closed = type(error) is redis.ConnectionError or isinstance(error, OSError)
+        if self._handshake_only and is_closed:
             translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()

@@ -15,27 +15,29 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:meta`` (hash): ``version`` of this layout; ``incarnation``, a random id of the stream
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
-    ``capacity``. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
-    which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store:
+    ``capacity``; ``unindexed`` if the stream got its ordering key later, so that the index may lack
+    records of the ring. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``,
+    one of which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store:
     ``archived``: the store holds all records below it; ``expired``: all records below it were
     deleted from the store; the setting ``max_unarchived``; ``flush``: the archiver should archive
     up to this offset without waiting for more records. Also copies of ``settings``, for releases
     before 0.3. Written by ``create_stream``, ``resume_stream``, ``configure_stream``,
     ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
     ``expire_history``, ``request_flush``.
-``meteor:{s}:settings`` (hash): What only an administrator may change, because readers and archivers
-    act on it, and what no script needs: ``incarnation`` of the stream; ``compression``,
-    ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with a store: its id
-    ``store`` (``store_before``: its id until the stream was resumed), its address ``store_uri``,
-    ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``, ``resume_stream``,
-    ``configure_stream``, and ``convert_settings`` for a stream of an older release.
+``meteor:{s}:settings`` (hash): Settings that readers and archivers act on, so that only an
+    administrator may change them. No script needs them. ``incarnation`` of the stream;
+    ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with
+    a store: its id ``store`` (``store_before``: its id until the stream was resumed), its address
+    ``store_uri``, ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``,
+    ``resume_stream``, ``configure_stream``, and ``convert_settings`` for a stream of an older
+    release.
 ``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
     0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
     Written by ``publish``; expires a day after the last batch.
-``meteor:{s}:index`` (stream): Only with an ordering key. For each frame of the log, an entry with
-    the same ID and the ordering keys of its records (see records/ordering_index.py), no payload.
-    Written and trimmed with the log, by ``publish``, ``move_staged``, ``configure_stream``,
-    ``apply_limits`` and ``advance_archived``.
+``meteor:{s}:index`` (stream): Only with an ordering key. For each 64 records of a frame, an entry
+    with their ordering keys and no payload (see records/ordering_index.py). Written and trimmed
+    with the log, by ``publish``, ``move_staged``, ``configure_stream``, ``apply_limits`` and
+    ``advance_archived``.
 ``meteor:{s}:repair:<id>`` (stream): An unfinished copy of the log or the index. Written by
     ``repair_log``, which finally renames it; expires after an hour.
 ``meteor:streams`` (set): The names of all streams, in a slot of its own. Written before
@@ -86,44 +88,50 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:shared`` (set): The names of the shared groups. Written by ``shared/open``;
     ``SharedGroup.delete`` removes one.
 ``meteor:{s}:shared:<g>:...``: The state of one shared group, in the parts below. "Key" means an
-    ordering key here. Written by ``shared/step`` unless stated otherwise; ``SharedGroup.delete``
-    deletes all of them at once.
-``...:state`` (hash): ``incarnation`` of the stream, a dot, and a random id of this incarnation of
-    the group; ``start``, its first position; ``next``: all records below it were scanned;
-    ``waiting``, how many records wait; ``bell``, the number of its last entry; ``last``, the time
-    of a consumer's last call (ms); settings (shared/config.py); counters ``acked``, ``dead``,
-    ``lost``, ``purged``, ``returned``, ``reaped``; the last gap, ``lost_last``. Created by
-    ``shared/open``; also written by ``shared/purge`` and ``shared/resume``.
-``...:groups`` (hash): For each key with unsettled records ``owner[:waiting:state:head]``: the
-    consumer that holds some, or none; how many wait; ``d`` delayed, ``p`` parked; the offset of the
-    first that waits. A field is removed with the last record. Also ``shared/purge``,
+    ordering key here, and a line is a string of rising offsets, seven bytes each. Written by
+    ``shared/step`` and ``shared/maintain`` unless stated otherwise; ``SharedGroup.delete`` deletes
+    all of them. ``shared/group_state.py`` reads the packed values.
+``...:meta`` (hash): ``incarnation`` of the stream, a dot, and a random id of this incarnation of
+    the group; ``start``, its first position; settings (shared/config.py); the last gap,
+    ``lost_last``; ``progress``, packed: the next offset to scan, clocks, times at which something
+    is due, counters (see lua/shared/_group.lua). Created by ``shared/open``; also written by
+    ``shared/join``, ``shared/purge``, ``shared/resume``. While ``shared/convert`` converts the
+    state of a release before 0.3: ``converting``, ``converted``, ``returning``.
+``...:state`` (string): A notice for releases before 0.3, which expect a hash here and so refuse the
+    group without changing it. Written by ``shared/open`` and ``shared/convert``.
+``...:members`` (hash): Consumers by their ids, packed: the last step and what it reported, the end
+    of the lease, records held, batches of that step, a key kept for a last try, the name. Added by
+    ``shared/join``; removed when they leave, or ten leases after they died.
+``...:keys`` (hash): Key entries: the owner, how many records it holds, and the line of waiting
+    offsets, and more for keys that are stopped, suspected, or have many waiting records (see
+    lua/shared/_keys.lua). An entry is removed with the last record. Also ``shared/purge``,
     ``shared/resume``.
+``...:waiting`` (hash): Further waiting offsets of keys that have more than 128: a line for each
+    ``<key>:<number>``. Also ``shared/purge``.
+``...:batches:<consumer>`` (hash): The records that a consumer holds: for each number of a delivery
+    batch, up to 32 offsets and their keys. Removed when they are settled or taken back.
+``...:more:<consumer>`` (list): Keys of which a consumer may claim more records. Also
+    ``shared/resume``. Deleted when the consumer leaves or dies.
+``...:wake:<consumer>`` (stream): At most one entry, which wakes the consumer. Also
+    ``shared/purge``, ``shared/resume``. Deleted when the consumer leaves or dies.
 ``...:ready`` (zset): Keys that are free and have waiting records, by the offset of the first. Also
     ``shared/purge``, ``shared/resume``.
-``...:blocked`` (zset): The same for keys that are delayed or parked.
-``...:delayed`` (zset): Delayed keys, by the time (ms) at which the delay ends.
-``...:leases`` (zset): Consumers, by the time (ms) at which they count as dead. Added by
-    ``shared/join``; removed when they leave or die.
-``...:consumers`` (hash): The same consumers: ``step:alone:name``, the number of the last step,
-    whether the consumer has a last try (``alone``) or keeps a key for one (``reserved``), and a
-    display name.
+``...:blocked`` (zset): The same for keys that are delayed or parked, or whose waiting records are
+    older than those that are held.
+``...:unsettled`` (zset): ``<consumer>:<batch>`` and ``letter:<offset>`` by the lowest unsettled
+    offset. The lowest score in this and the last two is the confirmed offset.
+``...:delayed`` (zset): Delayed keys, by the time (ms of the group's clock) at which the delay ends.
+``...:leases`` (zset): Consumers, by the time (ms of the group's tick) at which they count as dead,
+    or at which a dead one is forgotten. Added by ``shared/join``.
+``...:idle`` (zset): Consumers that wait to be woken, by the time since when.
+``...:purges`` (zset): Keys whose records below an offset are purged when they are scanned. Written
+    by ``shared/purge``; ``shared/step`` removes a key when it has scanned so far.
 ``...:failures`` (hash): Offsets of open records that have failed, with the number of failures. A
     field is removed when its record is settled.
-``...:suspects`` (set): Offsets of open records that a consumer held when it died. Those of one key
-    are delivered one at a time.
 ``...:letters`` (hash): Offsets of abandoned records that are not yet published as dead letters:
     ``failures:bytes of key:``, then key and reason.
-``...:dying`` (zset): The same offsets, by the time (ms) from which any consumer may publish the
-    letter.
-``...:bell`` (stream): The last eight wake-ups, for which consumers wait. Also ``shared/purge``,
-    ``shared/resume``.
-``...:held:<consumer>`` (hash): The records that a consumer holds: for each key
-    ``offset,offset...``, rising; empty if the key is kept for a last try. Deleted when the consumer
-    leaves or dies.
-``...:more:<consumer>`` (zset): Those of its keys of which it may get more, by the offset of the
-    first that waits. Also ``shared/purge``, ``shared/resume``.
-``...:waiting:<key>`` (list): The waiting offsets of the key, rising. Keys are any bytes. Removed
-    with its last record. Also ``shared/purge``.
+``...:dying`` (zset): The same offsets, by the time (ms of the group's clock) from which any
+    consumer may publish the letter.
 
 **Peer groups**
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meteor_py.errors import (
+    AckTimeout,
     ConnectionFailed,
     CorruptStream,
     Fenced,
@@ -17,6 +18,7 @@ from meteor_py.errors import (
     OutcomeUnknown,
     PublishError,
     RecordsLost,
+    Rewound,
     StoreMismatch,
     StoreUnavailable,
     StreamFull,
@@ -160,7 +162,7 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
         problem, hint = "that cannot be found by its address", f"O{passing}"
     else:
         problem = (
-            "whose address this client does not follow: it is in a key that publishers may write"
+            "whose address this client does not trust: it is in a key that publishers may write"
         )
         hint = (
             "Let an administrator open the stream once with this release, and let this user read "
@@ -185,15 +187,53 @@ def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
 
 
 def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
-    shown = ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
     return Fenced(
-        f"This consumer of shared group {group!r} of stream {stream!r} no longer holds {shown}: it "
-        "was silent for longer than lease_ttl, or returned them together with an earlier record. "
-        "They will be delivered again.",
+        f"This consumer of shared group {group!r} of stream {stream!r} no longer holds "
+        f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
+        "delivers them again.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
     )
+
+
+def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"The lease of this consumer of shared group {group!r} of stream {stream!r} expired before "
+        f"the server replied about {_shown(offsets)}, and the server no longer knows whether these "
+        "settlements counted. If not, the records will be delivered again.",
+        stream=stream,
+    )
+
+
+def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
+    return Rewound(
+        f"This consumer of shared group {group!r} of stream {stream!r} has returned "
+        f"{_shown(offsets)} together with an earlier record of the same ordering key. The group "
+        "delivers them again, in order: skip them here.",
+        stream=stream,
+        group=group,
+        offsets=tuple(offsets),
+    )
+
+
+def records_timed_out(
+    stream: str, group: str, offsets: Sequence[int], setting: str, seconds: float
+) -> AckTimeout:
+    return AckTimeout(
+        f"This consumer of shared group {group!r} of stream {stream!r} did not settle "
+        f"{_shown(offsets)} within {seconds:g} seconds ({setting}). The group delivers them again. "
+        "Settle records sooner, or call record.extend() in time.",
+        stream=stream,
+        group=group,
+        offsets=tuple(offsets),
+        setting=setting,
+        seconds=seconds,
+    )
+
+
+def _shown(offsets: Sequence[int]) -> str:
+    return ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
 
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:

@@ -8,10 +8,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from meteor_py.runtime.locks import SignalSafeEvent
+
 #: Seconds between checks whether the thread has ended, in case its lock stays locked.
 _CHECK_S = 1.0
 #: Seconds between calls of ``push``.
 _PUSH_S = 0.02
+
+
+class _StartEvent(SignalSafeEvent):
+    """The event of ``threading.Thread`` that says that the thread runs."""
+
+    def _at_fork_reinit(self) -> None:
+        """Called by ``threading`` in a forked child. There is no lock to replace."""
 
 
 class JoinableThread(threading.Thread):
@@ -20,10 +29,14 @@ class JoinableThread(threading.Thread):
     Before Python 3.13, a thread counts as ended once a signal handler has raised in ``join()``,
     even if it is still running (CPython issue 90882). Code that closes an object on Ctrl-C or
     SIGTERM would then close resources that the thread is using.
+
+    ``start()`` waits for the thread with a ``threading.Event``. If a signal
+    handler raises there, the event may stay locked, and the thread waits forever before it runs.
     """
 
     def __init__(self, target: Callable[..., Any], name: str, *args: Any) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
+        self._started = _StartEvent()
         self._pid = os.getpid()
         self._done = False
         self._running = threading.Lock()  # held until the thread has ended
@@ -69,5 +82,6 @@ def join_named(prefix: str, timeout_s: float) -> None:
     """Join the threads whose names begin with ``prefix``, all within ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     for thread in threading.enumerate():
-        if thread.name.startswith(prefix):
+        # A thread whose start was interrupted stays in the list without an ident.
+        if thread.name.startswith(prefix) and thread.ident is not None:
             thread.join(max(deadline - time.monotonic(), 0.0))

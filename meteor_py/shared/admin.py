@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, MeteorError
+from meteor_py.errors import (
+    GroupActive,
+    GroupConfigMismatch,
+    GroupNotFound,
+    MeteorError,
+    RecordsLost,
+)
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import InitialOffset, check_int
 from meteor_py.records.descriptions import GroupDescription
-from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
+from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX, read_entry
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import (
     DELETE_STREAM,
@@ -23,20 +29,30 @@ from meteor_py.redis.scripts import (
     SHARED_RESUME,
 )
 from meteor_py.shared.config import SharedConfig
-from meteor_py.shared.frame_cache import FrameCache, entry_from_store
+from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.fsck import find_flaws
-from meteor_py.shared.protocol import Entry, SharedProtocol, StepReply
+from meteor_py.shared.group_state import (
+    DELAYED,
+    NOBODY,
+    PARKED,
+    KeyEntry,
+    Member,
+    Progress,
+    read_batch,
+    read_line,
+)
+from meteor_py.shared.protocol import SharedProtocol
 
 if TYPE_CHECKING:
-    from meteor_py.redis.connection import Connection
     from meteor_py.stream import Stream
 
-_log = logging.getLogger(__name__)
-
-#: Records that one step scans ahead.
-_AHEAD = 4_096
-#: Ordering keys that are read at a time.
+#: Ordering keys, index entries and keys to delete that are read or sent at a time.
 _LIST = 500
+_ENTRIES = 64
+#: Chunks of waiting offsets that are read at a time.
+_CHUNKS = 64
+#: Records of the store that are read at a time.
+_STORED = 4_096
 
 _COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
 
@@ -90,7 +106,7 @@ class SharedDescription:
     #: Records between ``confirmed`` and the end of the stream.
     lag: int
     #: All records below this offset were scanned: they are settled, held or waiting.
-    looked: int
+    scanned: int
     #: Records that wait for their ordering key or for a consumer.
     waiting: int
     #: Ordering keys that are free and have waiting records.
@@ -98,7 +114,7 @@ class SharedDescription:
     #: Ordering keys that are delayed or parked and have waiting records.
     blocked: int
     #: Dead letters that are not published yet.
-    dying: int
+    dead_letters_pending: int
     #: Records acknowledged since the group was created.
     acked: int
     #: Records that became dead letters.
@@ -138,156 +154,242 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
+        found, members = self._describe()
+        ids = list(members)
+        commands = [("HVALS", self._protocol.key(f"batches:{id}")) for id in ids]
+        replies = self._handle.connector.pipeline(commands) if commands else []
+        owned = {
+            id: len({key or offset for raw in reply for offset, key in read_batch(raw)})
+            for id, reply in zip(ids, replies, strict=True)
+        }
+        consumers = (replace(member, keys=owned[id]) for id, member in members.items())
+        return replace(found, consumers=tuple(consumers))
+
+    def _describe(self) -> tuple[SharedDescription, dict[str, Consumer]]:
+        """Return the description without consumers, and the consumers without their keys."""
         protocol = self._protocol
-        names = [protocol.meta, *protocol.keys("state ready blocked leases consumers letters")]
-        args = [protocol.incarnation, protocol.prefix]
-        reply = protocol.check(self._handle.connector.run(SHARED_DESCRIBE, names, args))
-        state = _fields(reply[1])
-        confirmed, end = int(reply[2]), self.stream.end().offset
-        flat = reply[6]
+        names = [protocol.meta, *protocol.keys("meta members letters ready blocked unsettled")]
+        reply = self._handle.connector.run(SHARED_DESCRIBE, names)
+        if b"progress" not in reply[1][::2]:  # a release before 0.3 may have written the group
+            protocol.ensure_converted()
+            reply = self._handle.connector.run(SHARED_DESCRIBE, names)
+        stream, meta, flat, clock, ready, blocked, pending, *firsts = reply
+        protocol.check_incarnations(stream[0], dict(_pairs(meta)).get(b"incarnation", b""))
+        state = _fields([part for pair in _pairs(meta) for part in pair if pair[0] != b"progress"])
+        progress = Progress.parse(dict(_pairs(meta))[b"progress"])
+        confirmed = min([progress.next, *(int(float(first[1])) for first in firsts if first)])
         first, _, last = state.get("lost_last", "").partition(":")
-        return SharedDescription(
+        description = SharedDescription(
             name=self.name,
             config=SharedConfig.from_fields(state),
             confirmed=confirmed,
-            lag=max(end - confirmed, 0),
-            looked=int(state["next"]),
-            waiting=int(state["waiting"]),
-            ready=int(reply[3]),
-            blocked=int(reply[4]),
-            dying=int(reply[5]),
-            **{counter: int(state.get(counter, 0)) for counter in _COUNTERS},
+            lag=max(int(stream[1]) - confirmed, 0),
+            scanned=progress.next,
+            waiting=progress.waiting,
+            ready=int(ready),
+            blocked=int(blocked),
+            dead_letters_pending=int(pending),
+            **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
-            consumers=tuple(
-                Consumer(
-                    *(flat[i].decode(), flat[i + 1].decode(), int(flat[i + 2]), int(flat[i + 3])),
-                    lease=int(flat[i + 4]) / 1000,
-                )
-                for i in range(0, len(flat), 5)
-            ),
         )
+        # The time since the last call counts in full here: to a reader, a consumer that was silent
+        # for so long is dead, although its lease ends only after other consumers have called.
+        tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
+        members = {id.decode(): Member.parse(raw) for id, raw in _pairs(flat)}
+        return description, {
+            id: Consumer(id, member.name, 0, member.holding, (member.deadline - tick) / 1000)
+            for id, member in members.items()
+            if not member.dead
+        }
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
         """Return the ordering keys that have unsettled records, sorted by their oldest record.
 
+        Reads the state in portions, so it is not that of one instant.
+
         Args:
-            look_ahead: If true, first scan all records up to the end of the stream, as consumers
-                would. If false, keys whose records no consumer has scanned yet are missing.
+            look_ahead: If true, also read the keys of all records up to the end of the stream that
+                no consumer has scanned yet. If false, these are missing.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
-            StoreUnavailable: Records to scan are in the store, which cannot be read.
+            StoreUnavailable: Records to read are in the store, which cannot be read.
         """
-        if look_ahead and not self._scan_until(self.stream.end().offset):
-            _log.warning(
-                "Shared group %r of stream %r has as many waiting records as it may have, so later "
-                "records were not scanned.",
-                *(self.name, self.stream.name),
-            )
-        owners = {consumer.id.encode(): consumer.name for consumer in self.describe().consumers}
-        found: list[KeyState] = []
+        _, members = self._describe()
+        held: dict[bytes, list[int]] = {}
+        found: dict[bytes, KeyState] = {}
+        for id, member in members.items():
+            for raw in self._handle.connector.call("HVALS", self._protocol.key(f"batches:{id}")):
+                for offset, key in read_batch(raw):
+                    held.setdefault(key, []).append(offset)
+                    if not key:
+                        name = b"\0%d" % offset
+                        found[name] = KeyState(name, 1, 1, 0, member.name, offset, "owned")
+        for key, entry in self._entries():
+            state = _key_state(key, entry, members, held.get(key, []))
+            if state is not None:
+                found[key] = state
+        if look_ahead:
+            self._look_ahead(found)
+        return sorted(found.values(), key=lambda state: (state.oldest, state.key))
+
+    def _entries(self) -> Iterator[tuple[bytes, KeyEntry]]:
         cursor = b"0"
         while True:
             cursor, flat = self._handle.connector.call(
-                "HSCAN", self._protocol.key("groups"), cursor, "COUNT", _LIST
+                "HSCAN", self._protocol.key("keys"), cursor, "COUNT", _LIST
             )
-            values = dict(zip(flat[::2], flat[1::2], strict=True))
-            values.pop(b"", None)  # see shared/join.lua
-            found += self._states(values, owners)
+            for key, raw in _pairs(flat):
+                if key:  # the empty field is padding
+                    yield key, KeyEntry.parse(raw)
             if cursor == b"0":
-                break
-        unique = {state.key: state for state in found}  # HSCAN may return a field twice
-        return sorted(unique.values(), key=lambda state: (state.oldest, state.key))
+                return
 
-    def _states(self, values: dict[bytes, bytes], owners: dict[bytes, str]) -> list[KeyState]:
-        protocol = self._protocol
-        commands: list[tuple[Any, ...]] = []
-        parsed = {key: _parse(value) for key, value in values.items()}
-        for key, (owner, _, _) in parsed.items():
-            commands.append(("LINDEX", protocol.whole(b"waiting:" + key), 0))
-            commands.append(("HGET", protocol.whole(b"held:" + owner), key))
-        replies = self._handle.connector.pipeline(commands) if commands else []
-        states: list[KeyState] = []
-        for number, (key, (owner, waiting, stopped)) in enumerate(parsed.items()):
-            head, held = replies[2 * number : 2 * number + 2]
-            offsets = [int(o) for o in held.split(b",")] if held else []
-            if not offsets and head is None and not stopped:
-                continue  # settled meanwhile
-            condition: Condition = "owned" if owner else "ready"
-            states.append(
-                KeyState(
-                    key=key,
-                    count=len(offsets) + waiting,
-                    acquired=len(offsets),
-                    waiting=waiting,
-                    owner=owners.get(owner) if owner else None,
-                    oldest=min([*offsets, *([int(head)] if head is not None else [])], default=-1),
-                    state={b"d": "delayed", b"p": "parked"}.get(stopped, condition),  # type: ignore[arg-type]
-                )
-            )
-        return states
+    def _look_ahead(self, found: dict[bytes, KeyState]) -> None:
+        """Add the records that no consumer has scanned."""
+        description, _ = self._describe()
+        purges: Any = self._handle.connector.call(
+            "ZRANGE", self._protocol.key("purges"), 0, -1, "WITHSCORES"
+        )
+        marks = {key: int(float(score)) for key, score in _pairs(purges)}
+        for offset, key in self._unscanned(description, description.scanned, None):
+            if offset < marks.get(key, 0):
+                continue
+            known = found.get(key)
+            if known is None:
+                found[key] = KeyState(key, 1, 0, 1, None, offset, "ready")
+            else:
+                found[key] = replace(known, count=known.count + 1, waiting=known.waiting + 1)
+
+    def _unscanned(
+        self, description: SharedDescription, start: int, end: int | None
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield offsets from ``start`` to before ``end`` (default: of the stream), and their keys.
+
+        Reads the index, and the store if only that has them; leaves out records that are lost.
+        """
+        call, at = self._handle.connector.call, start
+        end = self.stream.end().offset if end is None else end
+        config = description.config
+        with closing(FrameCache(self._handle)) as frames:
+            while at < end:  # ends: each round passes at least one record or a gap
+                index = keys.index(self.stream.name)
+                entries = call("XRANGE", index, f"{at}-0", "+", "COUNT", _ENTRIES)
+                rows = [read_entry(*entry) for entry in entries]
+                if not rows or rows[0][0] > at:
+                    first, found = self._stored_keys(frames, at, rows[0][0] if rows else end)
+                    rows, at = [(first, found)], max(at, first)
+                for first, found in rows:
+                    if first > at:
+                        break  # a gap between two entries
+                    for offset in range(at, min(first + len(found), end)):
+                        key = found[offset - first]
+                        if not key:
+                            free = config.keyless == "free"
+                            key = b"\0%d" % offset if free else config.default_key.encode()
+                        yield offset, key
+                    at = max(at, first + len(found))
+
+    def _stored_keys(self, frames: FrameCache, at: int, end: int) -> tuple[int, list[bytes]]:
+        """Return the keys of records that are not indexed, but in the store or the ring.
+
+        There are none if the records are lost.
+        """
+        rule = self.stream.config.ordering_rule
+        assert rule is not None, "a shared group needs one"
+        try:
+            chunk = frames.read_stored(at, _STORED)[0]
+        except RecordsLost as gap:
+            return min(gap.last + 1, end), []
+        return chunk.first, rule.keys_of_rows(chunk.to_arrow())
 
     @property
     def confirmed(self) -> int:
         """All records below this offset are settled."""
-        return self.describe().confirmed
+        return self._describe()[0].confirmed
 
     def fsck(self) -> list[str]:
         """Check the state of the group, and return one sentence for each contradiction.
 
-        Reads the whole state at one instant, which keeps the server busy for a moment if the group
-        is large. Then reads the index wherever records are unsettled, to compare ordering keys.
+        Reads the state in portions, each of them at one instant. What can only be compared over the
+        whole state, such as the counters, is compared if the group does not change meanwhile.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
-            MeteorError: The state changes too fast to be read at one instant.
         """
+        self._protocol.ensure_converted()
         return find_flaws(self._protocol)
 
     # -- changing ------------------------------------------------------------------------------
 
     def purge(self, key: bytes | str, limit: int | None = None) -> int:
-        """Settle waiting records of one ordering key, the oldest first, without processing them.
+        """Settle unprocessed records of one ordering key, the oldest first.
 
-        First scans the stream to its end. Records that a consumer holds are not purged.
+        Records that a consumer holds are not purged. Those that no consumer has scanned yet are
+        settled when they are; reading the index tells how many there are.
 
         Args:
             key: The ordering key.
-            limit: The most records to purge; None = all.
+            limit: The most records to purge; None = all up to the end of the stream.
 
         Returns:
             The number of records purged.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
-            StoreUnavailable: Records to scan are in the store, which cannot be read.
+            StoreUnavailable: Records to read are in the store, which cannot be read.
         """
         name = _check_key(key)
         if limit is not None:
             check_int("limit", limit, 1, 2**53)
-        end, purged = self.stream.end().offset, 0
-        while True:  # ends: a round that purges nothing makes no room to scan further
-            scanned_all = self._scan_until(end)
-            count = self._purge_waiting(name, None if limit is None else limit - purged)
-            purged += count
-            if scanned_all or not count or purged == limit:
-                return purged
-
-    def _purge_waiting(self, name: bytes, limit: int | None) -> int:
-        protocol, client = self._protocol, self._handle.connector
-        names: list[Any] = [protocol.meta]
-        names += protocol.keys("state groups ready blocked delayed failures suspects")
-        names += [waiting := protocol.whole(b"waiting:" + name), protocol.key("bell")]
+        description, _ = self._describe()
         # The script takes an offset, not a count, so that repeating it after a lost reply is safe.
-        last = client.call("LINDEX", waiting, -1 if limit is None else limit - 1)
-        if last is None:
-            last = client.call("LINDEX", waiting, -1)
-        args = [protocol.incarnation, name, last, protocol.prefix]
-        purged, more = 0, last is not None
+        end = self._purge_end(description, name, limit)
+        protocol = self._protocol
+        names: list[Any] = [protocol.meta]
+        names += protocol.keys("meta keys waiting ready blocked delayed failures idle purges")
+        args = [protocol.incarnation, name, protocol.prefix, end]
+        purged, more, scanned = 0, True, -1
         while more:
-            _, count, more = protocol.check(client.run(SHARED_PURGE, names, args))
-            purged += int(count)
-        return purged
+            reply = protocol.check(self._handle.connector.run(SHARED_PURGE, names, args))
+            purged, more = purged + int(reply[1]), bool(reply[2])
+            if scanned < 0:
+                scanned = max(int(reply[3]), int(reply[4]))
+        unscanned = self._unscanned(description, scanned, end)
+        return purged + sum(found == name for _, found in unscanned)
+
+    def _purge_end(self, description: SharedDescription, name: bytes, limit: int | None) -> int:
+        """Return the offset after the last record to purge."""
+        end = self.stream.end().offset
+        if limit is None:
+            return end
+        waiting = self._waiting(name, limit)
+        if len(waiting) >= limit:
+            return waiting[limit - 1] + 1
+        left = limit - len(waiting)
+        mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
+        start = max(
+            description.scanned, int(float(mark or 0))
+        )  # purged before, but not scanned yet
+        for offset, key in self._unscanned(description, start, end):
+            left -= key == name
+            if not left:
+                return offset + 1
+        return end
+
+    def _waiting(self, name: bytes, limit: int) -> list[int]:
+        """Return the first waiting offsets of an ordering key."""
+        call = self._handle.connector.call
+        raw = call("HGET", self._protocol.key("keys"), name)
+        entry = KeyEntry.parse(raw) if raw else KeyEntry(NOBODY, 0, [])
+        found, fields = list(entry.waiting), entry.chunks(name)
+        for start in range(0, len(fields), _CHUNKS):
+            if len(found) >= limit:
+                break
+            part = fields[start : start + _CHUNKS]
+            for line in call("HMGET", self._protocol.key("waiting"), *part):
+                found += read_line(line or b"")
+        return found
 
     def resume(self, key: bytes | str) -> bool:
         """Make a parked or delayed ordering key available again.
@@ -300,10 +402,10 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
+        self._protocol.ensure_converted()
         name, protocol = _check_key(key), self._protocol
         names: list[Any] = [protocol.meta]
-        names += protocol.keys("state groups ready blocked delayed failures")
-        names += [protocol.whole(b"waiting:" + name), protocol.key("bell")]
+        names += protocol.keys("meta keys ready blocked delayed failures idle")
         args = [protocol.incarnation, name, protocol.prefix]
         return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
@@ -317,7 +419,8 @@ class SharedGroup:
             GroupActive: The group has consumers, and ``force`` is false.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        consumers = [found for found in self.describe().consumers if found.lease > 0]
+        _, members = self._describe()
+        consumers = [found for found in members.values() if found.lease > 0]
         if consumers and not force:
             raise GroupActive(
                 f"Shared group {self.name!r} of stream {self.stream.name!r} is active: "
@@ -328,53 +431,19 @@ class SharedGroup:
                 owner=consumers[0].name,
                 shared=True,
             )
-        client, state = self._handle.connector, self._protocol.key("state")
-        others: list[Any] = sorted(self._protocol.find() - {b"state"})
-        names: list[Any] = [state, *map(self._protocol.whole, others)]
-        client.run(DELETE_STREAM, names, [client.call("HGET", state, "incarnation") or ""])
-        # Keys that a consumer created in between. Without the state no consumer can create more.
+        client, meta = self._handle.connector, self._protocol.key("meta")
+        self._protocol.find()  # raises if this user may not delete the group
+        # First the meta: without it, no script changes or creates a key of the group.
+        client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()
-        if left and b"state" not in left:
-            client.call("UNLINK", *map(self._protocol.whole, sorted(left)))
+        if b"meta" not in left:
+            names = [self._protocol.whole(part) for part in sorted(left)]
+            for start in range(0, len(names), _LIST):
+                client.call("UNLINK", *names[start : start + _LIST])
         # Last: a crash before this leaves a harmless name, not a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
-        if client.call("EXISTS", state):  # the group was recreated meanwhile
+        if client.call("EXISTS", meta):  # the group was recreated meanwhile
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
-
-    def _scan_until(self, end: int) -> bool:
-        """Scan all records below ``end``, as consumers would, into the waiting lists of their keys.
-
-        Returns:
-            Whether all were scanned; False if as many records are waiting as may.
-        """
-        ordering_rule = self.stream.config.ordering_rule
-        assert ordering_rule is not None, "a shared group needs one"
-        entry: Entry | None = None
-        before = -1
-
-        def scan(connection: Connection) -> StepReply:
-            return self._protocol.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
-
-        with ExitStack() as opened:
-            frames: FrameCache | None = None
-            while True:
-                reply = self._handle.connector.use(scan)
-                for first, last in reply.lost:
-                    _log.warning(
-                        "The ring dropped records %d to %d of stream %r before shared group %r had "
-                        "processed them, and no store has them.",
-                        *(first, last, self.stream.name, self.name),
-                    )
-                if reply.next >= end:
-                    return True
-                if reply.next == before and (entry is not None or not reply.stored_stop):
-                    return False
-                before = reply.next
-                if not reply.stored_stop:
-                    entry = None
-                    continue
-                frames = frames or opened.enter_context(closing(FrameCache(self._handle)))
-                entry = entry_from_store(frames, ordering_rule, reply, entry)
 
     def __repr__(self) -> str:
         return f"<SharedGroup {self.name!r} of {self.stream.name!r}>"
@@ -398,8 +467,8 @@ def open_shared(
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
         raise MeteorError(
-            f"Stream {stream.name!r} was created without ordering_key, so it cannot have shared "
-            'groups. Create a stream with client.stream(name, ordering_key="key").'
+            f"Stream {stream.name!r} has no ordering key, which shared groups need. Add one with "
+            'stream.configure(ordering_key="key").'
         )
     config = SharedConfig(**asked)
     if config.dead_letter == stream.name:
@@ -412,10 +481,13 @@ def open_shared(
     create = "" if start == InitialOffset.NONE else "create"
     args = [stream.incarnation, name, create, first, secrets.token_hex(8)]
     args += [item for pair in config.to_fields().items() for item in pair]
-    names = [shared._protocol.meta, shared._protocol.key("state"), keys.shared_groups(stream.name)]
-    reply = handle.connector.run(
-        SHARED_OPEN, [*names, keys.group(stream.name, name), shared._protocol.key("groups")], args
-    )
+    protocol = shared._protocol
+    names = [protocol.meta, protocol.key("meta"), keys.shared_groups(stream.name)]
+    names += [keys.group(stream.name, name), *protocol.keys("keys state")]
+    reply = handle.connector.run(SHARED_OPEN, names, args)
+    if reply[0] == b"CONVERT":
+        protocol.convert()
+        reply = handle.connector.run(SHARED_OPEN, names, args)
     if reply[0] == b"EXCLUSIVE":
         raise GroupConfigMismatch(
             f"Stream {stream.name!r} already has a group {name!r} for one reader at a time. Choose "
@@ -423,8 +495,8 @@ def open_shared(
             stream=stream.name,
             group=name,
         )
-    state = _fields(shared._protocol.check(reply)[1])
-    shared._protocol.incarnation = state["incarnation"]
+    state = _fields(protocol.check(reply)[1])
+    protocol.incarnation, protocol.converted = state["incarnation"], True
     present = SharedConfig.from_fields(state)
     setting = present.differing(asked)
     if setting is not None:
@@ -442,7 +514,7 @@ def _check_end(stream: Stream, offset: int) -> int:
     end = stream.end().offset
     if offset > end:
         raise ValueError(
-            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which ends at {end}."
         )
     return offset
 
@@ -458,10 +530,10 @@ def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescript
     summaries: list[GroupDescription] = []
     for name in list_shared(handle):
         try:
-            found = SharedGroup(stream, handle, name).describe()
+            found, members = SharedGroup(stream, handle, name)._describe()
         except (GroupNotFound, ValueError):
             continue  # deleted meanwhile, or not a name that this library wrote
-        live = sum(consumer.lease > 0 for consumer in found.consumers)
+        live = sum(consumer.lease > 0 for consumer in members.values())
         summaries.append(
             GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)
         )
@@ -480,12 +552,25 @@ def _check_key(key: bytes | str) -> bytes:
     return key
 
 
-def _parse(value: bytes) -> tuple[bytes, int, bytes]:
-    """Return owner, records waiting, and state of an ordering key."""
-    owner, waiting, stopped, _ = (*value.split(b":"), b"", b"", b"")[:4]
-    return owner, int(waiting or 0), stopped
+def _key_state(
+    key: bytes, entry: KeyEntry, members: dict[str, Consumer], held: list[int]
+) -> KeyState | None:
+    if not (entry.held or entry.waiting or entry.stop):
+        return None
+    owner = members.get(entry.owner.decode(errors="replace"))
+    oldest = min([*held, *entry.waiting[:1]], default=-1)
+    condition: Condition = "ready" if entry.owner == NOBODY else "owned"
+    if entry.stop in (DELAYED, PARKED):
+        condition = "delayed" if entry.stop == DELAYED else "parked"
+    name = owner.name if owner is not None else None
+    count = entry.held + entry.total
+    return KeyState(key, count, entry.held, entry.total, name, oldest, condition)
+
+
+def _pairs(flat: list[bytes]) -> list[tuple[bytes, bytes]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _fields(flat: list[bytes]) -> dict[str, str]:
-    pairs = zip(flat[::2], flat[1::2], strict=True)
+    pairs = _pairs(flat)
     return {name.decode(): value.decode(errors="replace") for name, value in pairs}

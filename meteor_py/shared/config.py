@@ -9,12 +9,16 @@ from typing import Any, Literal
 from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
 from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
+from meteor_py.shared.ack_timeouts import TimeLimit
 
 OnPoison = Literal["skip", "park"]
 Keyless = Literal["default", "free"]
 
 #: The most records that a consumer may hold.
 PREFETCH_MAX = 10_000
+#: Default ``ack_timeout`` in seconds (the same as RabbitMQ's). It is a safety net for records that
+#: the application has forgotten, so it is longer than almost all work.
+ACK_TIMEOUT_S = 1_800.0
 #: The ordering key of records that have none.
 DEFAULT_KEY = "meteor.no-group"
 #: The most records that may wait for their ordering keys. The server keeps their offsets in memory,
@@ -27,7 +31,7 @@ class SharedConfig:
     """Settings of a shared group, stored in Redis and the same for all its consumers."""
 
     #: The most records of one ordering key that a consumer holds, so that a busy key leaves room
-    #: for others; 1 to 10,000.
+    #: for others: 1 to 10,000; 0 = as many as its prefetch.
     max_per_key: int = 32
     #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
@@ -38,14 +42,16 @@ class SharedConfig:
     #: What happens to the ordering key of a dead letter: "skip" continues with its next record,
     #: "park" stops the key until ``resume()``.
     on_poison: OnPoison = "skip"
-    #: The ordering key of records that have none, unless ``keyless`` is "free".
+    #: The ordering key of records that have none, if ``keyless`` is "default".
     default_key: str = DEFAULT_KEY
-    #: Order of records without an ordering key: "default" gives all of them ``default_key``, so
-    #: that they are processed in sequence; "free" processes them in any order.
-    keyless: Keyless = "default"
+    #: Order of records without an ordering key: "free" processes them in parallel, in any order;
+    #: "default" gives all of them ``default_key``, so that they are processed in sequence.
+    #: ``shared_subscriber()`` with a ``default_key`` implies "default".
+    keyless: Keyless = "free"
 
     def __post_init__(self) -> None:
-        check_int("max_per_key", self.max_per_key, 1, PREFETCH_MAX)
+        if check_int("max_per_key", self.max_per_key, 0, PREFETCH_MAX) == 0:
+            object.__setattr__(self, "max_per_key", PREFETCH_MAX)
         low, high = LEASE_TTL_S
         if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
             raise ValueError(
@@ -107,10 +113,15 @@ class ConsumerConfig:
     """Settings of one consumer of a shared group."""
 
     #: The most unsettled records that the consumer holds, delivered or buffered; 1 to 10,000.
+    #: ``run()`` holds fewer if its handlers are slow, so that other consumers get their share.
     prefetch: int = 256
     #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
     #: that others get its records; also the limit for one handler call of ``run()``.
     max_poll_interval: float = 60.0
+    #: Seconds for which the application may keep a record that ``poll()`` returned, or that
+    #: ``run()`` passed to the handler. Then the consumer returns the record as failed. None = no
+    #: limit.
+    ack_timeout: float | None = ACK_TIMEOUT_S
     #: What to do when records were dropped before they were delivered, or cannot be read: "raise"
     #: the error once per gap (see ``poll()``), or "skip" the gap.
     on_gap: OnGap = "raise"
@@ -120,6 +131,21 @@ class ConsumerConfig:
     def __post_init__(self) -> None:
         check_int("prefetch", self.prefetch, 1, PREFETCH_MAX)
         check_seconds("max_poll_interval", self.max_poll_interval)
+        if self.ack_timeout is not None:
+            check_seconds("ack_timeout", self.ack_timeout)
         check_choice("on_gap", self.on_gap, ("raise", "skip"))
         if self.on_gap_skipped is not None and not callable(self.on_gap_skipped):
             raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
+
+    @property
+    def poll_limit(self) -> TimeLimit | None:
+        """The time limit of records that ``poll()`` returns."""
+        return None if self.ack_timeout is None else TimeLimit("ack_timeout", self.ack_timeout)
+
+    @property
+    def handler_limit(self) -> TimeLimit:
+        """The time limit of records that ``run()`` passes to the handler."""
+        limits = [TimeLimit("max_poll_interval", self.max_poll_interval)]
+        if self.poll_limit is not None:
+            limits.append(self.poll_limit)
+        return min(limits, key=lambda limit: limit.seconds)

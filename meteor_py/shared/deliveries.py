@@ -1,8 +1,9 @@
 """The deliveries of one consumer: exchanges with the server about records it holds and settles.
 
 Each step carries a number, one above the consumer's last step that the server knows, so the server
-never takes a step twice. If a reply is lost, the consumer asks for its state with
-``SharedProtocol.join`` and adopts it: the server decides which consumer holds a record.
+never takes a step twice. If a reply is lost, the consumer sends the same step again and gets the
+same reply. If its lease has expired meanwhile, the server names its last step, so that the consumer
+knows which settlements counted.
 """
 
 from __future__ import annotations
@@ -10,27 +11,31 @@ from __future__ import annotations
 import enum
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
 from meteor_py.records.config import check_seconds
 from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
+from meteor_py.shared.ack_timeouts import AckTimeouts, TimeLimit
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.gaps import Gap, Gaps, Unreadable
-from meteor_py.shared.holdings import Holdings, Sync
+from meteor_py.shared.holdings import Holdings
 from meteor_py.shared.protocol import (
+    ConsumerGone,
     DeadLetter,
     Entry,
-    Refused,
     Settlement,
     SharedProtocol,
     StepReply,
+    StepRequest,
+    UnknownStep,
 )
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.subscribe.lease import TRUSTED_FRACTION
@@ -44,9 +49,11 @@ _log = logging.getLogger(__name__)
 
 #: Refused steps allowed in one exchange; only a bug can cause more.
 _ROUNDS = 5
+#: Portions of maintenance after one step. If more is due, the next step of any consumer says so.
+_PORTIONS = 64
 #: Seconds to wait for the connection before releasing the lock.
 _TURN_S = 0.05
-#: Characters of a rejection reason that are stored.
+#: Characters of a reason for a failure that are stored.
 _REASON_MAX = 1_000
 
 
@@ -79,6 +86,7 @@ class Deliveries:
         #: Guards ``holdings``; notified when a record is settled.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
+        self._ack_timeouts = AckTimeouts()
         self._notified = False  # since the last step
         #: A thread is waiting until fewer records are held.
         self.waits_for_room = False
@@ -86,7 +94,11 @@ class Deliveries:
         self._consumer = ""
         # Not yet reported to the application: offsets of refused settlements, and lost records.
         self._refused: list[int] = []
+        self._unknown: list[int] = []  # settlements that may have counted
         self._lost = Gaps()
+        #: The reply after which this consumer waits to be woken; None if the server will not wake
+        #: it.
+        self.idle: StepReply | None = None
         #: An error of the lease renewer, to raise in the application.
         self.failure: MeteorError | None = None
         #: Dead letters to publish.
@@ -98,35 +110,105 @@ class Deliveries:
         #: When the application last polled or settled a record.
         self.alive_at = now()
 
+    @property
+    def consumer(self) -> str:
+        """The id of this consumer; empty before it has joined."""
+        return self._consumer
+
     # -- for the application -------------------------------------------------------------------
 
     def ack(self, record: SharedRecord) -> None:
         self._settle(record, "A", b"")
 
     def release(
-        self, record: SharedRecord, delay: float, *, only_this: bool = False, failed: bool = True
+        self,
+        record: SharedRecord,
+        delay: float,
+        *,
+        only_this: bool = False,
+        failed: bool = True,
+        reason: str = "",
     ) -> None:
         check_seconds("delay", delay, zero=True)
-        if only_this and delay:
+        if only_this and (delay or not failed):
+            other = "a delay" if delay else "failed=False"
             raise ValueError(
-                "release() got both only_this and a delay, but a delay applies to the whole "
-                "ordering key. Omit one of them."
+                f"release() got both only_this and {other}, which applies to the whole ordering "
+                "key. Omit one of them."
             )
         kind = "Q" if only_this else "R" if failed else "U"
-        self._settle(record, kind, b"%d" % (delay * 1000))
+        self._settle(record, kind, b"%d:%b" % (delay * 1000, _encoded(reason)))
 
     def reject(self, record: SharedRecord, reason: str) -> None:
-        self._settle(record, "X", reason[:_REASON_MAX].encode(errors="backslashreplace"))
+        self._settle(record, "X", _encoded(reason))
 
-    def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
-        """Acknowledge or release all records in ``handed`` that are still held."""
+    def extend(self, record: SharedRecord, seconds: float) -> None:
+        """Keep a record for at least this many seconds from now."""
+        check_seconds("seconds", seconds)
         with self.condition:
-            for record in handed:
+            self._check_held(record)
+            record.extended_until = max(record.extended_until, now() + seconds)
+            if record.extended_until > record.deadline:
+                record.deadline = record.extended_until
+                record.time_limit = TimeLimit("extend", seconds)
+
+    def settle_all(
+        self, records: Iterable[SharedRecord], settle: Callable[[SharedRecord], None]
+    ) -> None:
+        """Settle those records that are still held."""
+        with self.condition:
+            for record in records:
                 if record.standing is Standing.HELD:
-                    if ack:
-                        self.ack(record)
-                    else:
-                        self.release(record, 0.0, only_this=False)
+                    settle(record)
+
+    def settle_batch(
+        self, records: Sequence[SharedRecord], settle: Callable[[SharedRecord], None]
+    ) -> list[SharedRecord]:
+        """Settle those records that are still held; return the others.
+
+        Raises:
+            ValueError: One was settled before, or belongs to another consumer. Nothing is settled.
+        """
+        with self.condition:
+            for record in records:
+                if record._deliveries is not self:
+                    raise ValueError(f"Record {record.offset} belongs to another consumer.")
+                if record.standing is Standing.SETTLED:
+                    raise _settled_before(record)
+            others = [record for record in records if record.standing is not Standing.HELD]
+            self.settle_all(sorted(set(records), key=attrgetter("offset")), settle)
+        return others
+
+    def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
+        """Start the time limit of records that are handed to the application."""
+        with self.condition:
+            if self._ack_timeouts.start(records, limit):
+                self.condition.notify_all()  # the lease renewer may be waiting for longer
+
+    def expire_records(self) -> float:
+        """Return records whose time limit has expired; return the seconds until the next may.
+
+        The caller holds the lock.
+        """
+        for record in self._ack_timeouts.expired(self.holdings.held()):
+            if record.standing is not Standing.HELD:
+                continue  # rewound with another one
+            assert record.time_limit is not None, "it has a deadline"
+            setting, seconds = record.time_limit
+            reason = f"It was not settled within {seconds:g} seconds ({setting})."
+            self.holdings.settle(record, "R", b"0:%b" % _encoded(reason))
+            record.standing = Standing.EXPIRED
+            _log.error(
+                "Record %d of stream %r was not settled within %g seconds (%s), so shared group %r "
+                "delivers it again.",
+                *(record.offset, self.protocol.stream.name, seconds, setting, self.protocol.group),
+            )
+        return self._ack_timeouts.due_s()
+
+    def extended(self) -> bool:
+        """Whether ``extend`` asked to keep a record beyond now. The caller holds the lock."""
+        time = now()
+        return any(record.extended_until > time for record in self.holdings.held())
 
     def receive(
         self,
@@ -134,10 +216,7 @@ class Deliveries:
         lost: Iterable[int],
         unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
-        """Hold granted records that were fetched; settle those that are lost or unreadable.
-
-        Does nothing while other consumers may have got some of them: see ``Holdings.unsure``.
-        """
+        """Hold granted records that were fetched; settle those that are lost or unreadable."""
         with self.condition:
             # A copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
@@ -157,7 +236,7 @@ class Deliveries:
         lost = history is None
         detail = b"" if history is None else history.encode()
         with self.condition:
-            self.holdings.add(Settlement("L" if lost else "D", b"", letter.offset, detail))
+            self.holdings.add(Settlement("L" if lost else "D", 0, (letter.offset,), detail))
             self._notify()
 
     def raise_failure(self) -> None:
@@ -171,6 +250,12 @@ class Deliveries:
         with self.condition:
             refused, self._refused = self._refused, []
         return sorted(refused)
+
+    def take_unknown(self) -> list[int]:
+        """Remove and return the offsets of settlements that may have counted."""
+        with self.condition:
+            unknown, self._unknown = self._unknown, []
+        return sorted(unknown)
 
     def take_lost(self) -> Gap | None:
         """Remove and return the first unreported gap."""
@@ -188,20 +273,20 @@ class Deliveries:
         want: int = 0,
         *,
         leave: bool = False,
-        wake: bool = False,
+        mode: str = "",
         entry: Entry | None = None,
     ) -> StepReply:
         """Send settlements, renew the lease and claim up to ``want`` records.
 
         Args:
             leave: Return all held records and leave the group.
-            wake: Wake this consumer's polling thread if it may now claim more records.
+            mode: See ``StepRequest``.
 
         Raises:
             ConnectionFailed: No reply; the next exchange finds out whether the step was taken.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        work = partial(self._exchange, want=want, leave=leave, wake=wake, entry=entry)
+        work = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
         while self.condition.is_mine():
             # A signal handler has interrupted its own thread while that held the lock. The thread
             # that has the connection may need the lock, so release it from time to time.
@@ -226,108 +311,106 @@ class Deliveries:
         self._stage = _Stage.FORKED
 
     def _exchange(
-        self, connection: Connection, want: int, leave: bool, wake: bool, entry: Entry | None
+        self, connection: Connection, want: int, leave: bool, mode: str, entry: Entry | None
     ) -> StepReply:
-        refusals_left = _ROUNDS
+        refusals_left, maintained = _ROUNDS, False
         while refusals_left:  # ends: nothing is claimed until all settlements are sent
-            self._synchronize(connection)
-            self._name_lost(connection)
+            self._join(connection)
             self._drop_lost_letters(connection)
             with self.condition:
-                last = self.holdings.begin_step()
+                request, last = self.holdings.begin_step(want, mode, entry)
                 self._notified = False
             started = now()
-            acks, others = self.holdings.sent
             try:
-                reply = self.protocol.step(
-                    connection,
-                    self._consumer,
-                    self.holdings.number + 1,
-                    want=want if last else 0,
-                    leave=leave and last,
-                    wake=wake and last,
-                    entry=entry if last else None,
-                    acks={key: sorted(offsets) for key, offsets in acks.items()},
-                    others=others,
-                )
-            except Refused:
-                refusals_left -= 1
-                continue  # ask the server for its state
+                reply = self.protocol.step(connection, self._consumer, request)
+            except ConsumerGone as gone:
+                self._fence(gone)
+            except UnknownStep as step:
+                batches = self.protocol.batches(connection, self._consumer)
+                with self.condition:
+                    self._refused += self.holdings.reconcile(step.number, batches)
             except MeteorError as error:
                 if not isinstance(error, ConnectionFailed) or error.answered:
                     with self.condition:
                         self.holdings.withdraw_step()  # the server changed nothing
                 raise
-            self._apply(reply, started, left=leave and last, entry=entry)
-            if last:
-                return reply
+            else:
+                self._apply(reply, request, started)
+                if last:
+                    self._maintain(connection, leave=leave, due=reply.maintenance_due)
+                    if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
+                        return reply
+                    maintained = True  # which may have made records available: claim again
+                continue
+            refusals_left -= 1
         raise ConnectionFailed(
             f"The server refused {_ROUNDS} steps of this consumer of shared group "
             f"{self.protocol.group!r} in a row. Try again, or open another consumer."
         )
 
-    def _apply(self, reply: StepReply, started: float, *, left: bool, entry: Entry | None) -> None:
+    def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
+        report, entry = reply.report, request.entry
         with self.condition:
+            if self.holdings.request is not request:
+                return  # a signal handler has sent the step again, and applied its reply
             self.holdings.apply(reply)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
-            self._refused += reply.refused
-            for first, last in reply.lost:
+            self._refused += [o for o in report.refused if o not in self._refused]
+            for first, last in report.lost:
                 self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
-            # The server sends a dead letter again if it is not published within lease_ttl.
-            self.dead_letters += [
-                letter for letter in reply.dead_letters if letter not in self.dead_letters
-            ]
-            if left:
+            if request.want or request.mode == "busy":
+                self.idle = reply if reply.idle else None
+            self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
+        self._log_dropped(report.dropped)
+
+    def _maintain(self, connection: Connection, *, leave: bool, due: bool) -> None:
+        """Do maintenance that is due, in portions; or leave the group."""
+        portions = 0
+        while leave or (due and portions < _PORTIONS):
+            try:
+                done = self.protocol.maintain(connection, self._consumer, leave=leave)
+            except ConsumerGone:
+                break  # the next step reports it
+            with self.condition:
+                # The server hands a dead letter out again if it is not published within lease_ttl.
+                self.dead_letters += [
+                    letter for letter in done.dead_letters if letter not in self.dead_letters
+                ]
+            self._log_dropped(done.dropped)
+            due, portions = done.due, portions + 1
+            if done.left:
+                break
+        if leave:
+            with self.condition:
                 self.holdings.take_all()
                 self._consumer, self._stage = "", _Stage.LEFT
-            self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
-        for offset, failures in reply.dropped:
+
+    def _log_dropped(self, dropped: Iterable[tuple[int, int]]) -> None:
+        for offset, failures in dropped:
             _log.warning(
                 "Shared group %r discarded record %d of stream %r after %d failures, because it "
                 "has no dead_letter stream.",
                 *(self.protocol.group, offset, self.protocol.stream.name, failures),
             )
 
-    def _synchronize(self, connection: Connection) -> None:
-        """Join if necessary, and agree with the server on the last step and the held records."""
+    def _join(self, connection: Connection) -> None:
+        """Join, unless this consumer is a member."""
         if self._stage is _Stage.LEFT:  # while this thread was waiting for the connection
             raise ConnectionFailed(f"This consumer has left shared group {self.protocol.group!r}.")
-        if self._consumer and self.holdings.sync is Sync.AGREED:
-            return
-        try:
-            if self._consumer:
-                known = self.protocol.join(connection, self._consumer)
-                with self.condition:
-                    self.holdings.reconcile(known)
-                return
-        except Refused:
-            self._fence()
-        consumer = secrets.token_hex(6)
-        number = self.protocol.join(connection, consumer, self.name).number
-        self.holdings.start(number)
-        self._consumer = consumer
+        while not self._consumer:
+            consumer = secrets.token_urlsafe(6)[:6]
+            if self.protocol.join(connection, consumer, self.name):
+                self.holdings.start()
+                self._consumer = consumer
 
-    def _fence(self) -> None:
+    def _fence(self, gone: ConsumerGone) -> None:
         """Drop all records and pending settlements, because the lease has expired."""
         with self.condition:
-            # First: a Ctrl-C in between must not hide that these settlements are void.
-            self._refused += self.holdings.void_settlements()
-            self.holdings.fence()
-            self._consumer = ""
-
-    def _name_lost(self, connection: Connection) -> None:
-        """Ask the server for the ordering keys of records that could not be fetched."""
-        if not self.holdings.has_unnamed_lost:
-            return
-        try:
-            held = self.protocol.join(connection, self._consumer).held
-        except Refused:
-            self._fence()
-            self._synchronize(connection)
-            return
-        with self.condition:
-            self.holdings.name_lost(held)
+            void, unknown = self.holdings.fence(gone.step, gone.report)
+            self._refused += void
+            self._unknown += unknown
+            self._consumer, self.idle = "", None
 
     def _drop_lost_letters(self, connection: Connection) -> None:
         """Do not settle dead letters that a failover may have lost.
@@ -352,12 +435,22 @@ class Deliveries:
         if self._stage is _Stage.FORKED:
             raise reply_errors.opened_before_fork(self.protocol.stream.name)
         if record.standing is Standing.SETTLED:
-            raise ValueError(f"Record {record.offset} was settled before.")
+            raise _settled_before(record)
         if record.standing is not Standing.HELD:
-            raise reply_errors.records_fenced(
-                self.protocol.stream.name, self.protocol.group, [record.offset]
-            )
+            raise self.not_held([record])
         self.alive_at = now()
+
+    def not_held(self, records: Sequence[SharedRecord]) -> Fenced:
+        """Return the error for records that are neither held nor settled."""
+        names = (self.protocol.stream.name, self.protocol.group)
+        offsets = sorted(record.offset for record in records)
+        standings = {record.standing for record in records}
+        limit = records[0].time_limit
+        if standings == {Standing.REWOUND}:
+            return reply_errors.records_rewound(*names, offsets)
+        if standings == {Standing.EXPIRED} and limit is not None:
+            return reply_errors.records_timed_out(*names, offsets, *limit)
+        return reply_errors.records_fenced(*names, offsets)
 
     def _notify(self) -> None:
         """Wake the lease renewer and threads that wait for room. The caller holds the lock."""
@@ -372,3 +465,11 @@ class Deliveries:
         if self.config.keyless == "free":
             return b"\0%d" % record.offset
         return self.config.default_key.encode()
+
+
+def _encoded(reason: str) -> bytes:
+    return reason[:_REASON_MAX].encode(errors="backslashreplace")
+
+
+def _settled_before(record: SharedRecord) -> ValueError:
+    return ValueError(f"Record {record.offset} was settled before.")

@@ -18,9 +18,10 @@ from meteor_py.errors import (
     UnsupportedFrame,
 )
 from meteor_py.log.log_reader import LogReader
-from meteor_py.records.config import FRAME_RECORDS_MAX
+from meteor_py.log.ring_reader import LARGE_FRAME
+from meteor_py.records.config import FRAME_RECORDS_MAX, OFFSET_MAX, RECORD_BYTES_LIMIT
 from meteor_py.records.frame import decode, entry_span
-from meteor_py.records.ordering_index import OrderingRule
+from meteor_py.records.ordering_index import STORED_ENTRY_RECORDS, OrderingRule
 from meteor_py.records.record import Chunk, Record
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
-#: The most records in an index entry that is made from the store.
-_STORED_MAX = 4_096
+#: The most bytes of frames to keep, and to request at a time; a single frame may be larger.
+_KEEP_BYTES = 32 * 1024 * 1024
+_FETCH_BYTES = 32 * 1024 * 1024
 
 
 class Fetched(NamedTuple):
@@ -58,15 +60,23 @@ class FrameCache:
         self._log_reader: LogReader | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the keys of _frames, sorted
+        self._bytes: dict[int, int] = {}  # the size of each frame, by its first offset
+        #: The end of the last large frame, and the size of the largest frame (see _append.lua).
+        self._large = (OFFSET_MAX, RECORD_BYTES_LIMIT)
         # Estimated records per frame. It starts high: two requests for records of one frame would
         # transfer the frame twice.
         self._size = FRAME_RECORDS_MAX
 
-    def fetch(self, offsets: Sequence[int]) -> Fetched:
+    def note_large(self, large: tuple[int, int]) -> None:
+        """Note the field ``large`` of meta, which covers all offsets to be fetched next."""
+        self._large = large
+
+    def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
         """Return records, reading a few frames at a time.
 
         Args:
             offsets: In ascending order.
+            max_bytes: Stop when so many bytes of values are found; at least one record is.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
@@ -74,14 +84,24 @@ class FrameCache:
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # by the ring
         at = 0
-        while at < len(offsets):  # ends: each round handles at least the first remaining offset
+        size = 0
+        while at < len(offsets) and size < max_bytes:
+            # Ends: each round handles at least the first remaining offset.
             left = offsets[at:]
             self._trim(left)
             if left[0] not in dropped and self._find(left[0]) is None:
                 dropped |= self._fetch_frames(
                     [o for o in left if o not in dropped], fetched.unreadable
                 )
-            at += self._gather(left, dropped, fetched)
+            handled = self._gather(left, dropped, fetched)
+            for number in range(handled):
+                record = fetched.found.get(left[number])
+                size += len(record.value) if record is not None else 0
+                if size >= max_bytes:
+                    for offset in left[number + 1 : handled]:
+                        fetched.found.pop(offset, None)
+                    break
+            at += handled
         return fetched
 
     def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
@@ -107,16 +127,21 @@ class FrameCache:
 
     def forget(self) -> None:
         """Drop all frames, because offsets may now refer to other records."""
-        self._frames, self._firsts = {}, []
+        self._frames, self._firsts, self._bytes = {}, [], {}
 
-    def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> None:
-        """Wait until one of the Redis streams has an entry after its given ID."""
+    def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> dict[str, str]:
+        """Wait until one of the Redis streams has an entry after its given ID.
+
+        Returns:
+            The ID of the entry that was found, by the name of its stream.
+        """
         names, ids = zip(*streams, strict=True)
         block = ("BLOCK", max(int(min(block_s, self._connection.block_max_s) * 1000), 1))
         command = ("XREAD", "COUNT", 1, *block, "STREAMS", *names, *ids)
-        self._connection.call(
+        found = self._connection.call(
             *command, timeout_s=self._connection.block_max_s + self._connection.timeout_s
         )
+        return {name.decode(): entries[-1][0].decode() for name, entries in found or ()}
 
     def interrupt(self) -> None:
         self._connection.interrupt()
@@ -138,10 +163,15 @@ class FrameCache:
         """
         wanted: list[int] = []
         limit = max(_KEEP, min(_FETCH_MAX, _KEEP_RECORDS // self._size))
+        large_end, largest = self._large
+        room = _FETCH_BYTES
         for offset in offsets:
             if wanted and offset < wanted[-1] + self._size:
                 continue  # probably in the same frame
             if offset not in unreadable and self._find(offset) is None:
+                room -= LARGE_FRAME if offset >= large_end else largest
+                if wanted and room < 0:
+                    break
                 wanted.append(offset)
                 if len(wanted) == limit:
                     break
@@ -159,7 +189,7 @@ class FrameCache:
             sizes.append(span[1] - span[0] + 1)
             if self._find(offset) is None:
                 try:
-                    self._keep(self._decode(entries, *span))
+                    self._keep(self._decode(entries, *span), sum(map(len, entries[0][1])))
                 except (CorruptFrame, UnsupportedFrame) as error:
                     unreadable |= dict.fromkeys(_between(offsets, span[0], span[1] + 1), error)
         self._size = max(sizes, default=self._size)
@@ -191,7 +221,7 @@ class FrameCache:
             unreadable |= dict.fromkeys(_between(offsets, offset, error.last + 1), error)
             return None
         for chunk in chunks:
-            self._keep(chunk)
+            self._keep(chunk, chunk.to_arrow().nbytes)
         return self._find(offset)
 
     def read_stored(self, offset: int, records: int) -> list[Chunk]:
@@ -225,7 +255,7 @@ class FrameCache:
         records = self._frames[first]
         return records[offset - first] if offset < first + len(records) else None
 
-    def _keep(self, chunk: Chunk) -> None:
+    def _keep(self, chunk: Chunk, size: int) -> None:
         """Add a chunk, replacing those it overlaps: ring and store cut records differently."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
@@ -233,12 +263,12 @@ class FrameCache:
             at -= 1
         end = bisect_left(self._firsts, stop)
         for first in self._firsts[at:end]:
-            del self._frames[first]
+            del self._frames[first], self._bytes[first]
         self._firsts[at:end] = [start]
-        self._frames[start] = list(chunk.rows())
+        self._frames[start], self._bytes[start] = list(chunk.rows()), size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop unwanted frames: the oldest beyond ``_KEEP``, and all that have one record."""
+        """Drop unwanted frames: the oldest beyond the limits, and all that have one record."""
         needed = {
             first
             for first, records in self._frames.items()
@@ -246,9 +276,10 @@ class FrameCache:
             and wanted[at] < first + len(records)
         }
         spare = [first for first in self._firsts if first not in needed]
-        many = len(self._firsts) - _KEEP
+        many, size = len(self._firsts) - _KEEP, sum(self._bytes.values())
         for number, first in enumerate(spare):
-            if number < many or len(self._frames[first]) == 1:
+            if number < many or size > _KEEP_BYTES or len(self._frames[first]) == 1:
+                size -= self._bytes.pop(first)
                 del self._frames[first]
         self._firsts = sorted(self._frames)
 
@@ -281,6 +312,6 @@ def entry_from_store(
         chunk = frames.read_stored(reply.next, reply.stored_stop - reply.next)[0]
     except RecordsLost as gap:
         return Entry(reply.next, (), min(gap.last + 1, reply.stored_stop))
-    size = min(len(chunk), reply.stored_stop - reply.next, _STORED_MAX)
+    size = min(len(chunk), reply.stored_stop - reply.next, STORED_ENTRY_RECORDS)
     rows = chunk.slice(0, size).to_arrow()
-    return Entry(reply.next, ordering_rule.index_rows(rows), reply.next + size)
+    return Entry(reply.next, tuple(ordering_rule.index_rows(rows)), reply.next + size)

@@ -1,414 +1,421 @@
-"""Consistency check of a shared group's state.
+"""Consistency check of a shared group's state, in portions.
 
-Three kinds of keys hold the facts: ``held:<consumer>`` has the records that a consumer holds,
-``waiting:<key>`` those that are waiting, and ``letters`` those that become dead letters. Everything
-else is derived from them; the check recomputes it and compares. It reads all keys at one instant,
-and reports values that it cannot read instead of raising.
+Consumers change the state while it is read. Each portion is therefore read at one instant, and
+checked for what must be true at every instant: an ordering key with its waiting records and its
+places in the sets, or a consumer with its batches. What only the whole state can tell, such as
+whether the counters add up, is checked if nothing has changed between the first portion and the
+last. Values that cannot be read are reported, not raised.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from meteor_py.errors import MeteorError
+from meteor_py.records.ordering_index import read_entry
 from meteor_py.redis import keys
 from meteor_py.shared.config import SharedConfig
+from meteor_py.shared.group_state import (
+    BEHIND,
+    DELAYED,
+    NOBODY,
+    PARKED,
+    KeyEntry,
+    Member,
+    Progress,
+    read_batch,
+    read_line,
+)
 from meteor_py.shared.protocol import SharedProtocol
 
-#: Index entries to read at a time: up to a megabyte each.
-_ENTRIES = 8
+#: Ordering keys to check at one instant, and the most chunks of one key.
+_KEYS = 50
+_CHUNKS = 2_000
+#: Index entries to read at a time.
+_ENTRIES = 64
 #: Records with a wrong ordering key to list; the others are counted.
 _NAMED = 10
-#: Attempts to read all keys at one instant while consumers create and delete some.
-_TRIES = 20
+#: Times to read a consumer again that takes steps meanwhile.
+_TRIES = 5
 
 _TYPES = {
-    **dict.fromkeys((b"state", b"groups", b"consumers", b"failures", b"letters"), b"hash"),
-    **dict.fromkeys((b"ready", b"blocked", b"delayed", b"leases", b"dying"), b"zset"),
-    b"suspects": b"set",
-    b"bell": b"stream",
+    **dict.fromkeys((b"meta", b"members", b"keys", b"waiting", b"failures", b"letters"), b"hash"),
+    **dict.fromkeys(
+        (b"ready", b"blocked", b"delayed", b"leases", b"idle", b"unsettled", b"dying", b"purges"),
+        b"zset",
+    ),
+    b"state": b"string",
 }
-_FAMILIES = {b"held": b"hash", b"more": b"zset", b"waiting": b"list"}
-_READ: dict[bytes, tuple[str, tuple[Any, ...]]] = {
-    b"hash": ("HGETALL", ()),
-    b"zset": ("ZRANGE", (0, -1, "WITHSCORES")),
-    b"list": ("LRANGE", (0, -1)),
-    b"set": ("SMEMBERS", ()),
-    b"stream": ("XREVRANGE", ("+", "-", "COUNT", 1)),
-}
-_KEY_ENTRY = re.compile(rb"([^:]*)(?::(\d+):([^:]*):(\d*))?")
-_CONSUMER = re.compile(rb"\d+:(|alone|reserved):(.*)", re.DOTALL)
-_LETTER = re.compile(rb"\d+:(\d+):(.*)", re.DOTALL)
+_FAMILIES = {b"batches": b"hash", b"more": b"list", b"wake": b"stream"}
+_SETS = ("ready", "blocked", "delayed")
 
 
 def find_flaws(protocol: SharedProtocol) -> list[str]:
     """Return one sentence for each contradiction and each unreadable value.
 
     Raises:
-        MeteorError: The group changes too fast to be read at one instant.
         GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
     """
-    found = Snapshot(protocol)
-    config = _config(found)
-    flaws = [*_check_state(found), *_check_offsets(found), *_check_keys(found, config)]
-    flaws += [*_check_consumers(found), *_check_open(found)]
-    flaws += _check_index(protocol, found, config)
-    if not found.is_listed:
-        flaws.append(f"The list of shared groups does not include {protocol.group!r}.")
-    return found.flaws + flaws
+    return _Check(protocol).run()
 
 
-def _config(found: Snapshot) -> SharedConfig | None:
-    fields = {
-        name.decode(errors="replace"): value.decode(errors="replace")
-        for name, value in found.state.items()
-    }
-    try:
-        return SharedConfig.from_fields(fields)
-    except KeyError as error:
-        found.flaws.append(f"The setting {error} is missing.")
-    except (TypeError, ValueError) as error:
-        found.flaws.append(f"A setting is invalid: {error}")
-    return None
+class _Place(NamedTuple):
+    """Where an unsettled record is."""
+
+    offset: int
+    key: bytes
 
 
-def _check_state(found: Snapshot) -> Iterator[str]:
-    found.number("max_waiting")
-    start, scanned = found.number("start"), found.number("next")
-    if not start <= scanned <= found.end:
-        yield (
-            f"The group started at {start} and scanned up to {scanned}, but the stream ends at "
-            f"{found.end}."
-        )
-    if found.number("bell") != found.bell:
-        yield (
-            f"The state has bell number {found.number('bell')}, but the last entry of the bell is "
-            f"{found.bell}."
-        )
-
-
-def _check_offsets(found: Snapshot) -> Iterator[str]:
-    """Check that every scanned record is settled, or in exactly one place."""
-    start, scanned = found.number("start"), found.number("next")
-    held = [item for by_key in found.held.values() for item in by_key.items()]
-    for what, lists in (("held", held), ("waiting", found.waiting.items())):
-        for key, offsets in lists:
-            if any(low >= high for low, high in pairwise(offsets)):
-                yield f"The {what} records of key {key!r} are not in order."
-    places = [*found.letters, *chain(*(offsets for _, offsets in held), *found.waiting.values())]
-    if len(places) != len(set(places)):
-        yield "A record is in two places."
-    if places and not start <= min(places) <= max(places) < scanned:
-        yield "A record is held or waiting, but was not scanned."
-    waiting = sum(map(len, found.waiting.values()))
-    if waiting != found.number("waiting"):
-        yield f"The state counts {found.number('waiting')} waiting records, but {waiting} wait."
-    counters = ("acked", "dead", "lost", "purged")
-    settled = sum(found.number(name) for name in counters if name.encode() in found.state)
-    if settled + len(places) != scanned - start:
-        yield (
-            f"The group scanned {scanned - start} records, but {settled} are settled and "
-            f"{len(places)} are not."
-        )
-
-
-def _check_keys(found: Snapshot, config: SharedConfig | None) -> Iterator[str]:
-    """Check that each ordering key is where its records are, and in the right set."""
-    held_by: dict[bytes, bytes] = {}
-    for consumer, by_key in found.held.items():
-        for key in by_key:
-            if key in held_by:
-                yield f"Two consumers hold records of key {key!r}."
-            held_by[key] = consumer
-    ready: dict[bytes, float] = {}
-    blocked: dict[bytes, float] = {}
-    more: dict[bytes, dict[bytes, float]] = {}
-    for key in {*found.entries, *found.waiting, *held_by}:
-        entry, waiting = found.entries.get(key, KeyEntry()), found.waiting.get(key, [])
-        if entry is None:
-            continue  # already reported
-        yield from _check_key(key, entry, held_by.get(key, b""), waiting)
-        owned = len(found.held.get(entry.owner, {}).get(key, []))
-        if waiting and entry.stopped:
-            blocked[key] = waiting[0]
-        elif waiting and not entry.owner:
-            ready[key] = waiting[0]
-        elif waiting and config is not None and owned < config.max_per_key:
-            more.setdefault(entry.owner, {})[key] = waiting[0]
-    for name, expected in ((b"ready", ready), (b"blocked", blocked)):
-        if found.sets[name] != expected:
-            yield f"The set {name.decode()} does not have exactly the keys that belong there."
-    if config is not None and found.more != more:
-        yield "The sets of keys of which consumers may claim more do not match the waiting records."
-    stopped = {key: entry.stopped for key, entry in found.entries.items() if entry}
-    ends = {*found.sets[b"delayed"]}
-    if not {key for key, how in stopped.items() if how == b"d"} <= ends:
-        yield "A delayed key has no time at which its delay ends."
-    for key in sorted(ends - {key for key, how in stopped.items() if how}):
-        yield f"Key {key!r} has a time at which its delay ends, but is not delayed."
-
-
-def _check_key(key: bytes, entry: KeyEntry, holder: bytes, waiting: list[int]) -> Iterator[str]:
-    if entry.owner != holder:
-        yield f"Key {key!r} has owner {entry.owner!r}, but {holder!r} holds its records."
-    if entry.waiting != len(waiting):
-        yield f"Key {key!r} counts {entry.waiting} waiting records, but {len(waiting)} wait."
-    head = waiting[0] if waiting else None
-    if entry.head != head:
-        yield f"Key {key!r} has {entry.head} as its first waiting record, but {head} is first."
-    if entry.stopped not in (b"", b"d", b"p"):
-        yield f"Key {key!r} has the unknown state {entry.stopped!r}."
-    if not (entry.owner or entry.waiting or entry.stopped or waiting or holder):
-        yield f"Key {key!r} has an entry but no records."
-
-
-def _check_consumers(found: Snapshot) -> Iterator[str]:
-    if {*found.sets[b"leases"]} != {*found.consumers}:
-        yield "The consumers and the leases do not match."
-    for consumer in sorted({*found.held, *found.consumers}):
-        if consumer not in found.consumers:
-            yield f"Consumer {consumer!r} holds records, but is not a member of the group."
-        elif consumer not in found.held:
-            yield f"Consumer {consumer!r} has no hash for the records it holds."
-    for consumer, mark in found.consumers.items():
-        by_key = found.held.get(consumer, {})
-        reserved = [key for key, offsets in by_key.items() if not offsets]
-        for key in reserved:
-            if not found.waiting.get(key):
-                yield f"Key {key!r} is reserved for a last try, but none of its records wait."
-        if len(reserved) > 1 or (reserved and mark != b"reserved"):
-            yield f"Consumer {consumer!r} reserves {len(reserved)} keys, but is marked {mark!r}."
-        # A purge may have removed the reserved key; the consumer notices with its next step.
-        if mark == b"reserved" and not reserved and b"purged" not in found.state:
-            yield f"Consumer {consumer!r} is marked b'reserved', but reserves no key."
-        if mark == b"alone" and sum(map(len, by_key.values())) > 1:
-            yield f"Consumer {consumer!r} must hold the last try of a record alone, but does not."
-
-
-def _check_open(found: Snapshot) -> Iterator[str]:
-    """Check that nothing is stored about settled records."""
-    held = (offsets for by_key in found.held.values() for offsets in by_key.values())
-    opened = {*found.letters}.union(*held, *found.waiting.values())
-    for name, offsets in (("suspects", found.suspects), ("failures", found.failures)):
-        if not offsets <= opened:
-            yield f"Settled record {min(offsets - opened)} is still in {name!r}."
-    if found.dying != {*found.letters}:
-        yield "The keys 'dying' and 'letters' do not have the same dead letters."
-
-
-def _check_index(
-    protocol: SharedProtocol, found: Snapshot, config: SharedConfig | None
-) -> list[str]:
-    """Check the ordering keys of unsettled records against the index, where it still has them."""
-    held = (by_key.items() for by_key in found.held.values())
-    lists = chain(found.waiting.items(), *held)
-    places = [(offset, key) for key, offsets in lists for offset in offsets]
-    places = sorted([*places, *found.letters.items()])
-    flaws: list[str] = []
-    at = wrong = 0
-    while at < len(places):
-        entries = protocol.stream.connector.call(
-            *("XRANGE", keys.index(protocol.stream.name), f"{places[at][0]}-0", "+"),
-            *("COUNT", _ENTRIES),
-        )
-        if not entries:
-            break
-        for name, strings in entries:
-            last, size = map(int, name.split(b"-"))
-            while at < len(places) and places[at][0] <= last:
-                offset, key = places[at]
-                at += 1
-                place = offset - last + size - 1
-                truth = _key_of(strings, place, offset, config) if place >= 0 else None
-                if truth is not None and truth != key:
-                    wrong += 1
-                    flaws += [f"Record {offset} is filed under key {key!r}, not {truth!r}."]
-                    del flaws[_NAMED:]
-    if wrong > _NAMED:
-        flaws.append(f"{wrong - _NAMED} more records are filed under wrong keys.")
-    return flaws
-
-
-def _key_of(
-    strings: list[Any], place: int, offset: int, config: SharedConfig | None
-) -> bytes | None:
-    """Return the ordering key in an index entry (see ordering_index.py); None if unknown."""
-    number = int.from_bytes(strings[0][2 * place : 2 * place + 2], "little")
-    key: bytes = strings[number + 1] if number + 1 < len(strings) else b""
-    if key:
-        return key
-    if config is None:
-        return None
-    return b"\0%d" % offset if config.keyless == "free" else config.default_key.encode()
-
-
-# -- reading -----------------------------------------------------------------------------------
-
-
-class KeyEntry(NamedTuple):
-    """An ordering key's field of the hash ``groups``."""
-
-    owner: bytes = b""
-    waiting: int = 0
-    #: b"d" if delayed, b"p" if parked, else empty.
-    stopped: bytes = b""
-    head: int | None = None
-
-
-class Snapshot:
-    """All keys of a shared group; ``flaws`` has one sentence for each unreadable value."""
+class _Check:
+    """One run of the check."""
 
     def __init__(self, protocol: SharedProtocol) -> None:
-        self.flaws: list[str] = []
-        self._parts = parts = self._read(protocol)
-        self.state = _mapping(parts.get(b"state", []))
-        found = None if self._misread else self.state.get(b"incarnation", b"")
-        protocol.check_incarnations(self._incarnation, found)
-        entries = _mapping(parts.get(b"groups", []))
-        if entries.pop(b"", None) is None:
-            self.flaws.append("The hash 'groups' lacks its padding field.")
-        self.entries = {key: self._entry(key, value) for key, value in entries.items()}
-        #: Each consumer's mark: b"alone", b"reserved" or empty.
-        self.consumers = {
-            consumer: self._mark(consumer, value)
-            for consumer, value in _mapping(parts.get(b"consumers", [])).items()
-        }
-        #: The offsets that each consumer holds, by ordering key.
-        self.held = {c: self._held(c, _mapping(value)) for c, value in self._family(b"held")}
-        self.more = {consumer: _scores(value) for consumer, value in self._family(b"more")}
-        self.waiting = {
-            key: self._offsets(f"waiting records of key {key!r}", value)
-            for key, value in self._family(b"waiting")
-        }
-        #: Ordering keys of unpublished dead letters, by offset.
-        self.letters = self._letters(_mapping(parts.get(b"letters", [])))
-        self.dying = {*self._offsets("set 'dying'", _mapping(parts.get(b"dying", [])))}
-        self.suspects = {*self._offsets("set 'suspects'", parts.get(b"suspects", []))}
-        failures = _mapping(parts.get(b"failures", []))
-        self.failures = {*self._offsets("hash 'failures'", failures)}
-        self._offsets("hash 'failures'", failures.values())
-        named = (b"ready", b"blocked", b"delayed", b"leases")
-        self.sets = {name: _scores(parts.get(name, [])) for name in named}
-        bell = parts.get(b"bell")
-        self.bell = int(bell[0][0].partition(b"-")[0]) if bell else 0
+        self._protocol = protocol
+        self._connector = protocol.stream.connector
+        self._flaws: dict[str, None] = {}
+        self._config: SharedConfig | None = None
+        self._waiting: list[_Place] = []
+        self._held: list[_Place] = []
+        self._letters: list[_Place] = []
+        self._marks: dict[bytes, int] = {}  # what `unsettled` must have
 
-    def number(self, name: str) -> int:
-        """Return a number of the state; if it is missing or invalid, report a flaw and return 0."""
-        value = self.state.get(name.encode())
-        if value is not None and value.isdigit():
-            return int(value)
-        flaw = f"The state has {'no' if value is None else 'an invalid'} number {name!r}" + (
-            "." if value is None else f": {value!r}."
-        )
-        if flaw not in self.flaws:
-            self.flaws.append(flaw)
-        return 0
+    def run(self) -> list[str]:
+        protocol = self._protocol
+        protocol.require()
+        if not self._check_types():
+            return list(self._flaws)
+        before = self._read_meta()
+        if before is None:
+            return list(self._flaws)
+        members = self._check_members()
+        self._check_keys(members)
+        self._check_letters()
+        whole = self._whole_flaws(before)
+        if self._connector.call("HGET", protocol.key("meta"), "progress") == before[0]:
+            self._flaws |= dict.fromkeys(whole)
+        self._check_index()
+        listed = ("SISMEMBER", keys.shared_groups(protocol.stream.name), protocol.group)
+        if not self._connector.call(*listed):
+            self._add(f"The list of shared groups does not include {protocol.group!r}.")
+        return list(self._flaws)
 
-    # -- reading -------------------------------------------------------------------------------
+    def _add(self, flaw: str) -> None:
+        self._flaws[flaw] = None
 
-    def _read(self, protocol: SharedProtocol) -> dict[bytes, Any]:
-        call, names = protocol.stream.connector.pipeline, keys.shared_groups(protocol.stream.name)
-        for _ in range(_TRIES):
-            parts = sorted(seen := protocol.find() - {b"bell"})
-            asked = [*parts, b"bell"]
-            *types, of_names = call(
-                [*(("TYPE", protocol.whole(part)) for part in asked), ("TYPE", names)]
-            )
-            flaws = [*map(_misfit, asked, types)]
-            good = [part for part, flaw in zip(asked, flaws, strict=True) if flaw is None]
-            commands: list[tuple[Any, ...]] = [("MULTI",)]
-            commands += [("HMGET", protocol.meta, "incarnation", "next")]
-            commands += (
-                [("SISMEMBER", names, protocol.group)] if of_names in (b"set", b"none") else []
-            )
-            for part in good:
-                command, options = _READ[_type(part)]
-                commands.append((command, protocol.whole(part), *options))
-            replies = call([*commands, ("EXEC",)])[-1]
-            if protocol.find() - {b"bell"} == seen:
-                break
-        else:
-            raise MeteorError(
-                f"Shared group {protocol.group!r} changes too fast to be read at one instant. "
-                "Check it when its consumers are idle."
-            )
-        self.flaws += [flaw for flaw in flaws if flaw is not None]
-        self._misread = b"state" in seen and b"state" not in good
-        self._incarnation, end = replies[0]
-        #: The next offset of the stream.
-        self.end = int(end or 0)
-        self.is_listed = len(replies) > len(good) + 1 and bool(replies[1])
-        return dict(zip(good, replies[len(replies) - len(good) :], strict=True))
-
-    def _family(self, name: bytes) -> Iterable[tuple[bytes, Any]]:
-        size = len(name) + 1
-        found = self._parts.items()
-        return [(part[size:], value) for part, value in found if part.startswith(name + b":")]
-
-    # -- parsing -------------------------------------------------------------------------------
-
-    def _entry(self, key: bytes, value: bytes) -> KeyEntry | None:
-        match = _KEY_ENTRY.fullmatch(value)
-        if match is None:
-            self.flaws.append(f"The entry of key {key!r} cannot be read: {value!r}.")
-            return None
-        owner, waiting, stopped, head = match.groups()
-        return KeyEntry(owner, int(waiting or 0), stopped or b"", int(head) if head else None)
-
-    def _mark(self, consumer: bytes, value: bytes) -> bytes:
-        match = _CONSUMER.fullmatch(value)
-        if match is None:
-            self.flaws.append(f"The entry of consumer {consumer!r} cannot be read: {value!r}.")
-            return b""
-        return match[1]
-
-    def _held(self, consumer: bytes, held: dict[bytes, bytes]) -> dict[bytes, list[int]]:
-        if held.pop(b"", None) is None:
-            self.flaws.append(f"The hash 'held' of consumer {consumer!r} lacks its padding field.")
-        return {
-            key: self._offsets(f"held records of key {key!r}", listed.split(b",") if listed else [])
-            for key, listed in held.items()
-        }
-
-    def _letters(self, letters: dict[bytes, bytes]) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
-        for offset, detail in letters.items():
-            match = _LETTER.fullmatch(detail)
-            if match is None or not offset.isdigit() or int(match[1]) > len(match[2]):
-                self.flaws.append(f"The dead letter {offset!r} cannot be read: {detail[:80]!r}.")
-            else:
-                found[int(offset)] = match[2][: int(match[1])]
+    def _at_once(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Run commands at one instant."""
+        found: list[Any] = self._connector.pipeline([("MULTI",), *commands, ("EXEC",)])[-1]
         return found
 
-    def _offsets(self, what: str, listed: Iterable[bytes]) -> list[int]:
-        listed = [*listed]
-        good = [number for number in listed if number.isdigit()]
-        if len(good) != len(listed):
-            bad = next(number for number in listed if not number.isdigit())
-            self.flaws.append(f"In the {what}, {bad[:80]!r} is not a number.")
-        return [*map(int, good)]
+    # -- parts of the state --------------------------------------------------------------------
+
+    def _check_types(self) -> bool:
+        """Check the types of all keys; return whether the rest can be read."""
+        parts = sorted(self._protocol.find())
+        types = self._connector.pipeline([("TYPE", self._protocol.whole(p)) for p in parts])
+        good = True
+        for part, found in zip(parts, types, strict=True):
+            family, colon, _ = part.partition(b":")
+            wanted = (_FAMILIES if colon else _TYPES).get(family)
+            if wanted is None:
+                self._add(f"The key {part!r} is not part of a shared group.")
+            elif found not in (wanted, b"none"):
+                self._add(f"The key {part!r} is a {found.decode()}, not a {wanted.decode()}.")
+                good = False
+        return good
+
+    def _read_meta(self) -> tuple[bytes, Progress, int] | None:
+        """Return the progress, raw and read, and the first offset of the group."""
+        protocol = self._protocol
+        (end,), flat = self._at_once(
+            [("HMGET", protocol.meta, "next"), ("HGETALL", protocol.key("meta"))]
+        )
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        raw = fields.pop(b"progress", b"")
+        state = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in fields.items()}
+        try:
+            self._config = SharedConfig.from_fields(state)
+        except KeyError as error:
+            self._add(f"The setting {error} is missing.")
+        except (TypeError, ValueError) as error:
+            self._add(f"A setting is invalid: {error}")
+        for name in ("start", "max_waiting"):
+            if not state.get(name, "").isdigit():
+                self._add(f"The meta has no number {name!r}.")
+        try:
+            progress = Progress.parse(raw)
+        except ValueError as error:
+            self._add(f"The progress cannot be read: {error}")
+            return None
+        start = int(state["start"]) if state.get("start", "").isdigit() else 0
+        if not start <= progress.next <= int(end or 0):
+            self._add(
+                f"The group started at {start} and scanned up to {progress.next}, but the stream "
+                f"ends at {int(end or 0)}."
+            )
+        return raw, progress, start
+
+    def _check_members(self) -> dict[bytes, Counter[bytes] | None]:
+        """Check consumers; return how many records of each key they hold, None if they change."""
+        protocol, found = self._protocol, dict[bytes, Counter[bytes] | None]()
+        members, leases = self._at_once(
+            [("HKEYS", protocol.key("members")), ("ZRANGE", protocol.key("leases"), 0, -1)]
+        )
+        if {*members} != {*leases}:
+            self._add("The members and the leases do not match.")
+        for part in self._protocol.find():
+            family, _, id = part.partition(b":")
+            if family == b"batches" and id not in members:
+                exists = ("HEXISTS", protocol.key("members"), id)
+                if self._at_once([exists, ("EXISTS", protocol.whole(part))]) == [0, 1]:
+                    self._add(f"Consumer {id!r} holds records, but is not a member of the group.")
+        for id in members:
+            found[id] = self._check_member(id)
+        return found
+
+    def _check_member(self, id: bytes) -> Counter[bytes] | None:
+        protocol = self._protocol
+        batches = protocol.whole(b"batches:" + id)
+        raw, flat = self._at_once([("HGET", protocol.key("members"), id), ("HGETALL", batches)])
+        if raw is None:
+            return None
+        try:
+            member = Member.parse(raw)
+        except ValueError as error:
+            self._add(f"The entry of consumer {id!r} cannot be read: {error}")
+            return None
+        held: Counter[bytes] = Counter()
+        for number, batch in zip(flat[::2], flat[1::2], strict=True):
+            try:
+                records = read_batch(batch)
+            except ValueError as error:
+                self._add(f"Batch {number!r} of consumer {id!r} cannot be read: {error}")
+                continue
+            held.update(key for _, key in records if key)
+            self._held += [_Place(offset, key) for offset, key in records]
+            self._marks[id + b":" + number] = min(offset for offset, _ in records)
+        size = sum(batch[0] for batch in flat[1::2] if batch)
+        if not member.dead and member.holding != size:
+            self._add(f"Consumer {id!r} counts {member.holding} held records, but has {size}.")
+        if member.alone and size > 1:
+            self._add(f"Consumer {id!r} must hold the last try of a record alone, but does not.")
+        return None if member.dead else held
+
+    def _check_keys(self, members: dict[bytes, Counter[bytes] | None]) -> None:
+        protocol = self._protocol
+        seen: set[bytes] = set()
+        cursor = b"0"
+        while True:
+            cursor, flat = self._connector.call(
+                "HSCAN", protocol.key("keys"), cursor, "COUNT", _KEYS
+            )
+            names = [name for name in flat[::2] if name not in seen]  # HSCAN may repeat one
+            seen.update(names)
+            for part in _batched(names, _KEYS):
+                self._check_some_keys(part)
+            if cursor == b"0":
+                break
+        if b"" not in seen:
+            self._add("The hash 'keys' lacks its padding field.")
+        for id, held in members.items():
+            if held is not None:
+                self._check_held(id, held)
+        for name in ("ready", "blocked"):
+            self._check_strays(name, seen)
+
+    def _check_some_keys(self, names: Iterable[bytes]) -> None:
+        names = [name for name in names if name]
+        protocol = self._protocol
+        entries = self._connector.call("HMGET", protocol.key("keys"), *names) if names else []
+        commands: list[tuple[Any, ...]] = []
+        for name, raw in zip(names, entries, strict=True):
+            fields = _chunk_fields(name, raw)
+            commands.append(("HGET", protocol.key("keys"), name))
+            commands.append(("HMGET", protocol.key("waiting"), *(fields or [b""])))
+            commands += [("ZSCORE", protocol.key(part), name) for part in _SETS]
+        replies = self._at_once(commands) if commands else []
+        for number, name in enumerate(names):
+            raw, chunks, *scores = replies[5 * number : 5 * number + 5]
+            if raw is not None and _chunk_fields(name, raw) == _chunk_fields(name, entries[number]):
+                self._check_key(name, raw, chunks, scores)
+
+    def _check_key(
+        self, key: bytes, raw: bytes, chunks: list[bytes | None], scores: list[bytes | None]
+    ) -> None:
+        try:
+            entry = KeyEntry.parse(raw)
+            lines = [read_line(line) for line in chunks if line is not None]
+        except ValueError as error:
+            self._add(f"The entry of key {key!r} cannot be read: {error}")
+            return
+        if entry.far and (None in chunks or sum(map(len, lines)) != entry.far):
+            self._add(f"Key {key!r} counts {entry.far} further waiting records, but others wait.")
+        waiting = [*entry.waiting, *(offset for line in lines for offset in line)]
+        if any(low >= high for low, high in pairwise(waiting)):
+            self._add(f"The waiting records of key {key!r} are not in order.")
+        if entry.stop not in (0, DELAYED, PARKED, BEHIND):
+            self._add(f"Key {key!r} has the unknown state {entry.stop}.")
+        if not (entry.held or waiting or entry.stop):
+            self._add(f"Key {key!r} has an entry but no records.")
+        if entry.held and entry.owner == NOBODY:
+            self._add(f"Key {key!r} has {entry.held} held records, but no owner.")
+        self._waiting += [_Place(offset, key) for offset in waiting]
+        place = "blocked" if entry.stop else "ready" if entry.owner == NOBODY else ""
+        for name, score in zip(_SETS[:2], scores, strict=False):
+            wanted = waiting[0] if waiting and name == place else None
+            if (None if score is None else float(score)) != wanted:
+                self._add(f"The set {name} does not have key {key!r} where it belongs.")
+        if (entry.stop == DELAYED) != (scores[2] is not None):
+            ends = "has no time at which its delay ends" if scores[2] is None else "is not delayed"
+            self._add(f"Key {key!r} is delayed or has an end of a delay, but {ends}.")
+
+    def _check_held(self, id: bytes, held: Counter[bytes]) -> None:
+        """Compare the number of held records in key entries with the batches of their owner."""
+        protocol = self._protocol
+        member = ("HGET", protocol.key("members"), id)
+        batches = ("HVALS", protocol.whole(b"batches:" + id))
+        for _ in range(_TRIES):
+            raw, values = self._at_once([member, batches])
+            try:
+                held = Counter(key for value in values for _, key in read_batch(value) if key)
+            except ValueError:
+                return  # reported already
+            for part in _batched(held, _KEYS):
+                now, entries = self._at_once([member, ("HMGET", protocol.key("keys"), *part)])
+                if now != raw:
+                    break
+                self._compare_held(id, part, held, entries)
+            else:
+                return
+
+    def _compare_held(
+        self, id: bytes, part: Iterable[bytes], held: Counter[bytes], entries: list[bytes | None]
+    ) -> None:
+        for key, raw in zip(part, entries, strict=True):
+            try:
+                entry = KeyEntry.parse(raw) if raw else KeyEntry(NOBODY, 0, [])
+            except ValueError:
+                continue
+            if entry.owner != id:
+                self._add(f"Key {key!r} has owner {entry.owner!r}, but {id!r} holds its records.")
+            elif entry.held != held[key]:
+                self._add(f"Key {key!r} counts {entry.held} held records, not {held[key]}.")
+
+    def _check_strays(self, name: str, seen: set[bytes]) -> None:
+        """Find members of a set that have no key entry."""
+        protocol = self._protocol
+        for key in self._connector.call("ZRANGE", protocol.key(name), 0, -1):
+            if key not in seen:
+                exists, score = self._at_once(
+                    [
+                        ("HEXISTS", protocol.key("keys"), key),
+                        ("ZSCORE", protocol.key(name), key),
+                    ]
+                )
+                if not exists and score is not None:
+                    self._add(f"The set {name} has key {key!r}, which has no records.")
+
+    def _check_letters(self) -> None:
+        protocol = self._protocol
+        flat, dying = self._at_once(
+            [("HGETALL", protocol.key("letters")), ("ZRANGE", protocol.key("dying"), 0, -1)]
+        )
+        if {*flat[::2]} != {*dying}:
+            self._add("The keys 'dying' and 'letters' do not have the same dead letters.")
+        for offset, detail in zip(flat[::2], flat[1::2], strict=True):
+            failures, _, rest = detail.partition(b":")
+            size, _, rest = rest.partition(b":")
+            good = offset.isdigit() and failures.isdigit() and size.isdigit()
+            if not good or int(size) > len(rest):
+                self._add(f"The dead letter {offset!r} cannot be read: {detail[:80]!r}.")
+                continue
+            self._letters.append(_Place(int(offset), rest[: int(size)]))
+            self._marks[b"letter:" + offset] = int(offset)
+
+    # -- the whole state -----------------------------------------------------------------------
+
+    def _whole_flaws(self, meta: tuple[bytes, Progress, int]) -> list[str]:
+        """Return contradictions that count only if nothing has changed meanwhile."""
+        _, progress, start = meta
+        flaws: list[str] = []
+        places = [*self._waiting, *self._held, *self._letters]
+        offsets = {place.offset for place in places}
+        if len(offsets) != len(places):
+            flaws.append("A record is in two places.")
+        if offsets and not start <= min(offsets) <= max(offsets) < progress.next:
+            flaws.append("A record is held or waiting, but was not scanned.")
+        if progress.waiting != len(self._waiting):
+            count = len(self._waiting)
+            flaws.append(f"The group counts {progress.waiting} waiting records, but {count} wait.")
+        settled = progress.acked + progress.dead + progress.lost + progress.purged
+        if settled + len(places) != progress.next - start:
+            flaws.append(
+                f"The group scanned {progress.next - start} records, but {settled} are settled and "
+                f"{len(places)} are not."
+            )
+        call, protocol = self._connector.call, self._protocol
+        failures = call("HKEYS", protocol.key("failures"))
+        if len(failures) != progress.failing:
+            flaws.append(
+                f"The group counts {progress.failing} failed records, but {len(failures)} have."
+            )
+        flaws += [
+            f"Settled record {offset.decode(errors='replace')} is in 'failures'."
+            for offset in failures
+            if not offset.isdigit() or int(offset) not in offsets
+        ]
+        flat = call("ZRANGE", protocol.key("unsettled"), 0, -1, "WITHSCORES")
+        marks = {mark: int(float(s)) for mark, s in zip(flat[::2], flat[1::2], strict=True)}
+        if marks != self._marks:
+            flaws.append("The set 'unsettled' does not list exactly the batches and dead letters.")
+        if call("ZCARD", protocol.key("purges")) != progress.purging:
+            flaws.append(f"The group counts {progress.purging} purged keys, but others are listed.")
+        return flaws
+
+    def _check_index(self) -> None:
+        """Check the ordering keys of unsettled records against the index, where it has them."""
+        if self._config is None:
+            return
+        keyless = self._config.default_key.encode()
+        free = self._config.keyless == "free"
+        places = sorted({*self._waiting, *self._held, *self._letters})
+        at = wrong = 0
+        while at < len(places):
+            entries = self._connector.call(
+                *("XRANGE", keys.index(self._protocol.stream.name), f"{places[at].offset}-0", "+"),
+                *("COUNT", _ENTRIES),
+            )
+            if not entries:
+                break
+            for first, found in (read_entry(*entry) for entry in entries):
+                while at < len(places) and places[at].offset < first + len(found):
+                    offset, key = places[at]
+                    at += 1
+                    if offset < first:
+                        continue
+                    truth = found[offset - first]
+                    if not truth and free:
+                        truth = b"" if not key else b"\0%d" % offset
+                    truth = truth or (b"" if free else keyless)
+                    if truth != key:
+                        wrong += 1
+                        if wrong <= _NAMED:
+                            self._add(f"Record {offset} is filed under key {key!r}, not {truth!r}.")
+        if wrong > _NAMED:
+            self._add(f"{wrong - _NAMED} more records are filed under wrong keys.")
 
 
-def _type(part: bytes) -> bytes:
-    family, colon, _ = part.partition(b":")
-    return (_FAMILIES if colon else _TYPES).get(family, b"")
+def _chunk_fields(key: bytes, raw: bytes | None) -> list[bytes]:
+    """Return the fields that hold the further waiting offsets of a key, a bounded number."""
+    try:
+        return KeyEntry.parse(raw or b"").chunks(key)[:_CHUNKS]
+    except ValueError:
+        return []
 
 
-def _misfit(part: bytes, found: bytes) -> str | None:
-    wanted = _type(part)
-    if not wanted:
-        return f"The key {part!r} is not part of a shared group."
-    if found not in (wanted, b"none"):
-        return f"The key {part!r} is a {found.decode()}, not a {wanted.decode()}."
-    return None
-
-
-def _mapping(flat: list[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _scores(flat: list[bytes]) -> dict[bytes, float]:
-    return {member: float(score) for member, score in _mapping(flat).items()}
+def _batched(names: Iterable[bytes], size: int) -> Iterator[tuple[bytes, ...]]:
+    left = iter(names)
+    while part := tuple(islice(left, size)):
+        yield part

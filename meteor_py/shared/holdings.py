@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import enum
-from bisect import insort
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
 
-from meteor_py.shared.protocol import ConsumerState, Settlement, StepReply
+from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: The most acknowledged offsets, and other settlements, in one step: the server runs nothing else
+#: The most acknowledged records, and other settlements, in one step: the server runs nothing else
 #: meanwhile.
-_ACKS_MAX = 2_000
-_OTHERS_MAX = 500
+_ACKS_MAX = 512
+_OTHERS_MAX = 128
 
 
-class Sync(enum.Enum):
-    """Whether this consumer and the server agree about the records that it holds."""
+class DeliveryBatch:
+    """Up to 32 records that the server granted together, and settles by the number of the batch."""
 
-    #: The reply to the last step is applied here.
-    AGREED = "agreed"
-    #: A step was sent, and its reply is not applied: during every step, and after a lost reply
-    #: until ``reconcile``.
-    IN_DOUBT = "in doubt"
-    #: The last step rewound an ordering key, so other consumers may have got records that were
-    #: granted here and not fetched. No record is received until ``reconcile``.
-    STALE = "stale"
+    __slots__ = ("acked", "number", "open")
 
-
-class Settlements(NamedTuple):
-    """Acknowledged offsets by ordering key, and all other settlements in order."""
-
-    acks: dict[bytes, list[int]]
-    others: list[Settlement]
+    def __init__(self, number: int, offsets: Iterable[int]) -> None:
+        self.number = number
+        #: The offsets that the server still has in this batch, as far as is known here.
+        self.open = set(offsets)
+        #: Acknowledged, but not sent.
+        self.acked: list[int] = []
 
 
 class Holdings:
@@ -49,77 +39,106 @@ class Holdings:
             reject_rewinds: Whether rejecting a record stops its ordering key, so that later records
                 of the key are returned (``on_poison="park"``).
         """
-        self.sync = Sync.AGREED
         #: Number of the last step that the server is known to have taken.
         self.number = 0
+        #: The step whose reply is not applied: during every step, and after a lost reply.
+        self.request: StepRequest | None = None
         #: Failures of each granted record that is not fetched yet, by offset.
         self.granted: dict[int, int] = {}
-        #: Settlements in the step in flight.
-        self.sent = Settlements({}, [])
         self._reject_rewinds = reject_rewinds
+        self._batches: dict[int, DeliveryBatch] = {}
+        self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
         self._held: dict[int, SharedRecord] = {}
-        self._by_key: dict[bytes, list[int]] = {}  # the offsets of _held, ascending
-        self._acks: dict[bytes, list[int]] = {}
+        self._by_key: dict[bytes, set[int]] = {}  # the offsets of _held
+        self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
+        # Keys that were rewound while granted records were not fetched: the offset, and the last
+        # batch that was granted before.
+        self._rewound: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """Return the number of records held, fetched or not."""
         return len(self._held) + len(self.granted)
 
     @property
-    def unsure(self) -> bool:
-        """Whether other consumers may have got granted records: take a step before fetching."""
-        return self.sync is Sync.STALE and bool(self.granted)
-
-    @property
     def unsent(self) -> bool:
         """Whether there are settlements that the server does not have, or may not have."""
-        return bool(self._acks or self._others or self.sync is Sync.IN_DOUBT)
+        request = self.request
+        return bool(
+            self._dirty or self._others or (request and (request.acks or request.settlements))
+        )
+
+    def held(self) -> Collection[SharedRecord]:
+        """Return the records that are held and fetched."""
+        return self._held.values()
 
     # -- receiving and settling ----------------------------------------------------------------
 
     def receive(self, fetched: Iterable[SharedRecord]) -> list[SharedRecord]:
         """Hold granted records that were fetched, and return them.
 
-        Leaves out records that were taken, or rewound with an earlier record of their key.
+        Leaves out records that were taken, and returns those that were rewound with an earlier
+        record of their key.
         """
-        if self.sync is Sync.STALE:
-            return []
         received: list[SharedRecord] = []
-        rewinds = self._rewinds([*self.sent.others, *self._others])
         for record in fetched:
             offset, key = record.offset, record.ordering_key
-            if self.granted.pop(offset, None) is None or offset > rewinds.get(key, offset):
+            if self.granted.pop(offset, None) is None:
                 continue
+            batch = self._batch_of.get(offset)
+            if batch is None:
+                continue  # a signal handler's close() has returned it
+            if self._rewound and key in self._rewound:
+                to, last = self._rewound[key]
+                if offset > to and batch.number <= last:
+                    self._return(offset)
+                    continue
             self._held[offset] = record
-            insort(self._by_key.setdefault(key, []), offset)
+            found = self._by_key.get(key)
+            if found is None:
+                self._by_key[key] = {offset}
+            else:
+                found.add(offset)
             received.append(record)
+        if not self.granted:
+            self._rewound.clear()
         return received
 
     def lose(self, offset: int) -> bool:
-        """Settle a granted record that cannot be fetched; return whether it was still granted.
-
-        Its ordering key is unknown until ``name_lost``.
-        """
-        if self.sync is Sync.STALE or self.granted.pop(offset, None) is None:
+        """Settle a granted record that cannot be fetched; return whether it was still granted."""
+        if self.granted.pop(offset, None) is None:
             return False
-        self._others.append(Settlement("G", b"", offset))
+        batch = self._batch_of.pop(offset)
+        self._others.append(Settlement("G", batch.number, (offset,)))
         return True
 
     def settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
-        """Settle a held record; ``kind`` is "A" to acknowledge it, or one of ``Settlement``.
+        """Settle a held record; ``kind`` is "Q" to return it alone, or one of ``Settlement``.
 
-        If that rewinds its ordering key, later records of the key are returned.
+        "R", "U", and "X" if rejecting stops the key, rewind its ordering key: later records of the
+        key are returned with it.
         """
+        offset, key = record.offset, record.ordering_key
+        batch = self._batch_of.get(offset)
         self._drop(record, Standing.SETTLED)
+        if batch is None:
+            return  # a signal handler's close() has returned it
         if kind == "A":
-            self._acks.setdefault(record.ordering_key, []).append(record.offset)
+            batch.acked.append(offset)
+            self._dirty[batch] = None
             return
-        if self._is_rewind(kind):
-            for offset in list(self._by_key.get(record.ordering_key, ())):
-                if offset > record.offset and offset in self._held:
-                    self._drop(self._held[offset], Standing.REWOUND)
-        self._others.append(Settlement(kind, record.ordering_key, record.offset, detail))
+        rewinds = kind in "RU" or (kind == "X" and self._reject_rewinds)
+        wire = "R" if kind == "Q" else kind
+        rewound = key if rewinds else None
+        self._others.append(Settlement(wire, batch.number, (offset,), detail, rewound))
+        if rewinds:
+            for other in sorted(self._by_key.get(key, ())):
+                if other > offset:
+                    self._drop(self._held[other], Standing.REWOUND, keep_batch=True)
+                    self._return(other)
+            if self.granted or self.request is not None:
+                to = min(offset, self._rewound.get(key, (offset, 0))[0])
+                self._rewound[key] = (to, max(self._batches, default=0))
 
     def add(self, settlement: Settlement) -> None:
         """Queue a settlement of a record that is not held here, such as a dead letter."""
@@ -127,91 +146,161 @@ class Holdings:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
-        """Move settlements for the next step to ``sent``; return whether none is left.
+    def begin_step(
+        self, want: int, mode: str = "", entry: Entry | None = None
+    ) -> tuple[StepRequest, bool]:
+        """Return the next step, and whether it includes everything that is to be sent.
 
-        Acknowledgements go first: one made before a rewind must count.
+        If the reply to the last step was lost, that is the next one. Nothing is claimed until all
+        settlements are sent. Acknowledgements go first: one made before a rewind must count.
         """
-        acks, more = self._acks, dict[bytes, list[int]]()
-        others = self._others
-        if sum(map(len, acks.values())) > _ACKS_MAX:
-            acks, more = _split(acks, _ACKS_MAX)
-            others = []
-        others = others[:_OTHERS_MAX]
-        self.sent = Settlements(acks, others)
-        self._acks, self._others = more, self._others[len(others) :]
-        self.sync = Sync.IN_DOUBT
-        return not (self._acks or self._others)
+        if self.request is not None:
+            return self.request, False
+        acks: list[int] = []
+        partial: list[Settlement] = []
+        size = 0
+        for batch in self._dirty:
+            if size and size + len(batch.open) > _ACKS_MAX:
+                break
+            size += len(batch.open)  # the server reads the whole batch
+            if len(batch.acked) == len(batch.open):
+                acks.append(batch.number)
+            else:
+                partial.append(Settlement("A", batch.number, tuple(batch.acked)))
+        sent = [*acks, *(settlement.batch for settlement in partial)]
+        last = len(sent) == len(self._dirty)
+        others = self._others[:_OTHERS_MAX] if last else []
+        last = last and len(others) == len(self._others)
+        request = StepRequest(
+            self.number + 1,
+            want if last else 0,
+            mode if last else "",
+            tuple(acks),
+            (*partial, *others),
+            entry if last else None,
+        )
+        self.request = request  # from here on, a Ctrl-C leaves a step that is sent again
+        for number in sent:
+            batch = self._batches[number]
+            batch.acked = []
+            del self._dirty[batch]
+        del self._others[: len(others)]
+        return request, last
 
     def apply(self, reply: StepReply) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
 
-        The order matters, because a Ctrl-C may interrupt it: until ``number`` changes,
-        ``reconcile`` assumes that the server has ``sent``, and afterwards that it has not.
+        If a Ctrl-C interrupts it, the step is sent again, and its reply is applied again.
         """
-        if self.granted and self._rewinds(self.sent.others):
-            self.sync = Sync.STALE
-        self.sent = Settlements({}, [])
-        self.number += 1
-        for offset in reply.granted:
-            self.granted[offset] = reply.failures.get(offset, 0)
+        assert self.request is not None, "replies answer requests"
+        self._close_sent(self.request)
+        for number, offsets in reply.batches.items():
+            if number not in self._batches:
+                batch = DeliveryBatch(number, offsets)
+                for offset in offsets:
+                    self._batch_of[offset] = batch
+                    self.granted[offset] = reply.report.failures.get(offset, 0)
+                self._batches[number] = batch
+        if self._rewound:
+            last = max(self._batches, default=0)
+            for other in self._others:  # made after the step was sent: they rewind its grants, too
+                if other.rewinds is not None and other.rewinds in self._rewound:
+                    self._rewound[other.rewinds] = (self._rewound[other.rewinds][0], last)
 
     def end_step(self) -> None:
         """Mark the reply as applied, here and in ``Deliveries``."""
-        if self.sync is Sync.IN_DOUBT:
-            self.sync = Sync.AGREED
+        if self.request is not None:
+            self.number = self.request.number
+            self.request = None
 
     def withdraw_step(self) -> None:
         """Requeue the settlements of a step that changed nothing, before all others."""
-        self._requeue_sent()
-        self.sync = Sync.AGREED
+        request, self.request = self.request, None
+        if request is None:
+            return
+        others = [one for one in request.settlements if one.kind != "A"]
+        for one in request.settlements:
+            if one.kind == "A":
+                self._acknowledge(self._batches.get(one.batch), one.offsets)
+        for number in request.acks:
+            batch = self._batches.get(number)
+            self._acknowledge(batch, () if batch is None else tuple(batch.open))
+        self._others = others + self._others
 
-    def start(self, number: int) -> None:
-        """Start as a new consumer whose last step has this number."""
-        self.number, self.sync = number, Sync.AGREED
+    def start(self) -> None:
+        """Start as a new consumer."""
+        self.number, self.request = 0, None
 
-    def reconcile(self, known: ConsumerState) -> None:
-        """Adopt the server's view of this consumer, after a lost reply or a rewind.
+    def reconcile(self, number: int, theirs: Mapping[int, list[int]]) -> list[int]:
+        """Adopt the server's view of this consumer, after a failover has lost steps.
 
-        Records held only here were taken; records held only there are granted.
+        Records held only here were taken; records held only there are granted again.
+
+        Returns:
+            The offsets of settlements that are void.
         """
-        number, held, failures = known
-        if number <= self.number:
-            self._requeue_sent()  # the server did not take that step, or a failover lost it
-        self.sent, self.number = Settlements({}, []), number
-        theirs = {offset for offsets in held.values() for offset in offsets}
-        for offsets in self._acks.values():
-            theirs.difference_update(offsets)
-        theirs.difference_update(other.offset for other in self._others)
-        for key, offset in self._rewinds(self._others).items():
-            theirs.difference_update(o for o in held.get(key, ()) if o > offset)
-        for offset in [offset for offset in self._held if offset not in theirs]:
-            self._drop(self._held[offset], Standing.TAKEN)
-        for offset in [offset for offset in self.granted if offset not in theirs]:
-            del self.granted[offset]
-        for offset in sorted(theirs - self._held.keys() - self.granted.keys()):
-            self.granted[offset] = failures.get(offset, 0)
-        self.sync = Sync.AGREED  # last: a Ctrl-C may interrupt the lines above
-
-    def void_settlements(self) -> list[int]:
-        """Return the offsets whose settlements are void if the lease has expired."""
+        self.withdraw_step()
+        self.number = number
+        known = {(batch, offset) for batch, offsets in theirs.items() for offset in offsets}
         void: list[int] = []
-        for acks, others in (self.sent, (self._acks, self._others)):
-            void += [offset for offsets in acks.values() for offset in offsets]
-            void += [other.offset for other in others if other.kind not in "GDL"]
+        for batch in list(self._batches.values()):
+            acked = [offset for offset in batch.acked if (batch.number, offset) in known]
+            void += [offset for offset in batch.acked if (batch.number, offset) not in known]
+            for offset in [o for o in batch.open if (batch.number, o) not in known]:
+                self._take(offset)
+                batch.open.discard(offset)
+            batch.acked = acked
+            if not acked:
+                self._dirty.pop(batch, None)
+            if not batch.open:
+                self._batches.pop(batch.number, None)
+        kept: list[Settlement] = []
+        for other in self._others:
+            if other.kind in "DL" or (other.batch, other.offsets[0]) in known:
+                kept.append(other)
+            else:
+                void += other.asked
+        self._others = kept
+        pending = {offset for other in kept for offset in other.offsets}
+        for batch_number, offsets in theirs.items():
+            batch = self._batches.setdefault(batch_number, DeliveryBatch(batch_number, ()))
+            batch.open = set(offsets)
+            settled = {*batch.acked, *pending}
+            for offset in offsets:
+                if offset not in settled and offset not in self._held:
+                    self._batch_of[offset] = batch
+                    self.granted.setdefault(offset, 0)
         return void
 
-    def fence(self) -> None:
-        """Drop all records and settlements, because the lease has expired."""
-        self.sent, self._acks, self._others = Settlements({}, []), {}, []
+    def fence(self, step: int, report: StepReport) -> tuple[list[int], list[int]]:
+        """Drop all records and settlements, because the lease has expired after ``step``.
+
+        Returns:
+            The offsets whose settlements are void, and those for which that is unknown.
+        """
+        void, unknown = list[int](), list[int]()
+        request = self.request
+        if request is not None:
+            sent = self._offsets_sent(request)
+            if step == request.number:
+                void += report.refused  # the server took the step before the lease expired
+            elif step >= 0:
+                void += sent
+            else:
+                unknown += sent
+        for batch in self._dirty:
+            void += batch.acked
+        void += [offset for other in self._others for offset in other.asked]
+        self.request, self._others = None, []
         self.take_all()
-        self.sync = Sync.AGREED
+        return void, unknown
 
     def take_all(self) -> None:
         """Mark all records as taken."""
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
         self.granted.clear()
+        self._batches, self._batch_of, self._dirty, self._rewound = {}, {}, {}, {}
 
     # -- dead letters --------------------------------------------------------------------------
 
@@ -228,65 +317,47 @@ class Holdings:
             if other.kind != "D" or b"" in (other.detail, history) or other.detail == history
         ]
 
-    # -- lost records --------------------------------------------------------------------------
-
-    @property
-    def has_unnamed_lost(self) -> bool:
-        """Whether the ordering key of a lost record is still unknown."""
-        return any(other.kind == "G" and not other.ordering_key for other in self._others)
-
-    def name_lost(self, held: Mapping[bytes, Iterable[int]]) -> None:
-        """Find the ordering keys of lost records among those that the server says are held.
-
-        A lost record that is not among them belongs to another consumer now, and is not settled.
-        """
-        keys = {offset: key for key, offsets in held.items() for offset in offsets}
-        self._others = [
-            other._replace(ordering_key=keys[other.offset]) if other.kind == "G" else other
-            for other in self._others
-            if other.kind != "G" or other.offset in keys
-        ]
-
     # -- internals -----------------------------------------------------------------------------
 
-    def _requeue_sent(self) -> None:
-        acks, others = self.sent
-        for key, offsets in self._acks.items():
-            acks.setdefault(key, []).extend(offsets)
-        self._acks, self._others = acks, others + self._others
-        self.sent = Settlements({}, [])
+    def _return(self, offset: int) -> None:
+        """Return a record without counting a failure."""
+        batch = self._batch_of.pop(offset)
+        self._others.append(Settlement("U", batch.number, (offset,)))
 
-    def _is_rewind(self, kind: str) -> bool:
-        return kind in "RU" or (kind == "X" and self._reject_rewinds)
+    def _acknowledge(self, batch: DeliveryBatch | None, offsets: Iterable[int]) -> None:
+        if batch is not None:
+            batch.acked = [*offsets, *batch.acked]
+            self._dirty[batch] = None
 
-    def _rewinds(self, others: Iterable[Settlement]) -> dict[bytes, int]:
-        """Return the offsets to which settlements rewind their ordering keys."""
-        found: dict[bytes, int] = {}
-        for kind, key, offset, _ in others:
-            if self._is_rewind(kind):
-                found[key] = min(found.get(key, offset), offset)
-        return found
+    def _close_sent(self, request: StepRequest) -> None:
+        for number in request.acks:
+            self._batches.pop(number, None)
+        for settlement in request.settlements:
+            batch = self._batches.get(settlement.batch)
+            if batch is not None:
+                batch.open.difference_update(settlement.offsets)
+                if not batch.open:
+                    del self._batches[batch.number]
 
-    def _drop(self, record: SharedRecord, standing: Standing) -> None:
+    def _offsets_sent(self, request: StepRequest) -> list[int]:
+        sent = [offset for number in request.acks for offset in self._batches[number].open]
+        return sent + [offset for one in request.settlements for offset in one.asked]
+
+    def _take(self, offset: int) -> None:
+        record = self._held.get(offset)
+        if record is not None:
+            self._drop(record, Standing.TAKEN)
+        self.granted.pop(offset, None)
+        self._batch_of.pop(offset, None)
+
+    def _drop(self, record: SharedRecord, standing: Standing, *, keep_batch: bool = False) -> None:
         record.standing = standing
-        self._held.pop(record.offset, None)  # a signal handler's close() may have dropped it
-        offsets = self._by_key.get(record.ordering_key, [])
-        if record.offset in offsets:
-            offsets.remove(record.offset)
-        if not offsets:
-            self._by_key.pop(record.ordering_key, None)
-
-
-def _split(
-    acks: dict[bytes, list[int]], size: int
-) -> tuple[dict[bytes, list[int]], dict[bytes, list[int]]]:
-    """Split off the first ``size`` offsets; return them and the rest."""
-    part: dict[bytes, list[int]] = {}
-    rest: dict[bytes, list[int]] = {}
-    for key, offsets in acks.items():
-        if size > 0:
-            part[key] = offsets[:size]
-        if len(offsets) > size:
-            rest[key] = offsets[size:]
-        size = max(size - len(offsets), 0)
-    return part, rest
+        offset = record.offset
+        self._held.pop(offset, None)  # a signal handler's close() may have dropped it
+        if not keep_batch:
+            self._batch_of.pop(offset, None)
+        offsets = self._by_key.get(record.ordering_key)
+        if offsets is not None:
+            offsets.discard(offset)
+            if not offsets:
+                self._by_key.pop(record.ordering_key, None)

@@ -19,6 +19,9 @@ THREAD_PREFIX = "meteor-shared"
 #: while it polls. The second is short, because sending a settlement may make records available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
+#: Seconds after a poll for which an idle consumer stays registered to be woken: the application
+#: usually polls again at once.
+_LINGER_S = 0.05
 #: Seconds between two retries: the first pause, and the limit up to which it doubles.
 _BACKOFF_S = (0.02, 0.64)
 
@@ -29,12 +32,23 @@ class LeaseRenewer:
     def __init__(self, deliveries: Deliveries, max_poll_interval_s: float) -> None:
         self._deliveries = deliveries
         self._interval_s = max_poll_interval_s
-        #: Whether the application is polling now.
-        self.polling = False
+        self._polling = False
         self._stopped = False
         self._close: Callable[[], None] | None = None
         name = f"{THREAD_PREFIX}-{deliveries.protocol.stream.name}"
         self._thread = JoinableThread(self._run, name)
+
+    @property
+    def polling(self) -> bool:
+        """Whether the application is polling now."""
+        return self._polling
+
+    @polling.setter
+    def polling(self, polling: bool) -> None:
+        self._polling = polling
+        if not polling and self._deliveries.idle is not None:
+            with self._deliveries.condition:
+                self._deliveries.condition.notify_all()  # the thread may have to stand down
 
     def start(self) -> None:
         self._thread.start()
@@ -65,14 +79,20 @@ class LeaseRenewer:
 
     @property
     def hung(self) -> bool:
-        """Whether the application has neither polled nor settled anything for too long."""
-        return not self.polling and now() - self._deliveries.alive_at > self._interval_s
+        """Whether the application has neither polled nor settled anything for too long.
+
+        The caller holds the lock of ``Deliveries``.
+        """
+        silent = not self.polling and now() - self._deliveries.alive_at > self._interval_s
+        return silent and not self._deliveries.extended()
 
     def _run(self) -> None:
         failures = 0
         while self._wait(failures):
             try:
-                self._deliveries.exchange(wake=self.polling and self._deliveries.holdings.unsent)
+                # An idle consumer whose application no longer polls must let others be woken.
+                left = self._linger_left()
+                self._deliveries.exchange(mode="busy" if left is not None and left <= 0 else "")
                 failures = 0
             except ConnectionFailed:
                 failures += 1
@@ -91,6 +111,15 @@ class LeaseRenewer:
             finally:
                 self._close()
 
+    def _linger_left(self) -> float | None:
+        """Return seconds until an idle consumer whose application does not poll stands down."""
+        if self._deliveries.idle is None or self._polling:
+            return None
+        return self._deliveries.alive_at + _LINGER_S - now()
+
+    def _has_unsent(self) -> bool:
+        return self._deliveries.holdings.unsent
+
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to send; return False if stopped."""
         deliveries = self._deliveries
@@ -100,13 +129,21 @@ class LeaseRenewer:
                 deliveries.condition.wait_for(lambda: self._stopped, pause)
             renewal = deliveries.config.lease_ttl / 3
             while not self._stopped:
+                due = deliveries.expire_records()
                 left = renewal - (now() - deliveries.spoke_at)
+                linger = self._linger_left()
+                if linger is not None:
+                    left = min(left, linger)
                 if self.hung:
                     left = renewal  # do not renew: other consumers must get the records
-                elif deliveries.holdings.unsent and deliveries.spoke_at:
+                elif self._has_unsent() and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
-                    return not deliveries.condition.wait_for(lambda: self._stopped, gather)
+                    if deliveries.condition.wait_for(lambda: self._stopped, gather):
+                        return False
+                    if self._has_unsent():
+                        return True
+                    continue  # a poll has sent them meanwhile
                 elif left <= 0 and deliveries.spoke_at:
                     return True
-                deliveries.condition.wait(max(min(left, renewal), 0.01))
+                deliveries.condition.wait(max(min(left, renewal, due), 0.01))
             return False

@@ -29,6 +29,7 @@ from meteor_py.records.position import epoch_of, newest_epoch
 from meteor_py.redis import keys, reply_errors
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
+from meteor_py.shared.ack_timeouts import TimeLimit
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache, entry_from_store
@@ -41,12 +42,12 @@ _log = logging.getLogger(__name__)
 #: Seconds between two retries: the first pause, and the limit up to which it doubles.
 _BACKOFF_S = (0.02, 0.64)
 #: The most records claimed in one step: the server runs nothing else meanwhile.
-_CLAIM_MAX = 1_024
+_CLAIM_MAX = 512
+#: The most bytes of values to fetch before they are delivered; a single record may be larger.
+_BUFFER_BYTES = 64 * 1024 * 1024
 #: Rounds that a poll may take after its timeout, as long as each makes progress without finding
 #: records for this consumer; the next poll continues there.
 _ROUNDS_MIN = 8
-#: Times that granted records are verified and fetched again because some were rewound meanwhile.
-_AGAIN = 5
 #: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
@@ -69,6 +70,8 @@ class Prefetcher:
         self.stream = protocol.stream
         self.group = protocol.group
         self.config = config
+        #: A lower limit than ``prefetch``, which ``run()`` sets.
+        self.target: int | None = None
         self.settings = settings
         self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
         self._ordering_rule = ordering_rule
@@ -81,10 +84,17 @@ class Prefetcher:
         self._dead_letter_stream: StreamHandle | None = None
         self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
         self._full_since: float | None = None
-        self._asked = False  # whether the last step claimed any records
         self._scanned = -1  # where the last step stopped scanning the index
+        self._woken = "0-0"  # the last wake-up that was seen
+        self._idle_until = 0.0  # when to claim again, even if the server has not woken us
         #: Set by another thread to end waits here, and iteration.
         self.halted = False
+
+    @property
+    def limit(self) -> int:
+        """The most records that the consumer holds now."""
+        most = self.config.prefetch
+        return most if self.target is None else min(self.target, most)
 
     def halt(self) -> None:
         """End a wait in another thread and deliver no more records."""
@@ -120,10 +130,13 @@ class Prefetcher:
                 return
             rounds, again = rounds + 1, False
             try:
-                reply = self._claim()
-                again = reply is None
-                if not self._buffer and reply is not None:
-                    self._wait(reply, max(deadline - time.monotonic(), 0.0))
+                idle = self.deliveries.idle
+                if idle is None or left == 0 or not self._may_stay_idle():
+                    reply = self._claim(wait=left > 0)
+                    again = reply is None
+                    idle = self.deliveries.idle
+                if not (self._buffer or again):
+                    self._wait(idle, max(deadline - time.monotonic(), 0.0))
                 failure, failures = None, 0
             except (ConnectionFailed, StoreUnavailable) as error:
                 failure = error
@@ -132,33 +145,47 @@ class Prefetcher:
                     min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
                 )
 
-    def _claim(self) -> StepReply | None:
+    def _may_stay_idle(self) -> bool:
+        """Whether to keep waiting for the wake-up that an earlier poll has waited for."""
+        return now() < self._idle_until and not self.deliveries.holdings.unsent
+
+    def _claim(self, *, wait: bool) -> StepReply | None:
         """Claim and fetch records; return the last reply, or None to try again at once."""
-        before = self._entry
-        reply = self._claim_all()
-        self._fetch(reply.epoch)
-        for _ in range(_AGAIN):
-            if not self.deliveries.holdings.unsure:
-                break
-            reply, self._asked = self.exchange(0), False  # rewound records may be claimed again
-            self._fetch(reply.epoch)
+        entry = self._entry
+        reply = self._claim_all(wait=wait)
+        self._fetch(reply)
         self.publish_dead_letters()
         if reply.stored_stop and not self._buffer:
             self._entry = self._entry_from_store(reply)
             return None
-        self._entry = before if reply.stored_stop else None
-        done = self._buffer or not (reply.granted or self.deliveries.holdings.unsure)
-        return reply if done else None  # None: all granted records were lost
+        self._entry = entry if reply.stored_stop else None
+        before, self._scanned = self._scanned, reply.next
+        if self._buffer or reply.idle or self._is_full:
+            return reply
+        # A step scans only some of the new records.
+        return None if reply.granted or wait or before < reply.next < reply.end else reply
 
-    def _claim_all(self) -> StepReply:
-        """Claim as many records as this consumer may hold, in parts."""
-        while True:  # ends: each full grant reduces the room
-            room = max(self.config.prefetch - len(self.deliveries.holdings), 0)
+    @property
+    def _is_full(self) -> bool:
+        return len(self.deliveries.holdings) >= self.limit
+
+    def _claim_all(self, *, wait: bool) -> StepReply:
+        """Claim as many records as there is room for; return the last reply."""
+        while True:  # ends: each round but the last takes room
+            room = max(self.limit - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
-            reply = self.exchange(want)
-            self._asked = want > 0
-            if want == room or len(reply.granted) < want:
+            # A consumer that has records to hand out does not wait.
+            mode = "wait" if wait and not (self._buffer or self.deliveries.holdings.granted) else ""
+            reply = self.exchange(want, mode)
+            if reply.idle:
+                self._idle_until = now() + self._patience_s(reply)
+            if want == room or reply.granted < want:
                 return reply
+
+    def _patience_s(self, reply: StepReply) -> float:
+        """Return how long an idle consumer waits before it claims again and renews its lease."""
+        patience = self.settings.lease_ttl / 3
+        return patience if reply.wait_s is None else min(patience, reply.wait_s + 0.001)
 
     def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
@@ -167,40 +194,50 @@ class Prefetcher:
             stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
             return Entry(reply.next, (), stop, error)
 
-    def exchange(self, want: int) -> StepReply:
-        return self.deliveries.exchange(want, entry=self._entry)
+    def exchange(self, want: int, mode: str = "") -> StepReply:
+        return self.deliveries.exchange(want, mode=mode, entry=self._entry)
 
-    def _fetch(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._epoch = epoch
+    def _fetch(self, reply: StepReply) -> None:
+        """Fetch granted records, as many as the buffer may have bytes."""
+        if reply.epoch != self._epoch:
+            self._epoch = reply.epoch
             self._frame_cache.forget()
-        if not self.deliveries.holdings.granted:
-            return
-        received = self.deliveries.receive(
-            *self._frame_cache.fetch(sorted(self.deliveries.holdings.granted))
-        )
-        self._buffer = deque(sorted([*self._buffer, *received], key=_OFFSET))
+        self._frame_cache.note_large(reply.large)
+        granted = self.deliveries.holdings.granted
+        while granted:
+            room = _BUFFER_BYTES - sum(len(record.record.value) for record in self._buffer)
+            if room <= 0:
+                return
+            fetched = self._frame_cache.fetch(sorted(granted), room)
+            received = self.deliveries.receive(*fetched)
+            self._buffer = deque(sorted([*self._buffer, *received], key=_OFFSET))
+            granted = self.deliveries.holdings.granted
 
-    def _wait(self, reply: StepReply, left_s: float) -> None:
+    def _wait(self, idle: StepReply | None, left_s: float) -> None:
         """Wait until records may be available."""
-        if self._buffer or left_s <= 0:
+        if left_s <= 0:
             return
-        before, self._scanned = self._scanned, reply.next
-        if before < reply.next < reply.end:
-            return  # a step scans only part of the new records: keep scanning
-        if len(self.deliveries.holdings) >= self.config.prefetch:
-            self._wait_for_room(left_s)
+        if idle is None:
+            if self._is_full:
+                self._wait_for_room(left_s)
             return
         self._full_since = None
-        if not self._asked:
-            return  # the last step had no room for records, and now there is
-        block_s = left_s if reply.wait_s is None else min(left_s, reply.wait_s + 0.001)
-        block_s = min(block_s, self.settings.lease_ttl / 3)
-        streams = [(self.deliveries.protocol.key("bell"), f"{reply.bell}-0")]
-        if reply.next >= reply.end:
-            after = f"{reply.next - 1}-{_ID_MAX}" if reply.next else "0-0"
+        block_s = min(left_s, self._idle_until - now())
+        if block_s <= 0:
+            return
+        streams = [(self._wake_key, self._woken)]
+        if idle.watches:
+            # From the end of the stream: some older records may not be scanned yet on purpose.
+            after = f"{idle.end - 1}-{_ID_MAX}" if idle.end else "0-0"
             streams.append((keys.index(self.stream.name), after))
-        self._frame_cache.wait(streams, block_s)
+        found = self._frame_cache.wait(streams, block_s)
+        if found:
+            self._idle_until = 0.0  # claim
+            self._woken = found.get(self._wake_key, self._woken)
+
+    @property
+    def _wake_key(self) -> str:
+        return self.deliveries.protocol.key(f"wake:{self.deliveries.consumer}")
 
     def _wait_for_room(self, left_s: float) -> None:
         """Wait until the application settles records, because it holds as many as it may."""
@@ -210,19 +247,22 @@ class Prefetcher:
             _log.warning(
                 "This consumer of shared group %r holds %d unsettled records, as many as it may. "
                 "Ack, release or reject some, or raise prefetch.",
-                *(self.group, self.config.prefetch),
+                *(self.group, self.limit),
             )
         deliveries = self.deliveries
         with deliveries.condition:
             deliveries.waits_for_room = True
             deliveries.condition.wait_for(
-                lambda: self.halted or len(deliveries.holdings) < self.config.prefetch,
+                lambda: self.halted or len(deliveries.holdings) < self.limit,
                 min(left_s, 1.0),
             )
             deliveries.waits_for_room = False
 
-    def hand_out(self, max_records: int) -> list[SharedRecord]:
-        """Take records from the buffer; if a Ctrl-C interrupts this, they stay in the buffer."""
+    def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
+        """Take records from the buffer, and start their time limit.
+
+        If a Ctrl-C interrupts this, they stay in the buffer.
+        """
         records = list(islice(self._buffer, max_records))
         try:
             if len(self.handed) + len(records) > 2 * self.config.prefetch:
@@ -230,6 +270,8 @@ class Prefetcher:
             self.handed += records
             for _ in records:
                 self._buffer.popleft()
+            if limit is not None:
+                self.deliveries.start_time_limit(records, limit)
             return records
         except BaseException:
             self.keep(records)
@@ -249,6 +291,9 @@ class Prefetcher:
             _log.warning("Skipping a gap: %s", error)
             if self.config.on_gap_skipped is not None:
                 self.config.on_gap_skipped(gap.first, gap.last)
+        unknown = self.deliveries.take_unknown()
+        if unknown:
+            raise reply_errors.settlements_unknown(self.stream.name, self.group, unknown)
         refused = self.deliveries.take_refused()
         if refused:
             raise reply_errors.records_fenced(self.stream.name, self.group, refused)
@@ -300,6 +345,7 @@ class Prefetcher:
         return bury(
             *(self._dead_letter_stream, self.stream, self.group, record),
             epoch=epoch_of(epochs.decode(), letter.offset),
+            incarnation=self.deliveries.protocol.incarnation,
             reason=letter.reason,
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records

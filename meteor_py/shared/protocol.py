@@ -1,35 +1,53 @@
-"""The state of a shared group in Redis, and the scripts that read and change it."""
+"""The script calls of one shared group: joining, steps of a consumer, and maintenance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py.errors import AccessDenied, MeteorError, ServerRefused
+from meteor_py.records.config import OFFSET_MAX, RECORD_BYTES_LIMIT
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
-from meteor_py.redis.scripts import SHARED_JOIN, SHARED_STEP
+from meteor_py.redis.scripts import SHARED_CONVERT, SHARED_JOIN, SHARED_MAINTAIN, SHARED_STEP
+from meteor_py.shared.group_state import read_batch, read_line
 
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: The most records that one step scans: all other clients wait meanwhile.
-SCAN = 4_096
-#: Records of one ordering key that are granted before other keys get their turn.
-QUANTUM = 16
+#: The keys that a step and maintenance take, after those of the stream.
+_PARTS = (
+    "meta members keys waiting ready blocked delayed leases idle unsettled failures letters dying "
+    "purges"
+)
 
 
-class Refused(Exception):
-    """The consumer's lease has expired, or the server expects another step number."""
+class ConsumerGone(Exception):
+    """The consumer's lease has expired, and others may have its records."""
+
+    def __init__(self, step: int, report: StepReport) -> None:
+        super().__init__()
+        #: The last step that the server took; -1 if the server does not know the consumer.
+        self.step = step
+        self.report = report
+
+
+class UnknownStep(Exception):
+    """The server expects another step number: a failover has lost steps."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        #: The last step that the server knows.
+        self.number = number
 
 
 class Entry(NamedTuple):
     """An entry that the index has dropped, rebuilt from the store, or a notice that it is lost."""
 
     first: int
-    #: As ``OrderingRule.index`` makes them; empty if neither ring nor store has the records.
-    strings: Sequence[bytes]
+    #: As ``OrderingRule.index_rows`` makes them; empty if neither ring nor store has the records.
+    strings: tuple[bytes, ...]
     #: The offset after the last record.
     stop: int
     #: Why records that exist are unreadable.
@@ -37,17 +55,6 @@ class Entry(NamedTuple):
 
     def covers(self, offset: int) -> bool:
         return self.first <= offset < self.stop
-
-
-class ConsumerState(NamedTuple):
-    """A consumer as the server knows it."""
-
-    #: Number of its last step.
-    number: int
-    #: The offsets that it holds, by ordering key.
-    held: dict[bytes, list[int]]
-    #: Failure counts of those offsets that have failed.
-    failures: dict[int, int]
 
 
 class DeadLetter(NamedTuple):
@@ -60,15 +67,66 @@ class DeadLetter(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """Disposition of a record that was not acknowledged."""
+    """Disposition of one record, or the acknowledgement of some records of a batch."""
 
-    #: "R" rewind its ordering key to it, "U" the same without counting a failure, "Q" return only
-    #: this record, "X" reject, "G" gone, "D" dead letter published (``detail`` is the history in
-    #: which the server stored it), "L" dead letter's record lost.
+    #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
+    #: dead letter published (``detail`` is the history in which the server stored it), "L" dead
+    #: letter's record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the
+    #: reason.
     kind: str
-    ordering_key: bytes
-    offset: int
+    #: The number of its batch; 0 for a dead letter.
+    batch: int
+    offsets: tuple[int, ...]
     detail: bytes = b""
+    #: The ordering key that this settlement rewinds to its offset; None if it does not.
+    rewinds: bytes | None = None
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The offsets that the application settled, and must hear about if they are refused."""
+        returned = self.kind == "U" and self.rewinds is None  # with an earlier record of its key
+        return () if returned or self.kind in "GDL" else self.offsets
+
+    def arguments(self) -> tuple[str, int | str, bytes]:
+        """Return the three arguments of ``shared/step`` that stand for it."""
+        listed = ",".join(map(str, self.offsets)).encode()
+        detail = b"" if self.kind in "AGDL" else b":" + self.detail
+        return self.kind, self.batch or "", listed + detail
+
+
+class StepRequest(NamedTuple):
+    """One step. After a lost reply it is sent again unchanged: the server takes it once."""
+
+    number: int
+    want: int = 0
+    #: "wait" if the consumer will wait to be woken if it gets nothing, "busy" if it no longer
+    #: waits.
+    mode: str = ""
+    #: The batches to acknowledge as a whole.
+    acks: tuple[int, ...] = ()
+    #: Partial acknowledgements first.
+    settlements: tuple[Settlement, ...] = ()
+    entry: Entry | None = None
+
+
+class StepReport(NamedTuple):
+    """What a step reports, and repeats if its first reply was lost."""
+
+    #: Failure counts of granted records that have failed.
+    failures: dict[int, int]
+    #: Offsets whose settlements were refused, because the batch no longer has them.
+    refused: list[int]
+    lost: list[tuple[int, int]]
+    #: Offset and failure count of records that were discarded without a dead letter.
+    dropped: list[tuple[int, int]]
+
+    @classmethod
+    def parse(cls, raw: bytes) -> StepReport:
+        if not raw:
+            return cls({}, [], [], [])
+        failed, refused, lost, dropped = raw.split(b";")
+        offsets = [int(offset) for offset in refused.split(b",")] if refused else []
+        return cls(dict(_pairs(failed)), offsets, _pairs(lost), _pairs(dropped))
 
 
 @dataclass(frozen=True)
@@ -79,21 +137,39 @@ class StepReply:
     next: int
     #: The end of the stream.
     end: int
-    waiting: int
-    bell: int
-    #: Seconds until records may become available without a new entry in ``bell``; None = never.
-    wait_s: float | None
-    granted: list[int]
-    failures: dict[int, int]
+    #: The granted offsets by batch.
+    batches: dict[int, list[int]]
+    report: StepReport
     #: Records from ``next`` to before this are only in the store; 0 if the index has them.
     stored_stop: int
-    refused: list[int]
-    lost: list[tuple[int, int]]
-    #: Offset and failure count of records that were discarded without a dead letter.
-    dropped: list[tuple[int, int]]
-    dead_letters: list[DeadLetter]
+    #: Whether ``maintain`` has something to do.
+    maintenance_due: bool
+    #: The server will wake this consumer; if false and nothing was granted, claim again.
+    idle: bool
+    #: This consumer also watches the index and the clock, for all idle consumers.
+    watches: bool
+    #: Seconds until something is due, for the consumer that watches; None = never.
+    wait_s: float | None
     #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int
+    #: The end of the last large frame, and the bytes of the largest (see ``_append.lua``).
+    large: tuple[int, int]
+
+    @property
+    def granted(self) -> int:
+        """Number of records granted."""
+        return sum(map(len, self.batches.values()))
+
+
+class Maintenance(NamedTuple):
+    """The server's reply to a call of ``maintain``."""
+
+    #: Whether another call is needed.
+    due: bool
+    dead_letters: list[DeadLetter]
+    #: Whether the consumer has left.
+    left: bool
+    dropped: list[tuple[int, int]]
 
 
 class SharedProtocol:
@@ -105,6 +181,8 @@ class SharedProtocol:
         self.prefix = keys.shared(stream.name, group, "")
         #: The stream's incarnation; once the group is open, followed by the group's.
         self.incarnation = stream.incarnation
+        #: Whether the state is known to have the present format.
+        self.converted = False
 
     def key(self, part: str) -> str:
         return self.prefix + part
@@ -113,7 +191,7 @@ class SharedProtocol:
         return [self.prefix + part for part in parts.split()]
 
     def whole(self, part: bytes) -> bytes:
-        """Return the key of a part whose name contains an ordering key."""
+        """Return the key of a part whose name contains arbitrary bytes."""
         return self.prefix.encode() + part
 
     def find(self) -> set[bytes]:
@@ -134,10 +212,11 @@ class SharedProtocol:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
+        self.ensure_converted()
         call = self.stream.connector.call
         found = call("HGET", self.meta, "incarnation")
         try:
-            state = call("HGET", self.key("state"), "incarnation") or b""
+            state = call("HGET", self.key("meta"), "incarnation") or b""
         except AccessDenied:
             raise
         except ServerRefused:
@@ -158,98 +237,125 @@ class SharedProtocol:
 
     @property
     def meta(self) -> str:
+        """The key of the stream's meta."""
         return keys.meta(self.stream.name)
 
-    def join(self, connection: Connection, consumer: str, name: str = "") -> ConsumerState:
-        """Join if a name is given; return the consumer as the server knows it.
+    def join(self, connection: Connection, consumer: str, name: str) -> bool:
+        """Join; return False if another consumer has that id. A repeat changes nothing.
 
         Raises:
-            Refused: The consumer's lease has expired.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        names = [self.meta, *self.keys(f"state leases consumers held:{consumer} failures")]
-        args = [self.incarnation, consumer, name, "join" if name else ""]
-        reply = self.check(connection.run(SHARED_JOIN, names, args))
-        pairs = zip(reply[2][::2], reply[2][1::2], strict=True)
-        counts = iter(map(int, reply[3]))
-        return ConsumerState(
-            int(reply[1]),
-            {key: _offsets(held) for key, held in pairs if key and held},
-            dict(zip(counts, counts, strict=True)),
-        )
+        names = [self.meta, *self.keys(f"meta members leases batches:{consumer}")]
+        reply = connection.run(SHARED_JOIN, names, [self.incarnation, consumer, name])
+        return reply[0] != b"TAKEN" and bool(self.check(reply))
 
-    def step(
-        self,
-        connection: Connection,
-        consumer: str,
-        number: int,
-        *,
-        want: int,
-        leave: bool = False,
-        wake: bool = False,
-        entry: Entry | None = None,
-        acks: dict[bytes, list[int]],
-        others: Sequence[Settlement] = (),
-        scan: int = SCAN,
-    ) -> StepReply:
-        """Take a step (see redis/lua/shared/step); without a consumer, only scan the index.
+    def step(self, connection: Connection, consumer: str, request: StepRequest) -> StepReply:
+        """Take a step, or get the reply of a step that was taken before.
 
-        Raises as ``join``.
+        Raises:
+            ConsumerGone: The consumer's lease has expired.
+            UnknownStep: The server expects another number.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        names = [self.meta, keys.index(self.stream.name)]
-        names += self.keys(
-            "state groups ready blocked delayed leases consumers failures dying letters bell "
-            f"held:{consumer} more:{consumer} suspects"
-        )
-        args: list[Any] = [self.prefix, self.incarnation, consumer, number]
-        args += ["leave" if leave else "wake" if wake else "", want, scan, QUANTUM]
+        number, want, mode, acks, settlements, entry = request
+        names, args = self._call(consumer)
+        args += [number, mode, want, ",".join(map(str, acks))]
         if entry is None:
-            args += ["", 0]
+            args += ["", "", ""]
         elif entry.strings:
-            args += [entry.first, len(entry.strings), *entry.strings]
+            args += [entry.first, *entry.strings]
         else:
             args += [entry.first, "lost", entry.stop]
-        args.append(len(acks))
-        for key, offsets in acks.items():
-            args += [key, ",".join(map(str, offsets))]
-        for other in others:
-            args += [other.kind, other.ordering_key, b"%d:%b" % (other.offset, other.detail)]
+        for settlement in settlements:
+            args += settlement.arguments()
         return _parse_reply(self.check(connection.run(SHARED_STEP, names, args)))
+
+    def maintain(
+        self, connection: Connection, consumer: str, *, leave: bool = False
+    ) -> Maintenance:
+        """Do a part of the maintenance, or of leaving. May be repeated. Raises as ``step``."""
+        names, args = self._call(consumer)
+        args.append("leave" if leave else "")
+        _, due, letters, staying, dropped = self.check(connection.run(SHARED_MAINTAIN, names, args))
+        pairs = zip(letters[::2], letters[1::2], strict=True)
+        found = [_dead_letter(int(offset), detail) for offset, detail in pairs if detail]
+        return Maintenance(bool(due), found, not staying, _pairs(dropped))
+
+    def batches(self, connection: Connection, consumer: str) -> dict[int, list[int]]:
+        """Return the offsets that a consumer holds, by batch."""
+        flat = connection.call("HGETALL", self.key(f"batches:{consumer}"))
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return {int(number): [offset for offset, _ in read_batch(raw)] for number, raw in pairs}
+
+    def ensure_converted(self) -> None:
+        """Convert the state if a release before 0.3 wrote it."""
+        if self.converted:
+            return
+        call = self.stream.connector.call
+        try:
+            progress, unfinished = call("HMGET", self.key("meta"), "progress", "converting")
+        except ServerRefused:
+            return  # the key is not a hash: fsck reports that
+        if unfinished or (progress is None and call("TYPE", self.key("state")) == b"hash"):
+            self.convert()
+        self.converted = True
+
+    def convert(self) -> None:
+        """Convert the state that a release before 0.3 wrote, a portion per call."""
+        names = [self.meta, *self.keys(_PARTS)]
+        while True:
+            args = [self.stream.incarnation, self.prefix]
+            reply = self.check(self.stream.connector.run(SHARED_CONVERT, names, args))
+            if not reply[1]:
+                return
 
     def check(self, reply: list[Any]) -> list[Any]:
         """Return the reply, or raise the error that its code stands for."""
         match reply[0]:
-            case b"OK":
+            case b"OK" | b"AGAIN":
                 return reply
             case b"NOGROUP":
                 raise reply_errors.group_not_found(self.stream.name, self.group)
             case b"NOSTREAM" | b"INCARNATION":
                 raise reply_errors.stream_gone(self.stream.name, reply[0])
-            case _:
-                raise Refused(reply[0].decode())
+            case b"FENCED":
+                raise ConsumerGone(int(reply[1]), StepReport.parse(reply[2]))
+            case b"REPEAT":
+                raise UnknownStep(int(reply[1]))
+            case code:
+                raise ServerRefused(
+                    f"The script of shared group {self.group!r} refused a call: {code.decode()}. "
+                    "Check that all its consumers run the same version of meteor-py."
+                )
+
+    def _call(self, consumer: str) -> tuple[list[str], list[Any]]:
+        names = [self.meta, keys.index(self.stream.name)]
+        names += self.keys(f"{_PARTS} batches:{consumer} more:{consumer}")
+        return names, [self.prefix, self.incarnation, consumer]
 
 
 def _parse_reply(raw: list[Any]) -> StepReply:
-    nxt, end, waiting, bell, wait, base, steps, failed, stored_stop, refused, lost, dropped = raw[
-        1:13
-    ]
-    base = int(base)
-    letters = zip(raw[13][::2], raw[13][1::2], strict=True)
+    _, nxt, end, first, lines, report, stored_stop, due, idle, wait, epoch, large = raw
     return StepReply(
         next=int(nxt),
         end=int(end),
-        waiting=int(waiting),
-        bell=int(bell),
-        wait_s=int(wait) / 1000 if int(wait) >= 0 else None,
-        granted=[base + int(step) for step in steps.split(b",")] if steps else [],
-        failures=dict(_pairs(failed)),
-        stored_stop=int(stored_stop),
-        refused=_offsets(refused),
-        lost=list(_pairs(lost)),
-        dropped=list(_pairs(dropped)),
-        dead_letters=[_dead_letter(int(offset), detail) for offset, detail in letters],
-        epoch=int(raw[14]),
+        batches={number: read_line(line) for number, line in enumerate(lines, first) if line},
+        report=StepReport.parse(report),
+        stored_stop=stored_stop,
+        maintenance_due=bool(due),
+        idle=idle > 0,
+        watches=idle == 2,
+        wait_s=wait / 1000 if wait >= 0 else None,
+        epoch=epoch,
+        large=_parse_large(large),
     )
+
+
+def _parse_large(large: bytes | None) -> tuple[int, int]:
+    """Read the field; an older release did not write it, and its frames may have any size."""
+    end, _, size = (large or b"").partition(b":")
+    return (int(end), int(size)) if size else (OFFSET_MAX, RECORD_BYTES_LIMIT)
 
 
 def _dead_letter(offset: int, detail: bytes) -> DeadLetter:
@@ -258,12 +364,6 @@ def _dead_letter(offset: int, detail: bytes) -> DeadLetter:
     return DeadLetter(offset, int(failures), key, reason.decode(errors="replace"))
 
 
-def _offsets(listed: bytes) -> list[int]:
-    return [int(offset) for offset in listed.split(b",")] if listed else []
-
-
-def _pairs(listed: bytes) -> Iterable[tuple[int, int]]:
-    if not listed:
-        return []
-    pairs = (pair.split(b":") for pair in listed.split(b","))
+def _pairs(listed: bytes) -> list[tuple[int, int]]:
+    pairs: Iterable[list[bytes]] = (pair.split(b":") for pair in listed.split(b",") if pair)
     return [(int(first), int(second)) for first, second in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from meteor_py.records.record import Headers, Record, decode_record
 
 if TYPE_CHECKING:
     from meteor_py.records.codec import Codec
+    from meteor_py.shared.ack_timeouts import TimeLimit
     from meteor_py.shared.deliveries import Deliveries
 
 
@@ -21,6 +23,8 @@ class Standing(enum.Enum):
     SETTLED = "settled"
     #: Returned with an earlier record of its ordering key: it will be delivered again.
     REWOUND = "rewound"
+    #: Returned as failed, because the application did not settle it in time.
+    EXPIRED = "expired"
     #: Returned to the group, because the lease of this consumer expired or it left.
     TAKEN = "taken"
 
@@ -39,7 +43,10 @@ class SharedRecord:
     50 ms.
     """
 
-    __slots__ = ("_codec", "_deliveries", "failures", "ordering_key", "record", "standing")
+    __slots__ = (
+        "_codec", "_deliveries", "deadline", "extended_until", "failures", "ordering_key", "record",
+        "standing", "time_limit",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,31 +65,62 @@ class SharedRecord:
         #: Number of earlier deliveries that failed.
         self.failures = failures
         self.standing = Standing.HELD
+        #: When its time limit expires, by ``clock.now()``, and that limit.
+        self.deadline = math.inf
+        self.time_limit: TimeLimit | None = None
+        #: Until when ``extend`` keeps the consumer's lease, by ``clock.now()``.
+        self.extended_until = 0.0
 
     def ack(self) -> None:
         """Acknowledge it: the group never delivers it again.
 
         Raises:
-            Fenced: This consumer no longer holds it: its lease expired, or the record was returned
-                with an earlier record of its ordering key.
+            Rewound: This consumer returned it with an earlier record of its ordering key.
+            AckTimeout: It was not settled within ``ack_timeout``, so this consumer returned it.
+            Fenced: This consumer no longer holds it, because its lease expired or it was closed.
+                Also the base class of the two others.
             ValueError: It was settled before.
         """
         self._deliveries.ack(self)
 
-    def release(self, delay: float = 0.0, *, only_this: bool = False) -> None:
-        """Return it as failed: the group delivers it again, perhaps to another consumer.
+    def release(
+        self,
+        delay: float = 0.0,
+        *,
+        only_this: bool = False,
+        failed: bool = True,
+        reason: str = "",
+    ) -> None:
+        """Return it: the group delivers it again, perhaps to another consumer.
 
         Args:
             delay: Seconds for which the group delivers no record of its ordering key.
             only_this: If false, later records of its ordering key that this consumer holds are
                 returned with it, which preserves their order. If true, only this record is
                 returned, and it may be processed after them.
+            failed: Whether this delivery counts as a failure, of which the group allows
+                ``max_deliveries``. Pass False if the record is not to blame, for example because
+                a database was unreachable.
+            reason: Why it failed. If this was its last try, the header ``meteor-reason`` of the
+                dead letter contains it.
 
         Raises:
-            Fenced: As for ``ack``.
-            ValueError: It was settled before, or ``only_this`` was combined with a delay.
+            Rewound, AckTimeout, Fenced: As for ``ack``.
+            ValueError: It was settled before, or ``only_this`` was combined with a delay or with
+                ``failed=False``.
         """
-        self._deliveries.release(self, delay, only_this=only_this)
+        self._deliveries.release(self, delay, only_this=only_this, failed=failed, reason=reason)
+
+    def extend(self, seconds: float) -> None:
+        """Keep it for at least this many seconds from now, to process it for longer.
+
+        Until then, neither ``ack_timeout`` nor ``max_poll_interval`` returns it to the group. Its
+        time limit is never shortened.
+
+        Raises:
+            Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
+        """
+        self._deliveries.extend(self, seconds)
 
     def reject(self, reason: str = "") -> None:
         """Discard it without another try; the group's dead-letter stream gets it, if there is one.
@@ -91,7 +129,7 @@ class SharedRecord:
             reason: Stored in the header ``meteor-reason`` of the dead letter.
 
         Raises:
-            Fenced, ValueError: As for ``ack``.
+            Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
         """
         self._deliveries.reject(self, reason)
 

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -22,11 +23,12 @@ from meteor_py.redis import reply_errors
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import join_named
+from meteor_py.shared.ack_timeouts import TimeLimit
 from meteor_py.shared.admin import KeyState, SharedGroup
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
 from meteor_py.shared.lease_renewer import THREAD_PREFIX, LeaseRenewer
 from meteor_py.shared.prefetcher import Prefetcher
-from meteor_py.shared.record import SharedRecord
+from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.shared.worker_pool import Handler, WorkerPool
 from meteor_py.subscribe.lease import member_name
 
@@ -112,19 +114,24 @@ class SharedSubscriber(Closeable):
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, PREFETCH_MAX)
         self._check_open()
-        pool = self._worker_pool
-        if pool is not None and not pool.is_caller():
+        if self._worker_pool is not None:
             raise MeteorError(
                 f"This shared subscriber of stream {self.stream.name!r} is in run(), which receives"
                 " all its records. To poll, open another with stream.shared_subscriber()."
             )
+        return self._poll(timeout, max_records, self.config.poll_limit)
+
+    def _poll(
+        self, timeout: float, max_records: int, limit: TimeLimit | None
+    ) -> list[SharedRecord]:
         self._lease_renewer.polling = True
         try:
             self._prefetcher.fill(timeout)
         finally:
             self._deliveries.alive_at = now()
             self._lease_renewer.polling = False
-        return self._prefetcher.hand_out(max_records)  # last: a later Ctrl-C would lose them
+        # Last: a Ctrl-C after it would lose them.
+        return self._prefetcher.hand_out(max_records, limit)
 
     def __iter__(self) -> Iterator[SharedRecord]:
         """Iterate over records one by one until the subscriber is closed.
@@ -151,6 +158,9 @@ class SharedSubscriber(Closeable):
         acknowledged. When it raises, the record is released with a delay that grows with each
         failure. A handler may also settle the record itself.
 
+        The consumer holds only about as many records as its handlers process in 0.1 seconds, and
+        at most ``prefetch``, so that consumers that join later get their share.
+
         >>> sub.run(handle, concurrency=8)    # doctest: +SKIP
 
         Args:
@@ -163,7 +173,13 @@ class SharedSubscriber(Closeable):
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
-        pool = WorkerPool(self, self._prefetcher, handler, concurrency)
+
+        def fetch(timeout: float) -> list[SharedRecord]:
+            self._check_open()
+            # A record's time limit starts with its handler.
+            return self._poll(timeout, PREFETCH_MAX, None)
+
+        pool = WorkerPool(self, self._prefetcher, handler, concurrency, fetch)
         with self._pool_lock:
             self._check_open(closing=True)
             if self._worker_pool is not None:
@@ -194,6 +210,46 @@ class SharedSubscriber(Closeable):
 
     # -- settling ------------------------------------------------------------------------------
 
+    def ack(self, records: Iterable[SharedRecord]) -> None:
+        """Acknowledge several records in one call. Like ``record.ack()``, do not wait.
+
+        Raises:
+            Rewound, AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The
+                others are acknowledged.
+            ValueError: A record was settled before, or belongs to another consumer. Nothing is
+                acknowledged.
+        """
+        missed = self._deliveries.settle_batch(list(records), self._deliveries.ack)
+        if missed:
+            raise self._deliveries.not_held(missed)
+
+    def release(
+        self,
+        records: Iterable[SharedRecord],
+        delay: float = 0.0,
+        *,
+        failed: bool = True,
+        reason: str = "",
+    ) -> None:
+        """Return several records in one call, in order. Like ``record.release()``, do not wait.
+
+        Each ordering key counts at most one failure, for its first record. Records that were
+        already returned with an earlier record of their key are ignored.
+
+        Args:
+            delay, failed, reason: As for ``SharedRecord.release``.
+
+        Raises:
+            AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The others
+                are returned.
+            ValueError: As for ``ack``.
+        """
+        release = partial(self._deliveries.release, delay=delay, failed=failed, reason=reason)
+        missed = self._deliveries.settle_batch(list(records), release)
+        missed = [record for record in missed if record.standing is not Standing.REWOUND]
+        if missed:
+            raise self._deliveries.not_held(missed)
+
     def commit(self) -> None:
         """Acknowledge all delivered records that are not settled, and wait for the server's reply.
 
@@ -203,7 +259,7 @@ class SharedSubscriber(Closeable):
                 the next exchange finds out, and sends them again if it has not.
         """
         self._check_open()
-        self._deliveries.settle_all(handed=self._prefetcher.handed, ack=True)
+        self._deliveries.settle_all(self._prefetcher.handed, self._deliveries.ack)
         self.flush()
 
     def rollback(self) -> None:
@@ -212,7 +268,8 @@ class SharedSubscriber(Closeable):
         Each ordering key counts a failure for its first record. Raises as ``commit``.
         """
         self._check_open()
-        self._deliveries.settle_all(handed=self._prefetcher.handed, ack=False)
+        release = partial(self._deliveries.release, delay=0.0)
+        self._deliveries.settle_all(self._prefetcher.handed, release)
         self.flush()
 
     def flush(self) -> None:

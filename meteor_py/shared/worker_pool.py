@@ -14,6 +14,8 @@ from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.shared.record import SharedRecord, Standing
+from meteor_py.shared.work_ahead import WorkAhead
+from meteor_py.subscribe.dead_letters import reason_of
 
 if TYPE_CHECKING:
     from meteor_py.shared.prefetcher import Prefetcher
@@ -37,28 +39,39 @@ class WorkerPool:
     """The worker threads of one ``run()``, whose calling thread fetches records for them."""
 
     def __init__(
-        self, subscriber: SharedSubscriber, prefetcher: Prefetcher, handler: Handler, size: int
+        self,
+        subscriber: SharedSubscriber,
+        prefetcher: Prefetcher,
+        handler: Handler,
+        size: int,
+        fetch: Callable[[float], list[SharedRecord]],
     ) -> None:
+        """Create the threads; ``run`` starts them.
+
+        Args:
+            fetch: Returns records to process, waiting up to a number of seconds for some.
+        """
         if not callable(handler):
             raise TypeError("The handler must be a function of one record.")
         self._subscriber = subscriber
         self._prefetcher = prefetcher
         self._handler = handler
-        self._limit_s = subscriber.config.max_poll_interval
+        self._fetch = fetch
+        self._limit = subscriber.config.handler_limit
+        self._work_ahead = WorkAhead(size, subscriber.config.prefetch)
         self._condition = SignalSafeCondition()
         self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key, also while one is running
         self._ready: deque[bytes] = deque()  # keys of _queues that no thread is working on
-        self._begun: dict[SharedRecord, float] = {}  # when the handlers that are running started
-        self._hung: set[bytes] = set()  # keys whose handler exceeds max_poll_interval
+        self._unfinished = 0  # records in _queues and in _begun
+        self._begun: set[SharedRecord] = set()  # records whose handlers are running
+        self._idle = 0  # threads that wait for a record
         self._stopped = False
-        self._caller: int | None = None  # the thread that called run()
         self._failure: BaseException | None = None  # such as SystemExit, raised by a handler
         name = f"meteor-worker-{subscriber.stream.name}"
         self._threads = [JoinableThread(self._work, f"{name}-{number}") for number in range(size)]
 
     def run(self) -> None:
         """Fetch records and distribute them, until stopped or closed."""
-        self._caller = threading.get_ident()
         # Records that the application polled before run() remain its own to settle.
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
         for thread in self._threads:
@@ -68,7 +81,7 @@ class WorkerPool:
             while not (self._stopped or self._prefetcher.halted):
                 try:
                     if not self._all_hang():
-                        self._distribute(self._subscriber.poll(_POLL_S))
+                        self._distribute(self._fetch_more())
                     away_since = None
                 except ConnectionFailed:
                     away_since = away_since or time.monotonic()
@@ -79,9 +92,9 @@ class WorkerPool:
                 except MeteorError:
                     if not self._subscriber.closed:
                         raise
-                self._release_hung()
         finally:
             self.stop()
+            self._prefetcher.target = None
             for thread in self._threads:
                 thread.join()
             # Includes records that a Ctrl-C kept from being distributed.
@@ -103,10 +116,6 @@ class WorkerPool:
             self._stopped = True
             self._condition.notify_all()
 
-    def is_caller(self) -> bool:
-        """Whether the current thread is the one that called ``run()``."""
-        return self._caller == threading.get_ident()
-
     def close(self, timeout_s: float) -> None:
         """Stop, and wait for running handlers, except one that calls this."""
         self.stop()
@@ -115,10 +124,26 @@ class WorkerPool:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
+    def _fetch_more(self) -> list[SharedRecord]:
+        """Fetch records once the threads have processed half of those in hand."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,
+                min(_POLL_S, self._subscriber.config.max_poll_interval / 3),
+            )
+            idle = self._idle > len(self._ready)  # others are only about to wake up
+        self._prefetcher.target = self._work_ahead.limit
+        records = self._fetch(_POLL_S)
+        full = len(self._prefetcher.deliveries.holdings) >= self._prefetcher.limit
+        with self._condition:
+            self._work_ahead.adjust(idle=idle, full=full)
+        return records
+
     def _distribute(self, records: list[SharedRecord]) -> None:
         with self._condition:
+            hung = self._hung()
             for record in records:
-                if record.ordering_key in self._hung:
+                if record.ordering_key in hung:
                     self._return_unstarted(record)
                     continue
                 queue = self._queues.get(record.ordering_key)
@@ -126,34 +151,22 @@ class WorkerPool:
                     queue = self._queues[record.ordering_key] = deque()
                     self._ready.append(record.ordering_key)
                 queue.append(record)
+                self._unfinished += 1
             self._condition.notify_all()
 
-    def _release_hung(self) -> None:
-        """Release the records of handlers that exceed ``max_poll_interval``."""
-        late = time.monotonic() - self._limit_s
-        with self._condition:
-            hung = [record for record, begun in self._begun.items() if begun < late]
-        for record in hung:
-            if record.standing is Standing.HELD:
-                _log.error(
-                    "The handler has been processing record %d of stream %r for more than "
-                    "max_poll_interval=%g seconds, so the record is released.",
-                    *(record.offset, self._subscriber.stream.name, self._limit_s),
-                )
-                with self._condition:
-                    if record in self._begun:
-                        self._hung.add(record.ordering_key)
-                self._release(record)
+    def _hung(self) -> set[bytes]:
+        """Return the ordering keys whose handlers exceed their time limit."""
+        return {r.ordering_key for r in self._begun if r.standing is Standing.EXPIRED}
 
     def _all_hang(self) -> bool:
         """If all handlers hang, return all other records, wait a little, and return True."""
         with self._condition:
-            if len(self._hung) < len(self._threads):
+            if len(self._hung()) < len(self._threads):
                 return False
             for queue in self._queues.values():
                 for record in queue:
                     self._return_unstarted(record)
-            self._condition.wait_for(lambda: self._stopped or not self._hung, _POLL_S)
+            self._condition.wait_for(lambda: self._stopped or not self._hung(), _POLL_S)
             return True
 
     def _return_unstarted(self, record: SharedRecord) -> None:
@@ -167,43 +180,49 @@ class WorkerPool:
             record = queue.popleft()
             if record.standing is Standing.HELD:
                 with self._condition:
-                    self._begun[record] = time.monotonic()
+                    self._begun.add(record)
                 try:
+                    self._prefetcher.deliveries.start_time_limit([record], self._limit)
                     self._process(record)
                 except BaseException as error:  # such as SystemExit: run() raises it
                     self._failure = error
-                    self._release(record)  # otherwise later records of its key would overtake it
+                    # Otherwise later records of its key would overtake it.
+                    self._release(record, reason_of(error))
                     self.stop()
                 finally:
                     with self._condition:
-                        del self._begun[record]
-                        self._hung.discard(key)
-                        self._condition.notify_all()
+                        self._begun.remove(record)
+                        self._work_ahead.note_done()
             with self._condition:
+                self._unfinished -= 1
                 if queue:
                     self._ready.append(key)
-                    self._condition.notify_all()
                 else:
                     del self._queues[key]
+                self._condition.notify_all()
 
     def _next_key(self) -> bytes | None:
         with self._condition:
             while not self._stopped:
                 if self._ready:
                     return self._ready.popleft()
-                self._condition.wait(1.0)
+                self._idle += 1
+                try:
+                    self._condition.wait(1.0)
+                finally:
+                    self._idle -= 1
             return None
 
     def _process(self, record: SharedRecord) -> None:
         try:
             self._handler(record)
-        except Exception:
+        except Exception as error:
             _log.warning(
                 "The handler failed for record %d of stream %r.",
                 *(record.offset, self._subscriber.stream.name),
                 exc_info=True,
             )
-            self._release(record)
+            self._release(record, reason_of(error))
             return
         try:
             if record.standing is Standing.HELD:
@@ -211,9 +230,9 @@ class WorkerPool:
         except (Fenced, ValueError) as error:
             _log.warning("%s", error)
 
-    def _release(self, record: SharedRecord) -> None:
+    def _release(self, record: SharedRecord, reason: str) -> None:
         try:
             if record.standing is Standing.HELD:
-                record.release(pause_s(record.failures + 1, *_DELAY_S))
+                record.release(pause_s(record.failures + 1, *_DELAY_S), reason=reason)
         except (Fenced, ValueError) as error:
             _log.warning("%s", error)

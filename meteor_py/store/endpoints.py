@@ -1,7 +1,7 @@
 """Checks the endpoint in the address of a store, if the address was read from Redis.
 
-An administrator of the server writes the address into ``settings``. A reader that trusted any
-endpoint would send it requests signed with the reader's own cloud credentials. Addresses that users
+An administrator of the server writes the address into ``settings``. If readers trusted any
+endpoint, they would send it requests signed with their own cloud credentials. Addresses that users
 pass are not checked.
 """
 

@@ -1,10 +1,10 @@
-"""Where the columns of a Parquet file are, and how much they really unpack to.
+"""The location of the columns in a Parquet file, and their true unpacked size.
 
-pyarrow trusts a file too much for files of other writers. It allocates what the header of a page
-says, whatever the footer claims, and some accessors of its metadata abort the process if the footer
-is inconsistent. So this module reads the footer and the page headers itself. Both are structs in
-Thrift's compact protocol. This module refuses a field with an unexpected type instead of skipping
-it, so that pyarrow cannot understand the same bytes differently.
+pyarrow trusts files too much to read those of other writers. It allocates as much memory as the
+header of a page says, even if the footer says otherwise. Some accessors of its metadata abort the
+process if the footer is inconsistent. So this module reads the footer and the page headers itself.
+Both are structs in Thrift's compact protocol. This module refuses a field with an unexpected type
+instead of skipping it, so that pyarrow cannot interpret the same bytes differently.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 #: Types of Thrift's compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 _INTS = (_I16, _I32, _I64)
-#: Structs and lists, one inside the other. A footer needs nine.
+#: Maximum nesting depth of structs and lists. A footer needs nine levels.
 _DEPTH_MAX = 16
 
-#: Numbers of the Parquet format.
+#: Constants of the Parquet format.
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _PLAIN, _PLAIN_DICTIONARY, _DELTA, _RLE_DICTIONARY = 0, 2, 5, 8
 _ZSTD = 6
@@ -36,7 +36,7 @@ _ENCODINGS = {
     "headers.key_value.value": (_PLAIN,),
 }
 
-#: For each field that is used: its type, and the fields of its struct, or of those in its list.
+#: Maps each Thrift field that we read to its type and, for structs, to the nested fields.
 _Fields = Mapping[int, tuple[int, "_Fields | None"]]
 _COLUMN_METADATA: _Fields = {
     3: (_LIST, None),  # path_in_schema
@@ -56,7 +56,7 @@ _PAGE_HEADER: _Fields = {
     2: (_I32, None),  # bytes after decompression
     3: (_I32, None),  # bytes in the file
     5: (_STRUCT, _DATA_HEADER),
-    7: (_STRUCT, {}),  # of a dictionary
+    7: (_STRUCT, {}),  # header of a dictionary page
 }
 
 
@@ -65,7 +65,7 @@ class Column:
     """The part of a column in one row group, as the footer describes it."""
 
     path: str
-    #: Where its pages begin and end in the file.
+    #: Where the column's pages begin and end in the file.
     start: int
     stop: int
     values: int
@@ -86,20 +86,20 @@ class RowGroup:
 
     @property
     def largest(self) -> int:
-        """The bytes of all columns, in the file or unpacked, whichever is more."""
+        """The bytes of all columns, in the file or unpacked, whichever is larger."""
         packed = sum(column.stop - column.start for column in self.columns)
         return max(packed, sum(column.unpacked for column in self.columns))
 
 
 @dataclass(slots=True)
 class Pages:
-    """The sums of the page headers of a column in one row group."""
+    """Totals over the page headers of a column in one row group."""
 
-    #: Values, nulls included, in all data pages.
+    #: Number of values in all data pages, including nulls.
     values: int = 0
     #: Bytes of all pages after decompression.
     unpacked: int = 0
-    #: Those of the dictionary, whose entries may be repeated for every value.
+    #: Bytes of the dictionary after decompression. Each value may repeat any of its entries.
     dictionary: int = 0
 
 
@@ -107,7 +107,7 @@ def read_footer(data: bytes, size: int) -> list[RowGroup]:
     """Read the row groups from the footer of a file of ``size`` bytes.
 
     Raises:
-        ValueError: ``segment_file.write`` does not write such a file.
+        ValueError: ``segment_file.write`` never writes such a file.
     """
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
     groups = [_row_group(group, size) for group in _field(footer, 4)]
@@ -133,15 +133,15 @@ def _column(chunk: Any, path: str, size: int) -> Column:
         start = about[11]
     stop = start + _field(about, 7)
     if not 4 <= start <= stop <= size:
-        raise ValueError(f"column {path!r} lies outside of the file")
+        raise ValueError(f"column {path!r} is outside the file")
     return Column(path, start, stop, _field(about, 5), _field(about, 6))
 
 
 def read_pages(data: memoryview, column: Column) -> Pages:
-    """Read the headers of all pages of a column; ``data`` has its bytes.
+    """Read the headers of all pages of a column, whose bytes are in ``data``.
 
     Raises:
-        ValueError: ``segment_file.write`` does not write such pages, or not with this footer.
+        ValueError: ``segment_file.write`` never writes such pages, or the footer contradicts them.
     """
     pages, at, path = Pages(), 0, column.path
     while at < len(data):
@@ -165,7 +165,7 @@ def read_pages(data: memoryview, column: Column) -> Pages:
 
 
 def _field(struct: dict[int, Any], number: int) -> Any:
-    """Return a field that must be there; numbers must not be negative."""
+    """Return a required field. Raise if it is missing, or a negative number."""
     value = struct.get(number)
     if value is None or (isinstance(value, int) and value < 0):
         raise ValueError("a field is missing or negative")
@@ -184,7 +184,7 @@ def _read_struct(
     try:
         while tag := data[at]:
             step, kind = tag >> 4, tag & 15
-            if step == 0:  # ours never skip more than 15 numbers, nor repeat one
+            if step == 0:  # our structs never skip more than 15 numbers, or repeat one
                 raise ValueError("a field has an unexpected number")
             number += step
             inner = None
@@ -210,7 +210,7 @@ def _read_value(
     if kind == _BINARY:
         length, at = _read_varint(data, at, 32)
         if length > len(data) - at:
-            raise ValueError("a text is incomplete")
+            raise ValueError("a string is incomplete")
         return bytes(data[at : at + length]), at + length
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at

@@ -4,9 +4,9 @@ Row groups are small enough to fetch a single record cheaply. Offsets are dense,
 an offset is found by counting. Pages carry checksums, which are verified on each read. They do not
 cover the footer, so the file's name contains a checksum of the whole file.
 
-A file may come from another writer, and its metadata may be wrong. A reader therefore checks the
-footer and the header of each page before it decodes them, in the memory that it then decodes:
-whatever the file claims, a row group unpacks to at most ``UNPACKED_MAX``.
+A file may come from another writer, and its metadata may be wrong. So a reader first loads the
+bytes, then checks the footer and all page headers in memory, and only then decodes the same bytes.
+Whatever the file claims, a row group unpacks to at most ``UNPACKED_MAX`` bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ GROUP_BYTES = 4 * 1024 * 1024
 #: Maximum unpacked bytes of a row group from any writer. Releases before 0.3 wrote larger ones if
 #: the sizes of records differed much.
 UNPACKED_MAX = 256 * 1024 * 1024
-#: Bytes that a value takes beside its contents.
+#: Bytes that a value takes in addition to its content.
 _PER_VALUE = 16
 #: Maximum bytes of a footer, and of zeros in it. Each struct ends with a zero, and pyarrow takes up
 #: to a kilobyte for a struct.
 _FOOTER_MAX = 4 * 1024 * 1024
 _FOOTER_ZEROS_MAX = 250_000
-#: Bytes at the end of a file that are read at once, in the hope that they hold the footer.
+#: Bytes to read at the end of a file. They usually contain the whole footer.
 _TAIL = 65_536
 _MAGIC = b"PAR1"
 #: Errors that pyarrow raises for damaged bytes.
@@ -80,7 +80,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
 
 
 def _row_groups(records: pa.Table, rows: int) -> Iterator[pa.Table]:
-    """Divide records into row groups of ``rows`` records; of fewer where the records are large."""
+    """Divide records into row groups of ``rows`` records, or fewer if the records are large."""
     for start in range(0, len(records), rows):
         part = records.slice(start, rows)
         if part.nbytes > 2 * GROUP_BYTES and len(part) > 1:
@@ -187,14 +187,14 @@ class SegmentFile:
         if row_group.rows > GROUP_RECORDS or row_group.largest > UNPACKED_MAX:
             raise ValueError(f"its row group {group} is too large for a segment")
         wanted = [x for x in row_group.columns if columns is None or x.name in columns]
-        # pyarrow looks for columns at their positions in the file, so the buffer is as large as the
-        # file. The memory between the columns is not touched, and therefore not used.
+        # pyarrow looks for columns at their positions in the file, so the buffer must be as large
+        # as the file. The kernel allocates no memory between the columns, which is never touched.
         buffer = pa.allocate_buffer(self._size)
         with memoryview(buffer).cast("B") as memory:
             for start, stop in _merged(wanted):
                 self._source.seek(start)
                 if self._source.readinto(memory[start:stop]) != stop - start:
-                    raise ValueError("it is shorter than it was when it was opened")
+                    raise ValueError("it has become shorter since it was opened")
             unpacked, repeated = _count_unpacked(wanted, memory)
         _check_unpacked(group, unpacked)
         file = pq.ParquetFile(
@@ -204,7 +204,7 @@ class SegmentFile:
             page_checksum_verification=True,
         )
         table = file.read_row_group(group, columns=columns)
-        if repeated:  # each entry of the dictionary is in memory once; now every value gets its own
+        if repeated:  # so far each dictionary entry is in memory once; the cast copies it per value
             _check_unpacked(group, unpacked + sum(_repeated_bytes(table, x) for x in repeated))
             table = table.cast(pa.schema([ARROW_SCHEMA.field(name) for name in table.column_names]))
         return table
@@ -214,7 +214,7 @@ def _read_footer(source: Any, size: int) -> bytes:
     """Return the footer of a file, which both ``read_footer`` and pyarrow parse."""
     tail: bytes = source.read_at(min(size, _TAIL), max(size - _TAIL, 0))
     if len(tail) < 12 or tail[-4:] != _MAGIC:
-        raise ValueError("it does not end as a Parquet file does")
+        raise ValueError("it does not end like a Parquet file")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length > min(size - 4, _FOOTER_MAX):
         raise ValueError("its footer is too large for a segment")
@@ -227,9 +227,9 @@ def _read_footer(source: Any, size: int) -> bytes:
 
 
 def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
-    """Return the bytes to which columns unpack, and which have values to be counted separately.
+    """Return the unpacked bytes of columns, and the columns whose values must be counted later.
 
-    Those are strings in a dictionary: a small page may repeat a large one any number of times.
+    These have strings in a dictionary: a small page may repeat a large string any number of times.
     """
     unpacked, repeated = 0, []
     for column in columns:
@@ -259,7 +259,7 @@ def _check_unpacked(group: int, size: int) -> None:
 
 
 def _merged(columns: Sequence[Column]) -> list[tuple[int, int]]:
-    """Return the ranges of columns, joined where they touch: few requests read a row group."""
+    """Return the byte ranges of columns. Merge adjacent ranges, to read them in few requests."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted((column.start, column.stop) for column in columns):
         if merged and start <= merged[-1][1]:

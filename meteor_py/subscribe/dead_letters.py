@@ -2,8 +2,9 @@
 
 Duplicates: a member may publish a letter and crash before it confirms the record. The next member
 then publishes the letter again. So each letter is the only batch of its own producer, whose id is
-derived from the record: stream, incarnation, the epoch in which it was appended, offset, and group.
-The server remembers that producer and refuses a second batch from any sender.
+derived from the record: stream, incarnation, the epoch in which it was appended, offset, and group,
+with the group's incarnation if it has one. The server remembers that producer and refuses a second
+batch from any sender.
 
 Losses: a failover may lose a letter, and then the record must not be confirmed. Replicas apply
 writes in order. So if the confirm follows the letter on the same server and in the same replication
@@ -20,6 +21,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
@@ -81,6 +83,7 @@ def bury(
     *,
     epoch: int,
     member: str = "",
+    incarnation: str = "",
     reason: str,
     tries: int,
     acks: int = 0,
@@ -98,6 +101,8 @@ def bury(
         record: The record as stored in ``source``, without decoding.
         epoch: The epoch of ``source`` in which the record was appended. After a failover, another
             record may have the same offset.
+        incarnation: The group's own, if it has one: a group that was deleted and created again may
+            give up on the same record again.
         tries: How often the handler was called with the record.
         acks: Number of replicas that must have the letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
@@ -115,22 +120,32 @@ def bury(
         ServerRefused: The server refuses the letter, and a retry would not help.
     """
     headers = _headers(source, group, record.offset, reason, tries)
-    letter = _compose(target, _producer_id(source, group or member, epoch, record), record, headers)
+    reader = f"{group or member}\0{incarnation}" if incarnation else group or member
+    producer = _producer_id(source, reader, epoch, record)
+    compose = partial(_compose, target, producer, record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            sent = target.connector.use(lambda connection: _send(connection, target, letter, acks))
-            _check(target, sent.reply)
-            if sent.replicas < acks:
-                raise _not_replicated(target, sent.replicas, acks)
-            return sent.history
+            return _store(target, compose, acks)
         except MeteorError as error:
             left_s = deadline - time.monotonic()
             if not error.retriable or left_s <= 0 or stop():
                 raise
         failures += 1
         time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
+
+
+def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
+    """Publish a letter once; return the server's replication history in which it is stored."""
+    sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+    if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
+        target.adopt_ordering_key(sent.reply[1].decode())
+        sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+    _check(target, sent.reply)
+    if sent.replicas < acks:
+        raise _not_replicated(target, sent.replicas, acks)
+    return sent.history
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
@@ -141,6 +156,11 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
     except StreamNotFound:
         meta = create_stream(connector, name, StreamConfig())[1]
     return StreamHandle(connector, name, meta)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a letter whose record made a handler raise ``error``."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _compose(target: StreamHandle, producer: str, record: Record, headers: Headers) -> _Letter:

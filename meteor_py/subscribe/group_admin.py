@@ -122,7 +122,7 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
 
 def _beyond_end(stream: StreamHandle, offset: int | str, end: int) -> ValueError:
     return ValueError(
-        f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+        f"Offset {offset} is beyond the end of stream {stream.name!r}, which ends at {end}."
     )
 
 
@@ -130,7 +130,7 @@ def _check_exclusive(stream: StreamHandle, group: str) -> None:
     """Raise ``GroupConfigMismatch`` if a shared group has that name."""
     if stream.config.ordering_key is None:
         return
-    found = stream.connector.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
+    found = stream.connector.call("HGET", keys.shared(stream.name, group, "meta"), "incarnation")
     # The value is "<stream's incarnation>.<group's id>"; see shared/open.lua.
     if found is not None and found.decode(errors="replace").partition(".")[0] == stream.incarnation:
         raise reply_errors.group_is_shared(stream.name, group)

@@ -17,7 +17,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.locks import SignalSafeEvent
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.dead_letters import bury
+from meteor_py.subscribe.dead_letters import bury, reason_of
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
@@ -235,7 +235,7 @@ class Receiver:
                 *(self._letters, subscriber._handle, subscriber.config.group, raw),
                 epoch=self._fetcher.buffer.epoch_of(raw.offset),
                 member=subscriber.member,
-                reason=f"{type(error).__name__}: {error}",
+                reason=reason_of(error),
                 tries=failures,
                 acks=self._acks,
                 stop=self._stop.is_set,

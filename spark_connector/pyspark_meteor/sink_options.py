@@ -40,7 +40,7 @@ class SinkOptions:
     #: The stream to write to. None means that each row has a column ``stream`` with its stream.
     stream: str | None
     exactly_once: bool
-    #: Identifies a batch write, so that it can be repeated. None makes each write a new one.
+    #: Identifies a batch write, so that a retry has no further effect. If None, every write is new.
     txn_id: str | None
     txn_version: int
     #: Number of replicas that must have a batch before it counts as written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,34 @@ def test_resumed_stream_keeps_its_table_of_epochs(stored: StoredStream) -> None:
     assert before is not None
     assert epoch is not None
     assert epochs == before + b",+" + epoch + b":100"
+
+
+def test_two_resumes_of_one_archive_begin_different_epochs(
+    stored: StoredStream, tmp_path: Path
+) -> None:
+    """A position of the first resumed stream is refused by the second, even if their clocks agree.
+
+    The archive's last epoch is ahead of both clocks, so that both resumes count on from its number.
+    """
+    ahead = 4_000_000_000_000
+    stored.redis.hset(keys.meta(STREAM), mapping={"epoch": ahead, "epochs": f"{ahead}:0"})
+    stored.fill(100)
+    stored.archive()
+    saved = tmp_path / "saved"
+    shutil.copytree(stored.root, saved)
+    lose_server(stored)
+    stored.fill(5)
+    with stored.stream.subscriber(initial_offset=100) as sub:
+        assert sub.poll(5, 5).last_offset == 104
+        checkpoint = sub.checkpoint
+    shutil.rmtree(stored.root)
+    shutil.copytree(saved, stored.root)
+    lose_server(stored)
+    stored.fill(50)
+    assert checkpoint.epoch > ahead
+    with stored.stream.subscriber() as sub, pytest.raises(meteor.LogTruncated) as loss:
+        sub.seek(checkpoint)
+    assert (loss.value.first, loss.value.last) == (100, 104)
 
 
 # Stores without a usable state

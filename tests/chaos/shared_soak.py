@@ -34,5 +34,5 @@ def test_long_random_walks_match_the_model(url: str, rng: random.Random, number:
 
 
 @pytest.mark.parametrize("row", SOAK)
-def test_long_case_of_qpids_stress_test_passes(url: str, rng: random.Random, row: Row) -> None:
+def test_long_qpid_stress_case_passes(url: str, rng: random.Random, row: Row) -> None:
     stress(url, rng, row)

@@ -44,7 +44,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
                 "bench": ["--records", "1000"],
             }.items()
         }
-        m.redis.hset(keys.shared("orders", "packing", "state"), "waiting", "7")
+        m.redis.hset(keys.shared("orders", "packing", "meta"), "max_waiting", "x")
         shown["shared fsck"] = meteor(
             url, *("shared", "fsck", "orders", "packing", "--json")
         ).objects

@@ -22,6 +22,7 @@ from meteor_py import (
 from meteor_py.shared.config import WAITING_MAX
 from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.readers import everything
+from tests.support.sharing import change_progress
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
@@ -121,7 +122,7 @@ def test_key_can_be_passed_as_shown_or_in_hex(
     assert sub.fsck() == []
 
 
-def test_dry_run_of_purge_changes_nothing_and_reports_unscanned_records(
+def test_dry_run_of_purge_changes_nothing_and_counts_unscanned_records(
     url: str, stream: Stream
 ) -> None:
     with stream.shared_subscriber("billing", prefetch=1) as sub:
@@ -129,14 +130,9 @@ def test_dry_run_of_purge_changes_nothing_and_reports_unscanned_records(
         command = ["shared", "purge", "carts", "billing", "b", "--dry-run"]
         before = everything(stream.client.redis)
         done = succeed(url, *command)
-        assert "11 records are not scanned yet, and may have this key" in done.err
-        assert "no records of b are waiting" in done.err
-        assert everything(stream.client.redis).keys() == before.keys()
-        assert sub._shared.describe().looked == 1
-        sub.keys(look_ahead=True)
-        done = succeed(url, *command)
-        assert "not scanned yet" not in done.err
         assert "4 waiting records of b would be purged from shared group 'billing'" in done.err
+        assert everything(stream.client.redis).keys() == before.keys()
+        assert sub._shared.describe().scanned == 1
 
 
 @pytest.mark.parametrize(
@@ -186,26 +182,30 @@ def test_resume_releases_parked_and_delayed_keys(url: str, sub: SharedSubscriber
 
 def test_fsck_finds_contradictions(url: str, stream: Stream, sub: SharedSubscriber) -> None:
     assert "no contradictions" in succeed(url, "shared", "fsck", "carts", "billing").err
-    stream.client.redis.hset("meteor:{carts}:shared:billing:state", "waiting", "99")
+    before = sub._shared.describe().waiting
+    change_progress(stream.client._connector, sub._shared._protocol, waiting="x99")
     done = meteor(url, "shared", "fsck", "carts", "billing")
-    assert (done.code, done.lines) == (1, ["The state counts 99 waiting records, but 10 wait."])
+    assert (done.code, done.lines) == (
+        1,
+        [f"The group counts 99 waiting records, but {before} wait."],
+    )
     assert "1 contradiction" in done.err
     done = meteor(url, "shared", "fsck", "carts", "billing", "--json")
-    assert done.objects[0]["flaw"] == "The state counts 99 waiting records, but 10 wait."
-    stream.client.redis.hset("meteor:{carts}:shared:billing:state", "waiting", "10")
+    assert done.objects[0]["flaw"] == f"The group counts 99 waiting records, but {before} wait."
+    change_progress(stream.client._connector, sub._shared._protocol, waiting=f"x{before}")
 
 
 def test_fsck_reports_unreadable_state(url: str, stream: Stream) -> None:
     with stream.shared_subscriber("billing"):
         pass
     redis = stream.client.redis
-    redis.hdel("meteor:{carts}:shared:billing:state", "group_cap")
-    redis.hset("meteor:{carts}:shared:billing:consumers", "abc", "x")
+    redis.hdel("meteor:{carts}:shared:billing:meta", "group_cap")
+    redis.hset("meteor:{carts}:shared:billing:members", "abc", "x")
     done = meteor(url, "shared", "fsck", "carts", "billing")
     assert done.code == 1
-    assert "The entry of consumer b'abc' cannot be read: b'x'." in done.lines
+    assert "The entry of consumer b'abc' cannot be read: It has only 1 bytes." in done.lines
     assert "The setting 'group_cap' is missing." in done.lines
-    assert "4 contradictions" in done.err
+    assert "3 contradictions" in done.err
 
 
 def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
@@ -238,10 +238,19 @@ def test_names_are_completed(url: str, sub: SharedSubscriber) -> None:
 
 
 def described(**others: object) -> SharedDescription:
-    counters = ("acked", "dead", "lost", "purged", "returned", "reaped", "dying", "ready")
+    counters = (
+        "acked",
+        "dead",
+        "lost",
+        "purged",
+        "returned",
+        "reaped",
+        "dead_letters_pending",
+        "ready",
+    )
     facts: dict[str, object] = dict.fromkeys((*counters, "blocked", "confirmed", "waiting"), 0)
     facts |= {"name": "billing", "config": SharedConfig(dead_letter="dead"), "lost_last": None}
-    facts |= {"lag": 10, "looked": 10, "consumers": (Consumer("1", "x", 1, 1, 9.5),)} | others
+    facts |= {"lag": 10, "scanned": 10, "consumers": (Consumer("1", "x", 1, 1, 9.5),)} | others
     return SharedDescription(**facts)  # type: ignore[arg-type]
 
 
@@ -258,11 +267,15 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead. The next consumer that polls gets"),
         (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their keys, which"),
-        (described(dying=1), [], "1 record is waiting to be published to the dead-letter stream"),
+        (
+            described(dead_letters_pending=1),
+            [],
+            "1 record is waiting to be published to the dead-letter stream",
+        ),
         (described(consumers=TWO), [OWNED, OWNED], "x holds all 2 keys."),
         (described(), [OWNED], "2 records wait until x settles earlier records"),
         (described(ready=2), [], "2 keys are ready for the next consumer"),
-        (described(looked=9), [], "1 record is not scanned yet"),
+        (described(scanned=9), [], "1 record is not scanned yet"),
         (described(), [], "Nothing is blocked: x has 1 record to settle."),
         (described(consumers=TWO[1:]), [], "Nothing is blocked: 10 records are not settled."),
     ],
@@ -275,6 +288,20 @@ def test_reason_why_records_wait_is_explained(
 
 
 # -- other commands ------------------------------------------------------------------------------
+
+
+def test_existing_stream_gets_an_ordering_key(url: str) -> None:
+    succeed(url, "publish", "plain", "early", "-k", "A")
+    done = meteor(url, "streams", "create", "plain", "--ordering-key", "key")
+    assert done.code == 1
+    assert "`meteor streams configure plain`" in done.err
+    done = succeed(url, "streams", "configure", "plain", "--ordering-key", "key")
+    assert "ordering_key from None to key" in done.err
+    with connect(url) as m, m.stream("plain").shared_subscriber("g") as sub:
+        assert [record.ordering_key for record in sub.poll(5)] == [b"A"]
+    done = meteor(url, "streams", "configure", "plain", "--ordering-key", "header:cart")
+    assert done.code == 1
+    assert "exists with ordering_key='key', not 'header:cart'" in done.err
 
 
 def test_stream_can_be_created_with_an_ordering_key(url: str) -> None:

@@ -77,9 +77,9 @@ def hostile_url(url: str, tmp_path: Path) -> Iterator[str]:
         raw.xadd(keys.peers("workers", "dead"), {"member": EVIL, "reason": EVIL, "body": RAW})
         with stream.shared_subscriber("packing") as sub:
             assert sub.poll(10)
-            consumers: Any = raw.hgetall(keys.shared("orders", "packing", "consumers"))
+            consumers: Any = raw.hgetall(keys.shared("orders", "packing", "members"))
             named = {name: value + RAW for name, value in consumers.items()}
-            raw.hset(keys.shared("orders", "packing", "consumers"), mapping=named)
+            raw.hset(keys.shared("orders", "packing", "members"), mapping=named)
             yield url
         member.close()
 

@@ -13,15 +13,16 @@ import pytest
 import meteor_py as meteor
 from meteor_py.log.split_points import split_points
 from meteor_py.redis import keys, scripts
+from meteor_py.redis.connection import Connection
+from meteor_py.shared.protocol import Settlement, StepReply, StepRequest
 from tests.conftest import ServerFactory
 from tests.support.acl_server import connect, guard
 
 NAME = "orders"
-#: The keys of a shared group that the step script takes, after meta and index.
-PARTS = (
-    "state groups ready blocked delayed leases consumers failures dying letters bell held: more: "
-    "suspects"
-)
+#: The keys of publish.lua for a stream with an ordering key.
+INDEXED_KEYS = [
+    keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
+]  # fmt: skip
 
 
 class Parties:
@@ -67,7 +68,7 @@ def parties(request: pytest.FixtureRequest, private_server: ServerFactory) -> It
 
 
 def publish_args(stream: meteor.Stream, records: str, *index: bytes) -> list[bytes | str | int]:
-    return [stream.incarnation, "", 1, 0, records, 7, 100_000, "0v", b"evil", "", *index]
+    return [stream.incarnation, "", 1, 0, records, 7, 100_000, "0v", b"evil", "", "", *index]
 
 
 @pytest.mark.parametrize("records", ["0", "-1", "1.5", "1e12", "1000000000000", "", "x"])
@@ -110,20 +111,51 @@ def test_finding_split_points_of_large_frames_takes_several_calls(parties: Parti
     assert len(many) == 1_000
 
 
-@pytest.mark.parametrize("index", [(b"", b""), (b"\xff" * 6, b""), (bytes(6), b"k" * 1000)])
-def test_a_malformed_index_entry_loses_no_valid_record(
+@pytest.mark.parametrize(
+    "index", [(), (b"", b""), (b"\0" * 6, b"\x91\xa0"), (bytes(3), b"x" * 17_001), (bytes(3),)]
+)
+def test_publish_refuses_index_entries_that_do_not_match_the_frame(
     parties: Parties, index: tuple[bytes, ...]
 ) -> None:
+    stream = parties.create(ordering_key="key")
+    args = publish_args(stream, "3", *index)
+    assert parties.run("publisher", scripts.PUBLISH, INDEXED_KEYS, args) == [b"INVALID"]
+    assert stream.end().offset == 0
+
+
+#: Keys of an index entry that no publisher of ours writes.
+MALFORMED = {
+    "not MessagePack": b"\xc1",
+    "cut off": b"\xdc\xff\xff\xa1a",
+    "a number": b"\x07",
+    "nothing": b"",
+    "numbers": b"\x93\x01\x02\x03",
+    "nested": b"\x91" * 5_000 + b"\xa0",
+    "a map": b"\x81\xa1a\xa1b",
+    "a long key": b"\x91\xda\x03\xe8" + b"k" * 1_000,
+    "too few": b"\x90",
+}
+#: Fields of an index entry that a client writes to the index without a script.
+FOREIGN = {
+    "old and empty": (b"", b""),
+    "old with wild numbers": (b"\xff" * 6, b""),
+    "raw": (b"a", b"b", b"c", b"d"),
+}
+
+
+@pytest.mark.parametrize("index", [*MALFORMED, *FOREIGN])
+def test_a_malformed_index_entry_loses_no_valid_record(parties: Parties, index: str) -> None:
     stream = parties.create(ordering_key="key")
     reader = parties.stream("consumer")
     with parties.stream("publisher").publisher() as publisher:
         publisher.publish_many([b"x"] * 10, keys=[b"%d" % n for n in range(10)]).result()
         reader.shared_subscriber("g", prefetch=20).close()
-        script_keys = [
-            keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
-        ]  # fmt: skip
-        args = publish_args(stream, "3", *index)
-        assert parties.run("publisher", scripts.PUBLISH, script_keys, args)[0] == b"OK"
+        args = publish_args(stream, "3", bytes(3), MALFORMED.get(index, b"\x91\xa0"))
+        assert parties.run("publisher", scripts.PUBLISH, INDEXED_KEYS, args)[0] == b"OK"
+        if index in FOREIGN:
+            call = parties.client("admin")._connector.call
+            call("XDEL", keys.index(NAME), "12-3")
+            call("XADD", keys.index(NAME), "12-4", *FOREIGN[index])
         publisher.publish(b"x", key=b"last").result()
     seen: list[int] = []
     refused: list[tuple[int, int]] = []
@@ -139,14 +171,25 @@ def test_a_malformed_index_entry_loses_no_valid_record(
     assert set(refused) <= {(10, 12)}
 
 
-def test_a_consumer_cannot_make_one_step_scan_the_whole_stream(parties: Parties) -> None:
+def test_a_consumer_cannot_make_one_step_do_unbounded_work(parties: Parties) -> None:
     parties.create(capacity=100_000, ordering_key="key")
     with parties.stream("publisher").publisher() as publisher:
         publisher.publish_many([b"x"] * 20_000, keys=[b"k"] * 20_000).result()
-    parties.stream("consumer").shared_subscriber("g").close()
-    call = parties.client("consumer")._connector.call
-    state: bytes = call("HGET", keys.shared(NAME, "g", "state"), "incarnation")
-    parts = [keys.shared(NAME, "g", part) for part in PARTS.split()]
-    args = [keys.shared(NAME, "g", ""), state, "", 0, "", 0, 10**9, 1000, "", 0, 0]
-    script_keys = [keys.meta(NAME), keys.index(NAME), *parts]
-    assert parties.run("consumer", scripts.SHARED_STEP, script_keys, args)[:2] == [b"OK", 4096]
+    with parties.stream("consumer").shared_subscriber("g", max_per_key=1) as consumer:
+        protocol, deliveries = consumer._shared._protocol, consumer._deliveries
+
+        def step(request: StepRequest) -> StepReply:
+            def work(connection: Connection) -> StepReply:
+                return protocol.step(connection, deliveries.consumer, request)
+
+            return parties.client("consumer")._connector.use(work)
+
+        first = deliveries.holdings.number + 1
+        reply = step(StepRequest(first, want=10**9))
+        assert (reply.granted, reply.next) == (1, 512)
+        with pytest.raises(meteor.ServerRefused, match="INVALID"):
+            step(StepRequest(first + 1, acks=tuple(range(1_000))))
+        many = tuple(Settlement("U", 1, (number,)) for number in range(1_000))
+        with pytest.raises(meteor.ServerRefused, match="INVALID"):
+            step(StepRequest(first + 1, settlements=many))
+        assert consumer.keys()[0].acquired == 1

@@ -298,7 +298,9 @@ def test_a_stream_near_the_maximum_offset_can_be_read(lua: StreamScripts) -> Non
 # create_stream, describe, locate
 
 
-def test_create_stream_replies_whether_it_created_and_with_all_fields(lua: StreamScripts) -> None:
+def test_create_stream_replies_with_all_fields_and_whether_it_created_the_stream(
+    lua: StreamScripts,
+) -> None:
     both = [lua.meta, lua.settings]
     args = [INCARNATION, HISTORY, "capacity", "5", "codec", "json", "store", "id"]
     created, fields, settings = lua.run(scripts.CREATE_STREAM, both, *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -294,3 +295,19 @@ def test_lone_records_take_the_direct_line_through_tls(folder: Path, tls_url: st
                     assert ack.result(10) == offset
             pub.flush(10)
         assert stream.describe().next == 200
+
+
+def test_publisher_notices_that_the_server_closed_its_idle_connection(
+    tls_url: str, folder: Path
+) -> None:
+    with connect(tls_url, ssl_ca_certs=folder / "ca.pem") as m, m.stream("s").publisher() as pub:
+        pub.publish(b"x").result(10)
+        pub.flush()
+        connection = pub._sender._connection
+        assert (connection.connected, connection.readable) == (True, False)
+        m.redis.client_kill_filter(_type="normal", skipme=True)
+        eventually(lambda: connection.readable)
+        pub._sender._acknowledged_at = time.monotonic()  # a moment ago
+        assert pub._sender.must_check
+        pub.flush()  # checks, on another connection
+        assert (connection.connected, connection.readable) == (True, False)

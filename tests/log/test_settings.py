@@ -116,6 +116,15 @@ def test_a_role_that_writes_meta_cannot_change_how_others_interpret_records(
         assert client.stream("orders", create=False).config == StreamConfig(capacity=CAPACITY)
 
 
+def test_a_role_that_writes_meta_cannot_prevent_an_ordering_key(guarded: Server) -> None:
+    with connect(guarded, "member") as hostile:
+        hostile.redis.hset(META, "group_by", "header:other")
+    with connect(guarded, "admin") as admin:
+        stream = admin.stream("orders", create=False)
+        stream.configure(ordering_key="key")
+        assert stream.describe().config.ordering_key == "key"
+
+
 def test_only_an_admin_may_write_settings(guarded: Server) -> None:
     commands = [
         ("HSET", SETTINGS, "store_uri", "x"), ("HSETNX", SETTINGS, "x", "x"),

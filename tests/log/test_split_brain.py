@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.position import Position, diverged_at, epoch_numbers
 from meteor_py.records.record import ListChunk
+from meteor_py.redis import keys
 from meteor_py.store.base import TERMS
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.read_ahead import StoreReadAhead
@@ -21,6 +23,8 @@ from tests.support.servers import Replica
 from tests.support.waiting import eventually
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+#: The number of an epoch that began in 2096, by its server's clock.
+AHEAD = 4_000_000_000_000
 
 
 @dataclass
@@ -28,7 +32,9 @@ class Split:
     """Clients of a lost branch, whose next call reaches the surviving branch.
 
     Both branches have the same first 100 records. Then the lost branch gets 10 more. The
-    surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs.
+    surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
+    the variant "skew", the last common epoch is ahead of both servers' clocks, so both branches
+    count on from its number.
     """
 
     publisher: meteor.Publisher
@@ -38,11 +44,15 @@ class Split:
     survivors: meteor.Stream
 
 
-@pytest.fixture(params=["valkey", "redis"])
+@pytest.fixture(params=["valkey", "redis", "skew"])
 def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Split]:
+    kind: Literal["valkey", "redis"] = "redis" if request.param == "redis" else "valkey"
     with ExitStack() as stack:
-        replicated = ReplicatedStream(stack, private_server(*DURABLE, kind=request.param))
+        replicated = ReplicatedStream(stack, private_server(*DURABLE, kind=kind))
         proxied, survivor = replicated.proxied, replicated.replica
+        if request.param == "skew":
+            epoch = {"epoch": f"{AHEAD}", "epochs": f"{AHEAD}:0"}
+            proxied.direct.hset(keys.meta(NAME), mapping=epoch)  # type: ignore[arg-type]
         with proxied.stream.publisher() as publisher:
             publisher.publish_many([b"both"] * 100).result()
         member = proxied.subscriber(group="g", lease_ttl=60)

@@ -172,7 +172,7 @@ def test_message_of_unknown_type_becomes_a_dead_letter(post: Post, verb: str) ->
     assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
     assert letter.type == "1"
     assert "Register it" in letter.reason
-    assert letter.sent_at <= letter.buried_at <= group.now() + group._handle.clock.error_bound
+    assert letter.sent_at <= letter.failed_at <= group.now() + group._handle.clock.error_bound
     assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
     assert inbox_length(group, "a") == 0
     assert result(group.member("a").ask("q", "still there")) == "still there"

@@ -26,18 +26,23 @@ def path(lock: threading.RLock) -> FastPath:
     return path
 
 
+def grant(path: FastPath, batch: Batch, values: list[bytes], nbytes: int) -> None:
+    path.batch, path.values, path.count = batch, values, len(values)
+    path.granted = path.left = nbytes
+
+
 def test_nothing_is_granted_initially_and_after_a_grant_was_revoked(path: FastPath) -> None:
     assert path.put(b"", 0) is SLOW
-    path.grant(Batch(0.0, 0.0), [], 1000)
+    grant(path, Batch(0.0, 0.0), [], 1000)
     path.granted = path.left = 0
     assert path.put(b"", 0) is SLOW
 
 
 def test_values_are_appended_until_the_granted_bytes_are_used_up(path: FastPath) -> None:
     values: list[bytes] = []
-    path.grant(Batch(0.0, 0.0), values, 2 * (RECORD_OVERHEAD + 5))
+    grant(path, Batch(0.0, 0.0), values, 2 * (RECORD_OVERHEAD + 5))
     assert path.put(b"12345", 5) is not SLOW
-    assert path.used() == (1, RECORD_OVERHEAD + 5)
+    assert (path.count, path.granted - path.left) == (1, RECORD_OVERHEAD + 5)
     assert path.put(b"123456", 6) is SLOW, "one byte too many"
     assert path.put(b"12345", 5) is not SLOW
     assert path.put(b"", 0) is SLOW
@@ -45,13 +50,13 @@ def test_values_are_appended_until_the_granted_bytes_are_used_up(path: FastPath)
 
 
 def test_the_record_that_fills_a_batch_is_left_to_the_accumulator(path: FastPath) -> None:
-    path.grant(Batch(0.0, 0.0), [b"first"], 1000)
+    grant(path, Batch(0.0, 0.0), [b"first"], 1000)
     assert [path.put(b"", 0) is SLOW for _ in range(3)] == [False, False, True]
 
 
 def test_an_ack_has_the_index_of_its_record(path: FastPath) -> None:
     batch = Batch(0.0, 0.0)
-    path.grant(batch, [b"first"], 1000)
+    grant(path, batch, [b"first"], 1000)
     ack = path.put(b"second", 6)
     batch.base_offset = 10
     batch.settle()

@@ -17,6 +17,7 @@ import meteor_py as meteor
 from meteor_py.publish import sender
 from meteor_py.publish.batch import Batch
 from meteor_py.publish.in_flight import InFlightWindow
+from meteor_py.redis.connection import Connection
 from tests.conftest import ServerFactory
 from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream, failure
 from tests.support.proxied_stream import proxied as proxied
@@ -125,6 +126,45 @@ def test_a_publisher_that_sends_nothing_more_learns_that_its_records_are_lost(
         getattr(pub, end)()
     assert (loss.value.first, loss.value.last) == (1, 5)
     getattr(pub, end)()  # reported once
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_a_loss_is_learned_even_if_the_last_acknowledgement_is_recent(
+    replicated: ReplicatedStream, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 60.0)  # as if it were less than a second old
+    pub = replicated.proxied.warm_publisher()
+    replicated.lag()
+    assert pub.publish_many([b"lost"] * 5).result(10) == 1
+    assert not pub._sender.must_check
+    replicated.fail_over()
+    assert pub._sender._connection.connected, "the sender has not noticed that its connection died"
+    eventually(lambda: pub._sender._connection.readable)
+    with pytest.raises(meteor.LogTruncated) as loss:
+        getattr(pub, end)()
+    assert (loss.value.first, loss.value.last) == (1, 5)
+
+
+def test_replies_to_another_thread_are_no_reason_to_check(
+    proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While other threads publish, the check would have to wait, and flush with it."""
+    pub = proxied.warm_publisher()
+
+    def answered_meanwhile(connection: Connection) -> bool:
+        """As if the socket had held the reply that the sender then read."""
+        assert pub.publish(b"next").result(10) == 1
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "readable", property(answered_meanwhile))
+        assert not pub._sender.must_check
+    assert proxied.next == 2
+    proxied.proxy.stall("replies")
+    pub.publish(b"in flight")
+    eventually(lambda: pub._sender.window.sent)
+    assert not pub._sender.must_check
+    proxied.proxy.resume()
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])

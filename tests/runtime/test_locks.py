@@ -13,8 +13,8 @@ from random import Random
 import pytest
 
 from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent, run_locked
-from tests.support.interrupts import Interrupts
-from tests.support.waiting import eventually
+from tests.support.interrupts import Interrupts, interrupt_everywhere
+from tests.support.waiting import ends, eventually
 
 SECONDS = 1.0
 
@@ -59,6 +59,40 @@ def fuzzing(rng: Random) -> Iterator[tuple[Interrupts, Callable[[], bool]]]:
     with Interrupts(rng) as interrupts:
         yield interrupts, lambda: time.monotonic() < deadline
     assert interrupts.count > 50
+
+
+def test_wait_for_a_condition_may_be_interrupted_at_any_moment() -> None:
+    condition = SignalSafeCondition()
+
+    def wait() -> None:
+        with condition:
+            condition.wait(0.0)
+
+    def notify() -> None:
+        with condition:
+            condition.notify_all()
+
+    for _ in interrupt_everywhere(wait):
+        assert not condition.is_mine(), "the interrupt has left it locked"
+        assert ends(notify), "the interrupt has left it locked"
+
+
+def test_wait_for_an_event_may_be_interrupted_at_any_moment() -> None:
+    events = [SignalSafeEvent()]
+    for _ in interrupt_everywhere(lambda: events[-1].wait(0.0)):
+        assert ends(events[-1].set), "the thread that sets the event waits forever"
+        events.append(SignalSafeEvent())
+
+
+def test_run_locked_may_be_interrupted_at_any_moment() -> None:
+    lock = threading.RLock()
+
+    def rivals_turn() -> None:
+        with lock:
+            pass
+
+    for _ in interrupt_everywhere(lambda: run_locked(lock, 1.0, lambda: None)):
+        assert ends(rivals_turn), "the interrupt has left it locked"
 
 
 def test_condition_is_neither_left_locked_nor_released_twice_by_an_interrupt(rng: Random) -> None:

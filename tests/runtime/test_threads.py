@@ -12,8 +12,10 @@ import pytest
 import meteor_py as meteor
 from meteor_py.runtime.threads import JoinableThread
 from tests.support.forking import exit_code, fork
+from tests.support.interrupts import interrupt_everywhere
 from tests.support.readers import fill
 from tests.support.receivers import Gate, Handler, confirmed
+from tests.support.waiting import eventually, running_threads
 
 
 class _Signal(Exception):
@@ -53,6 +55,21 @@ def test_a_thread_is_alive_after_a_join_was_interrupted(interrupted: Interrupted
     gate.set()
     worker.join(20)
     assert not worker.is_alive()
+
+
+def test_a_thread_whose_start_is_interrupted_at_any_moment_does_not_hang() -> None:
+    before = running_threads()
+    threads: list[JoinableThread] = []
+
+    def start() -> None:
+        thread = JoinableThread(lambda: None, "w")
+        threads.append(thread)
+        thread.start()
+
+    for _ in interrupt_everywhere(start):
+        pass
+    assert len(threads) > 10
+    eventually(lambda: running_threads() <= before, 5, "a thread waits forever")
 
 
 def test_a_thread_that_raises_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.record import Standing
 from tests.conftest import ServerFactory
 from tests.shared.test_unreadable import archive as drop_from_ring
-from tests.support.sharing import Queue, Steps, die, drain, offsets
+from tests.support.sharing import Queue, Steps, die, drain, make_due, offsets
 from tests.support.waiting import eventually
 
 
@@ -182,9 +182,7 @@ def test_dead_letter_whose_record_is_gone_is_reported_lost(
         c1.flush()
         die(c1)
         publish(queue, "BBBBBBBBBB", 3)
-        queue.client._connector.call(
-            "ZADD", queue.key("dying"), 0, "0"
-        )  # as if the lease had expired
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # as after lease_ttl
         lost: list[tuple[int, int]] = []
 
         def all_named() -> bool:
@@ -198,7 +196,7 @@ def test_dead_letter_whose_record_is_gone_is_reported_lost(
         assert lost == [(0, 20)]
         assert list(queue.client.stream("dead", create=True).read()) == []
         found = queue.shared.describe()
-        assert (found.lost, found.dead, found.dying) == (21, 0, 0)
+        assert (found.lost, found.dead, found.dead_letters_pending) == (21, 0, 0)
 
 
 def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
@@ -214,7 +212,7 @@ def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
             record.reject("no")
         c1.flush()
         c1.poll(0)
-        with letters.shared_subscriber("readers") as sub:
+        with letters.shared_subscriber("readers", keyless="default") as sub:
             found = {len(record.key or b""): record.ordering_key for record in drain(sub)}
             assert found == {
                 256: b"k" * 256,
@@ -250,6 +248,12 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
 
     eventually(dropped)
     return dropped()
+
+
+def test_poll_that_may_wait_reads_records_from_the_store_at_once(archived: Queue) -> None:
+    assert archive(archived, "ABCDEFGHIJ", 100) >= 880
+    c1 = archived.consumer(prefetch=10)
+    assert offsets(c1.poll(10)) == [*range(10)]  # a renewal would wake it after 20 seconds
 
 
 def test_unscanned_records_are_read_from_the_store_in_order(archived: Queue) -> None:
@@ -295,7 +299,7 @@ def test_records_of_a_dead_consumer_are_read_from_the_store(archived: Queue) -> 
 
 
 def test_store_is_scanned_in_parts(archived: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_cache, "_STORED_MAX", 7)
+    monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", 7)
     c1 = archived.consumer(prefetch=5, max_per_key=3)
     archive(archived, "ABABCDCDEE", 30)
     found = drain(c1)
@@ -322,12 +326,12 @@ def test_records_expired_from_the_store_are_reported_and_the_rest_is_delivered(
 def test_purge_and_look_ahead_reach_records_in_the_store(
     archived: Queue, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(frame_cache, "_STORED_MAX", size)
-    monkeypatch.setattr(admin, "_AHEAD", size)
+    monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", min(size, 256))
+    monkeypatch.setattr(admin, "_STORED", size)
     c1 = archived.consumer(prefetch=10)
     archive(archived, "ABABABABAC", 50)
     records = c1.poll(5)
-    assert archived.shared.describe().looked < 100
+    assert archived.shared.describe().scanned < 100
     held = [record.ordering_key for record in records].count(b"B")
     assert archived.shared.purge("B") == 200 - held > 0
     counts = {name: state.count for name, state in archived.keys().items()}
@@ -371,8 +375,8 @@ def test_only_a_few_frames_are_in_memory_at_a_time(
     most = [0]
     keep = FrameCache._keep
 
-    def keeping(self: FrameCache, chunk: Any) -> None:
-        keep(self, chunk)
+    def keeping(self: FrameCache, chunk: Any, size: int) -> None:
+        keep(self, chunk, size)
         most[0] = max(most[0], sum(map(len, self._frames.values())))
 
     monkeypatch.setattr(FrameCache, "_keep", keeping)
@@ -381,8 +385,10 @@ def test_only_a_few_frames_are_in_memory_at_a_time(
             queue.publish(["A"] * 399 + [f"b{number}"], frame=400)
         owner, other = queue.consumers(2)
         assert queue.get(owner) == "A-0"
-        queue.shared.keys(look_ahead=True)
-        assert offsets(other.poll(10)) == [400 * number + 399 for number in range(60)]
+        found: list[int] = []
+        while len(found) < 60:
+            found += offsets(other.poll(10))
+        assert found == [400 * number + 399 for number in range(60)]
         assert most[0] <= 33 * 400  # cached and requested frames
 
 
@@ -391,8 +397,8 @@ def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
         queue.publish("ABCDEFGHIJ", frame=10)
         frames = queue.consumer()._prefetcher._frame_cache
         chunk = frames.read_stored(0, 10)[0]
-        frames._keep(chunk.slice(5, 8))
-        frames._keep(chunk.slice(2, 3))
+        frames._keep(chunk.slice(5, 8), 1)
+        frames._keep(chunk.slice(2, 3), 1)
         assert [*frames.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
         assert frames._firsts == [0]
 
@@ -400,7 +406,7 @@ def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
 def test_poll_without_timeout_does_not_scan_the_whole_store(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame_cache, "_STORED_MAX", 2)
+    monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", 2)
     settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
     with Queue(url, max_per_key=1, settings=settings) as queue:
         queue.publish("A" * 100 + "B", frame=10)

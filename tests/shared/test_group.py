@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DELETE_STREAM
 from meteor_py.shared.config import SharedConfig
 from tests.conftest import ServerFactory
-from tests.support.sharing import GROUP, Queue, die, offsets
+from tests.support.sharing import GROUP, Queue, change_progress, die, drain, offsets
 from tests.support.waiting import eventually
 
 # Settings
@@ -31,10 +30,12 @@ def test_consumers_may_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> N
 
 
 def test_mismatch_error_names_the_setting_that_differs() -> None:
-    present = SharedConfig(default_key="rest")
+    present = SharedConfig(default_key="rest", keyless="default")
     assert present.differing({"keyless": "free"}) == "keyless"
-    assert present.differing({"max_per_key": 32, "default_key": "others"}) == "default_key"
-    assert present.differing({"default_key": "rest", "lease_ttl": 10}) is None
+    ordered = {"keyless": "default"}
+    asked = {"max_per_key": 32, "default_key": "others"} | ordered
+    assert present.differing(asked) == "default_key"
+    assert present.differing({"default_key": "rest", "lease_ttl": 10} | ordered) is None
 
 
 # Incarnations
@@ -64,39 +65,39 @@ def test_consumer_of_a_deleted_group_does_not_join_a_new_one_of_that_name(
 # Look-ahead and purge
 
 
-def test_purge_continues_beyond_max_waiting(any_url: str) -> None:
+def test_purge_reaches_records_beyond_max_waiting(any_url: str) -> None:
     with Queue(any_url) as queue:
-        queue.consumer().close()
-        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
+        c1 = queue.consumer()
+        queue.client._connector.call("HSET", queue.key("meta"), "max_waiting", 5)
         queue.publish("A" * 700 + "B", frame=100)
         assert queue.shared.purge("A") == 700
-        assert queue.shared.confirmed == 700
+        assert queue.shared.purge("A") == 0
+        assert offsets(drain(c1)) == [700]
+        assert (queue.shared.confirmed, queue.shared.describe().purged) == (701, 700)
         queue.publish("C" * 700, frame=100)
         assert queue.shared.purge("C", limit=650) == 650
+        assert offsets(drain(c1)) == [*range(1_351, 1_401)]
 
 
-def test_look_ahead_logs_when_it_reaches_max_waiting(
-    any_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Queue(any_url) as queue, caplog.at_level(logging.WARNING):
+def test_purge_settles_records_that_nobody_has_scanned_when_they_are(any_url: str) -> None:
+    with Queue(any_url, "ABAB") as queue:
         queue.consumer().close()
-        queue.publish("A" * 700 + "B", frame=100)
-        assert not caplog.text
-        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
-        assert "B" not in queue.keys()
-        assert "'billing' of stream 'orders' has as many waiting records as it may" in caplog.text
-        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 1_000)
-        assert "B" in queue.keys()
+        assert queue.shared.purge("A", limit=1) == 1
+        assert queue.shared.describe().scanned == 0, "a purge does not scan the stream"
+        assert {name: state.count for name, state in queue.keys().items()} == {"A": 1, "B": 2}
+        assert queue.shared.purge("A") == 1
+        queue.publish("A")
+        assert sorted(offsets(drain(queue.consumer()))) == [1, 3, 4]
+        assert queue.client._connector.call("EXISTS", queue.key("purges")) == 0
 
 
-def test_look_ahead_logs_lost_records(any_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with Queue(any_url, settings={"capacity": 10}) as queue, caplog.at_level(logging.WARNING):
+def test_look_ahead_and_purge_leave_out_lost_records(any_url: str) -> None:
+    with Queue(any_url, settings={"capacity": 10}) as queue:
         queue.consumer().close()
         for _ in range(3):
             queue.publish("ABABABABAB", frame=10)
+        assert {name: state.count for name, state in queue.keys().items()} == {"A": 5, "B": 5}
         assert queue.shared.purge("A") == 5
-        assert "The ring dropped records 0 to 19 of stream 'orders'" in caplog.text
-        assert queue.shared.describe().lost == 20
 
 
 # Deleting
@@ -237,11 +238,7 @@ def test_longer_of_two_delays_applies(
 
 def age(queue: Queue, ms: int) -> None:
     """Make all past events look older to the server."""
-    last = queue.client._connector.call("HGET", queue.key("state"), "last")
-    queue.client._connector.call("HSET", queue.key("state"), "last", int(last) - ms)
-    flat = queue.client._connector.call("ZRANGE", queue.key("leases"), 0, -1, "WITHSCORES")
-    for consumer, end in zip(flat[::2], flat[1::2], strict=True):
-        queue.client._connector.call("ZADD", queue.key("leases"), int(float(end)) - ms, consumer)
+    change_progress(queue.client._connector, queue.shared._protocol, last=-ms)
 
 
 def test_leases_do_not_expire_while_the_server_hears_from_no_consumer(any_url: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meteor_py.shared import holdings
-from meteor_py.shared.holdings import Holdings, Sync
-from meteor_py.shared.protocol import ConsumerState, Settlement, StepReply
+from meteor_py.shared.holdings import Holdings
+from meteor_py.shared.protocol import Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import Standing
 
 
@@ -26,35 +26,38 @@ def fake(offset: int, key: bytes) -> Any:
     return Fake(offset, key)
 
 
-def reply(*granted: int, failures: dict[int, int] | None = None) -> StepReply:
+def report(failures: dict[int, int] | None = None, refused: list[int] | None = None) -> StepReport:
+    return StepReport(failures or {}, refused or [], [], [])
+
+
+def reply(batches: dict[int, list[int]], failures: dict[int, int] | None = None) -> StepReply:
     return StepReply(
         next=0,
         end=0,
-        waiting=0,
-        bell=0,
-        wait_s=None,
-        granted=list(granted),
-        failures=failures or {},
+        batches=batches,
+        report=report(failures),
         stored_stop=0,
-        refused=[],
-        lost=[],
-        dropped=[],
-        dead_letters=[],
+        maintenance_due=False,
+        idle=False,
+        watches=False,
+        wait_s=None,
         epoch=0,
+        large=(0, 0),
     )
 
 
-def step(held: Holdings, *granted: int) -> None:
-    """Execute a step that grants these offsets."""
-    held.begin_step()
-    held.apply(reply(*granted))
+def step(held: Holdings, *granted: int, batch: int = 1) -> StepRequest:
+    """Execute a step that grants these offsets in one batch."""
+    request, _ = held.begin_step(len(granted))
+    held.apply(reply({batch: list(granted)} if granted else {}))
     held.end_step()
+    return request
 
 
-def receive(held: Holdings, keys: str, first: int = 0) -> list[Any]:
+def receive(held: Holdings, keys: str, first: int = 0, batch: int = 1) -> list[Any]:
     """Grant and receive a record for each letter, which is its ordering key."""
     records = [fake(first + number, key.encode()) for number, key in enumerate(keys)]
-    step(held, *(record.offset for record in records))
+    step(held, *(record.offset for record in records), batch=batch)
     held.receive(records)
     return records
 
@@ -78,54 +81,80 @@ def held() -> Holdings:
 
 def test_granted_records_count_before_and_after_they_are_fetched(held: Holdings) -> None:
     step(held, 3, 4)
-    assert (len(held), held.granted) == (2, {3: 0, 4: 0})
-    three = fake(3, b"A")
-    assert held.receive([three]) == [three]
-    assert (len(held), held.granted) == (2, {4: 0})
+    assert (len(held), list(held.granted)) == (2, [3, 4])
+    assert held.receive([fake(3, b"A")])
+    assert (len(held), list(held.granted)) == (2, [4])
 
 
 def test_record_that_was_not_granted_is_not_received(held: Holdings) -> None:
-    assert held.receive([fake(3, b"A")]) == []
-    assert len(held) == 0
+    step(held, 3)
+    assert held.receive([fake(7, b"A")]) == []
 
 
-def test_acknowledgement_is_sent_with_the_next_step(held: Holdings) -> None:
-    a, b = receive(held, "AB")
-    assert not held.unsent
-    ack(held, b, a)
-    assert (a.standing, len(held), held.unsent) == (Standing.SETTLED, 0, True)
-    assert held.begin_step()
-    assert held.sent == ({b"A": [0], b"B": [1]}, [])
-    held.apply(reply())
-    held.end_step()
-    assert (held.unsent, held.sync, held.number) == (False, Sync.AGREED, 2)
+def test_whole_batch_is_acknowledged_by_its_number(held: Holdings) -> None:
+    records = receive(held, "ABC")
+    ack(held, *records)
+    assert held.unsent
+    request = step(held)
+    assert (request.acks, request.settlements) == ((1,), ())
+    assert (held.unsent, len(held)) == (False, 0)
+
+
+def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
+    records = receive(held, "ABC")
+    ack(held, records[1])
+    assert step(held).settlements == (Settlement("A", 1, (1,)),)
+    ack(held, records[0], records[2])
+    assert step(held).acks == (1,), "the rest of the batch is all that the server still has of it"
 
 
 @pytest.mark.parametrize(
     ("kind", "parks", "rewinds"),
-    [("R", 0, 1), ("U", 0, 1), ("Q", 0, 0), ("X", 0, 0), ("X", 1, 1), ("Q", 1, 0)],
+    [
+        *(("R", False, True), ("U", False, True), ("Q", False, False)),
+        *(("X", False, False), ("X", True, True), ("A", True, False)),
+    ],
 )
 def test_rewind_returns_later_records_of_the_key(kind: str, parks: bool, rewinds: bool) -> None:
-    held = Holdings(reject_rewinds=bool(parks))
-    before, middle, other, after = receive(held, "AABA")
-    settle(held, middle, kind)
-    assert middle.standing is Standing.SETTLED
-    assert (before.standing, other.standing) == (Standing.HELD, Standing.HELD)
-    assert after.standing is (Standing.REWOUND if rewinds else Standing.HELD)
-    held.begin_step()
-    assert held.sent.others == [Settlement(kind, b"A", 1)]
+    held = Holdings(reject_rewinds=parks)
+    records = receive(held, "ABAA")
+    settle(held, records[2], kind)
+    expected = Standing.REWOUND if rewinds else Standing.HELD
+    assert [r.standing for r in records] == [
+        *(Standing.HELD, Standing.HELD, Standing.SETTLED, expected)
+    ]
+    returned = [one for one in step(held).settlements if one.kind == "U" and one.rewinds is None]
+    assert [one.offsets for one in returned] == ([(3,)] if rewinds else [])
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_record_fetched_after_a_rewind_of_its_key_is_not_held(held: Holdings, sent: bool) -> None:
+def test_record_fetched_after_a_rewind_of_its_key_is_returned(held: Holdings, sent: bool) -> None:
     (first,) = receive(held, "A")
-    step(held, 1, 2)
+    step(held, 1, 2, batch=2)
     settle(held, first, "R")
     if sent:
-        held.begin_step()
-    behind, other = fake(1, b"A"), fake(2, b"B")
-    assert held.receive([behind, other]) == [other]
-    assert held.granted == {}
+        step(held)
+    assert [r.offset for r in held.receive([fake(1, b"A"), fake(2, b"B")])] == [2]
+    assert Settlement("U", 2, (1,)) in step(held).settlements
+
+
+def test_record_granted_during_a_rewind_of_its_key_is_returned(held: Holdings) -> None:
+    (first,) = receive(held, "A")
+    held.begin_step(5)
+    settle(held, first, "R")  # while the step is on its way
+    held.apply(reply({2: [1]}))
+    held.end_step()
+    assert held.receive([fake(1, b"A")]) == []
+
+
+def test_record_granted_after_a_rewind_was_sent_is_held(held: Holdings) -> None:
+    (first,) = receive(held, "A")
+    settle(held, first, "R")
+    held.begin_step(5)
+    held.apply(reply({2: [0, 1]}, {0: 1}))
+    held.end_step()
+    assert held.granted == {0: 1, 1: 0}
+    assert [r.offset for r in held.receive([fake(0, b"A"), fake(1, b"A")])] == [0, 1]
 
 
 # Steps
@@ -134,138 +163,109 @@ def test_record_fetched_after_a_rewind_of_its_key_is_not_held(held: Holdings, se
 def test_step_sends_a_part_and_acknowledgements_first(
     held: Holdings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 3)
     monkeypatch.setattr(holdings, "_OTHERS_MAX", 1)
-    records = receive(held, "AAABCD")
-    ack(held, *records[:4])
-    settle(held, records[4], "Q")
-    settle(held, records[5], "Q")
-    said = []
-    last = False
-    while not last:
-        last = held.begin_step()
-        said.append((held.sent.acks, [other.offset for other in held.sent.others]))
-        held.apply(reply())
-        held.end_step()
-    assert said == [
-        ({b"A": [0, 1]}, []),
-        ({b"A": [2], b"B": [3]}, [4]),
-        ({}, [5]),
+    one, two = receive(held, "AB"), receive(held, "CD", 2, batch=2)
+    settle(held, one[0], "Q")
+    ack(held, one[1], *two)
+    sent = [held.begin_step(7)]
+    held.apply(reply({}))
+    held.end_step()
+    sent.append(held.begin_step(7))
+    assert [(request.acks, len(request.settlements), last) for request, last in sent] == [
+        ((), 1, False),
+        ((2,), 1, True),
     ]
+    assert [request.want for request, _ in sent] == [0, 7]
 
 
 def test_withdrawn_step_is_sent_again_before_the_rest(held: Holdings) -> None:
-    a, b, c, d = receive(held, "AABC")
-    ack(held, a)
-    settle(held, c, "Q")
-    held.begin_step()
-    assert held.sync is Sync.IN_DOUBT
-    ack(held, b)
-    settle(held, d, "Q")
+    records = receive(held, "ABCD")
+    ack(held, records[0])
+    settle(held, records[1], "X")
+    held.begin_step(0)
+    settle(held, records[2], "X")
     held.withdraw_step()
-    assert (held.sync, held.unsent) == (Sync.AGREED, True)
-    held.begin_step()
-    assert held.sent.acks == {b"A": [0, 1]}
-    assert [other.offset for other in held.sent.others] == [2, 3]
+    request, _ = held.begin_step(0)
+    assert [(one.kind, one.offsets) for one in request.settlements] == [
+        *(("A", (0,)), ("X", (1,)), ("X", (2,)))
+    ]
 
 
-def test_records_are_received_while_a_step_is_in_flight(held: Holdings) -> None:
-    step(held, 0)
-    held.begin_step()
-    assert (held.sync, held.unsure) == (Sync.IN_DOUBT, False)
-    assert len(held.receive([fake(0, b"A")])) == 1
+def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> None:
+    records = receive(held, "AB")
+    ack(held, records[0])
+    request, _ = held.begin_step(3)
+    ack(held, records[1])
+    assert held.begin_step(9) == (request, False)
+    held.apply(reply({}))
+    held.end_step()
+    assert held.begin_step(9)[0].number == request.number + 1
 
 
-def test_rewind_makes_unfetched_records_stale_until_reconciled(held: Holdings) -> None:
-    (first,) = receive(held, "A")
-    step(held, 1)
-    settle(held, first, "R")
+def test_reply_may_be_applied_twice(held: Holdings) -> None:
+    ack(held, *receive(held, "A"))
+    held.begin_step(2)
+    held.apply(reply({2: [5]}))
+    held.receive([fake(5, b"B")])  # interrupted here, so the step is sent again
+    held.apply(reply({2: [5]}))
+    held.end_step()
+    assert (len(held), held.granted) == (1, {})
+
+
+# What the server says
+
+
+def test_records_that_a_failover_took_back_are_not_held(held: Holdings) -> None:
+    records = receive(held, "ABC")
+    ack(held, records[2])
+    assert held.reconcile(7, {1: [0]}) == [2]
+    assert held.number == 7
+    assert [r.standing for r in records[:2]] == [Standing.HELD, Standing.TAKEN]
+
+
+def test_records_that_a_failover_gave_back_are_granted_again(held: Holdings) -> None:
+    ack(held, *receive(held, "AB"))
     step(held)
-    assert (held.sync, held.unsure) == (Sync.STALE, True)
-    assert held.receive([fake(1, b"A")]) == []
-    assert not held.lose(1)
-    held.reconcile(ConsumerState(held.number, {b"B": [2]}, {2: 4}))
-    assert (held.sync, held.granted) == (Sync.AGREED, {2: 4})
+    assert held.reconcile(1, {1: [0, 1]}) == []
+    assert held.granted == {0: 0, 1: 0}
 
 
-# After a lost reply
-
-
-def test_step_that_the_server_executed_is_not_sent_again(held: Holdings) -> None:
-    a, b = receive(held, "AB")
-    ack(held, a)
-    held.begin_step()
-    held.reconcile(ConsumerState(held.number + 1, {b"B": [1], b"C": [7]}, {7: 2}))
-    assert (held.sync, held.unsent, held.number) == (Sync.AGREED, False, 2)
-    assert (b.standing, held.granted) == (Standing.HELD, {7: 2})
-
-
-def test_step_that_the_server_did_not_execute_is_sent_again(held: Holdings) -> None:
-    a, b = receive(held, "AB")
-    ack(held, a)
-    held.begin_step()
-    held.reconcile(ConsumerState(held.number, {b"A": [0], b"B": [1]}, {}))
-    assert (held.unsent, held.granted, b.standing) == (True, {}, Standing.HELD)
-    held.begin_step()
-    assert held.sent.acks == {b"A": [0]}
-
-
-def test_records_that_the_server_took_back_are_not_held(held: Holdings) -> None:
-    a, b = receive(held, "AB")
-    step(held, 5)
-    held.reconcile(ConsumerState(held.number, {b"B": [1]}, {}))
-    assert (a.standing, b.standing, held.granted) == (Standing.TAKEN, Standing.HELD, {})
-
-
-def test_unsent_rewind_keeps_later_records_from_being_granted(held: Holdings) -> None:
-    first, behind = receive(held, "AA")
-    settle(held, first, "R")
-    held.reconcile(ConsumerState(held.number, {b"A": [0, 1]}, {}))
-    assert (held.granted, behind.standing) == ({}, Standing.REWOUND)
-
-
-def test_expired_lease_drops_all_records_and_voids_settlements(
-    held: Holdings,
+@pytest.mark.parametrize(
+    ("step_known", "void", "unknown"), [(2, [1], []), (1, [0, 1], []), (-1, [1], [0])]
+)
+def test_expired_lease_voids_only_settlements_that_did_not_count(
+    held: Holdings, step_known: int, void: list[int], unknown: list[int]
 ) -> None:
-    a, b, c, d = receive(held, "ABCD")
-    ack(held, a)
-    held.begin_step()
-    settle(held, b, "X")
-    ack(held, c)
-    held.add(Settlement("D", b"", 99))
-    assert sorted(held.void_settlements()) == [0, 1, 2]
-    held.fence()
-    assert (d.standing, len(held), held.unsent) == (Standing.TAKEN, 0, False)
-    held.start(0)
-    assert (held.number, held.sync) == (0, Sync.AGREED)
+    records = receive(held, "AB")
+    ack(held, records[0])
+    held.begin_step(0)  # step 2, whose reply is lost
+    ack(held, records[1])
+    assert held.fence(step_known, report()) == (void, unknown)
+    assert len(held) == 0
+    assert not held.unsent
 
 
-# Dead letters
+def test_expired_lease_reports_settlements_that_its_last_step_refused(held: Holdings) -> None:
+    ack(held, *receive(held, "AB"))
+    held.begin_step(0)
+    assert held.fence(2, report(refused=[1])) == ([1], [])
+
+
+# Dead letters and lost records
 
 
 def test_dead_letters_of_another_history_are_not_settled(held: Holdings) -> None:
-    here, hidden = Settlement("D", b"", 1, b"h1"), Settlement("D", b"", 2)
-    lost = Settlement("L", b"", 4)
-    for settlement in (here, hidden, Settlement("D", b"", 3, b"h2"), lost):
-        held.add(settlement)
-    assert held.has_letters
-    held.keep_letters(b"")  # the server hides its history
-    held.keep_letters(b"h1")
-    held.begin_step()
-    assert held.sent.others == [here, hidden, lost]
-    assert not held.has_letters
+    held.add(Settlement("D", 0, (1,), b"old"))
+    held.add(Settlement("D", 0, (2,), b"new"))
+    held.add(Settlement("D", 0, (3,), b""))
+    held.keep_letters(b"new")
+    assert [one.offsets for one in held.begin_step(0)[0].settlements] == [(2,), (3,)]
 
 
-# Lost records
-
-
-def test_lost_record_is_settled_with_the_key_that_the_server_knows(held: Holdings) -> None:
-    step(held, 0, 1)
-    assert held.lose(0)
-    assert held.lose(1)
-    assert not held.lose(1)
-    unnamed = held.has_unnamed_lost
-    held.name_lost({b"A": [0]})  # another consumer holds 1 now
-    assert (unnamed, held.has_unnamed_lost) == (True, False)
-    held.begin_step()
-    assert held.sent.others == [Settlement("G", b"A", 0)]
+def test_lost_record_is_settled_as_gone(held: Holdings) -> None:
+    step(held, 3, 4)
+    assert held.lose(3)
+    assert not held.lose(3)
+    assert step(held).settlements == (Settlement("G", 1, (3,)),)
+    assert len(held) == 1

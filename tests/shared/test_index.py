@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import meteor_py as meteor
 from meteor_py.publish import transaction
 from meteor_py.publish.transaction import Stage
 from meteor_py.records.frame import Columns
+from meteor_py.records.ordering_index import read_entry
 from meteor_py.redis import keys
 from tests.support.sharing import GROUP, Queue, check, drain
 from tests.support.waiting import eventually
@@ -32,7 +32,7 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
 
 def keys_of(stream: meteor.Stream) -> list[bytes]:
     """The ordering keys of all records, as a consumer sees them."""
-    with stream.shared_subscriber("look") as sub:
+    with stream.shared_subscriber("look", keyless="default") as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
@@ -46,44 +46,58 @@ def log_ids(client: meteor.Client, name: str = "s") -> list[bytes]:
     return [entry[0] for entry in client._connector.call("XRANGE", keys.log(name), "-", "+")]
 
 
-def test_index_has_an_entry_without_payload_for_each_frame(
+def test_index_has_entries_of_at_most_64_records_without_payload(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"secret"] * 4, keys=[b"a", b"b", b"a", None]).result(5)
-        pub.publish_many([b"secret"] * 2, keys=[b"a", b"a"]).result(5)
+        pub.publish_many([b"secret"] * 130, keys=[b"a"] * 129 + [b"c"]).result(5)
     assert index(client) == [
-        (b"3-4", [struct.pack("<4H", 0, 1, 0, 2), b"a", b"b", b""]),
-        (b"5-2", [struct.pack("<2H", 0, 0), b"a"]),
+        (b"3-4", [b"\0\1\0\2", b"\x93\xa1a\xa1b\xa0"]),
+        (b"67-64", [bytes(64), b"\x91\xa1a"]),
+        (b"131-128", [bytes(64), b"\x91\xa1a"]),
+        (b"133-130", [b"\0\1", b"\x92\xa1a\xa1c"]),
     ]
-    assert log_ids(client) == [b"3-4", b"5-2"]
+    assert log_ids(client) == [b"3-4", b"133-130"]
+    assert keys_of(stream)[-2:] == [b"a", b"c"]
 
 
+def indexed(client: meteor.Client) -> list[int]:
+    """The offsets that the index lists."""
+    rows = [read_entry(*entry) for entry in index(client)]
+    return [offset for first, found in rows for offset in range(first, first + len(found))]
+
+
+def offsets_in_log(client: meteor.Client) -> list[int]:
+    spans = [map(int, entry.split(b"-")) for entry in log_ids(client)]
+    return [offset for last, size in spans for offset in range(last - size + 1, last + 1)]
+
+
+@pytest.mark.parametrize("frame", [10, 300])
 def test_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
-    client: meteor.Client,
+    client: meteor.Client, frame: int
 ) -> None:
-    stream = client.stream("s", ordering_key="key", capacity=100)
+    """A frame of which only some records must go stays in the log, and so do its index entries."""
+    stream = client.stream("s", ordering_key="key", capacity=1_000)
     with stream.publisher() as pub:
-        for _ in range(50):
-            pub.publish_many([b"v"] * 10, keys=[b"k"] * 10)
-    ids = log_ids(client)
-    assert len(ids) <= 11
-    assert [entry[0] for entry in index(client)] == ids
-    stream.configure(capacity=20)
-    ids = log_ids(client)
-    assert len(ids) <= 3
-    assert [entry[0] for entry in index(client)] == ids
+        for _ in range(5_000 // frame):
+            pub.publish_many([b"v"] * frame, keys=[b"k"] * frame).result(5)
+    assert len(log_ids(client)) <= 1_000 // frame + 1
+    assert indexed(client) == offsets_in_log(client)
+    stream.configure(capacity=200)
+    assert len(log_ids(client)) <= 200 // frame + 1
+    assert indexed(client) == offsets_in_log(client)
 
 
 def test_index_is_trimmed_with_the_log_when_records_are_archived(url: str, tmp_path: Any) -> None:
     with meteor.connect(url) as client:
-        stream = client.stream("s", ordering_key="key", capacity=100, store=str(tmp_path))
+        stream = client.stream("s", ordering_key="key", capacity=1_000, store=str(tmp_path))
         with stream.publisher() as pub:
-            for _ in range(50):
-                pub.publish_many([b"v"] * 10, keys=[b"k"] * 10)
+            for _ in range(17):
+                pub.publish_many([b"v"] * 300, keys=[b"k"] * 300).result(5)
         stream.store.flush()
-        eventually(lambda: len(log_ids(client)) <= 11)
-        assert [entry[0] for entry in index(client)] == log_ids(client)
+        eventually(lambda: len(log_ids(client)) <= 5)
+        assert indexed(client) == offsets_in_log(client)
 
 
 def test_staged_frames_have_their_ordering_keys(

@@ -8,17 +8,58 @@ import pytest
 
 import meteor_py as meteor
 from tests.support.servers import plain_client
-from tests.support.shared_walk import Walk
+from tests.support.shared_walk import Walk, changed_scripts, small_scripts
 
 WALKS = 14
 STEPS = 90
+
+#: Faults that the walks must find: a text of the scripts, and what replaces it.
+FAULTS = {
+    "a key is never freed": (b"t.owner = NOBODY\nend", b"end"),
+    "a freed key is not offered": (b"place and raw ~= before", b"place == 8 and raw ~= before"),
+    "returned records are put at the end": (
+        b"local all = merge(from_line(t.line), offsets)",
+        b"local all = from_line(t.line)\n    for _, o in ipairs(offsets) do all[#all + 1] = o end",
+    ),
+    "a key holds one record more": (b"cap - t.held, #t.line / 7", b"cap - t.held + 1, #t.line / 7"),
+    "suspects travel together": (b"    count = 1\n  elseif x and", b"  elseif x and"),
+    "a last try has company": (b"if got > 0 or c.holding > 0 then", b"if false then"),
+    "no record is blamed for a death": (b"t.extended.blame >= 0 and t.held == 0", b"false"),
+    "acknowledged failures stay": (b"if p.failing > 0 then\n      f", b"if false then\n      f"),
+    "a batch stays unsettled": (b"marks[me .. ':' .. whole[i]] = false", b"local _"),
+    "a delay ends at once": (b"t.extended.stop, p.due = DELAYED, min(p.due, due)", b"local _"),
+    "a chunk is forgotten": (b"if x.far > 0 then pull_chunk(k, t) elseif", b"if"),
+    "a step is taken twice": (b"if number == c.step then", b"if number == c.step and false then"),
+    "a stopped key is claimed": (b"x.stop == DELAYED or x.stop == PARKED))\nend", b"false))\nend"),
+    "a key has two owners": (b"if owner == me and #raw == 8 then", b"if #raw == 8 then"),
+    "a scanned record overtakes": (b"if t.line ~= '' or pushed[k] or t.held", b"if t.held"),
+    "waiting records are not counted": (b"p.waiting - count\n  if x and", b"p.waiting\n  if x and"),
+}
 
 
 @pytest.mark.parametrize("number", range(WALKS))
 def test_each_record_is_settled_once_in_order_and_by_one_consumer(
     url: str, rng: random.Random, number: int
 ) -> None:
-    walk(url, f"{rng.randrange(1 << 32)}", STEPS)
+    seed = f"{rng.randrange(1 << 32)}"
+    if number % 2:
+        with small_scripts():
+            walk(url, seed, STEPS)
+    else:
+        walk(url, seed, STEPS)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_walks_find_planted_faults(url: str, fault: str) -> None:
+    with changed_scripts(dict([FAULTS[fault]])), small_scripts():
+        for number in range(8):
+            try:
+                walk(url, f"planted {number}", STEPS)
+            except (AssertionError, KeyError, meteor.MeteorError):
+                return
+            with plain_client(url) as plain:
+                plain.flushall()
+    pytest.fail("no walk has found it")
 
 
 def walk(url: str, seed: str, steps: int) -> None:

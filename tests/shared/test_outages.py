@@ -89,7 +89,7 @@ def publish(stream: meteor.Stream, records: int, groups: int = 20) -> None:
 def wait_until_settled(stream: meteor.Stream, timeout_s: float = 60) -> meteor.SharedDescription:
     shared, end = stream.shared_group(GROUP), stream.end().offset
     eventually(
-        lambda: shared.confirmed == end and not shared.describe().dying,
+        lambda: shared.confirmed == end and not shared.describe().dead_letters_pending,
         timeout_s,
         "the group is stuck",
     )
@@ -219,7 +219,7 @@ def test_consumers_settle_and_claim_on_a_full_server(private_server: ServerFacto
                     record.ack()
                 consumer.flush()
                 state = queue.shared.describe()
-                assert (state.acked, state.dying, state.confirmed) == (5, 1, 0)
+                assert (state.acked, state.dead_letters_pending, state.confirmed) == (5, 1, 0)
                 assert queue.consumer().poll(0) == []
             finally:
                 plain.config_set("maxmemory", 0)
@@ -310,10 +310,10 @@ def empty_claim(url: str, blocked: int) -> int:
                 pub.publish_many([b""] * blocked, keys=[b"g%d" % (n % 100) for n in range(blocked)])
             owner, other = queue.consumers(2, prefetch=100)
             assert len(owner.poll(5)) == 100
-            eventually(lambda: queue.shared.describe().looked == blocked or other.poll(0))
+            eventually(lambda: queue.shared.describe().scanned == blocked or other.poll(0))
             plain.config_resetstat()
             reply = other._deliveries.exchange(100)
             stats: Any = plain.info("commandstats")
             assert not reply.granted
-            assert reply.waiting == blocked - 100
+            assert queue.shared.describe().waiting == blocked - 100
             return sum(int(stat["calls"]) for stat in stats.values())

@@ -69,7 +69,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
 
 
 def test_groups_multi_consumer_defaults(any_url: str) -> None:
-    with Queue(any_url) as queue:
+    with Queue(any_url, keyless="default") as queue:
         with queue.stream.publisher() as pub:
             for number in range(3):
                 pub.publish(b"%d" % number)
@@ -376,7 +376,7 @@ def test_queue_delete(any_url: str) -> None:
 
 
 def test_default_group_id(any_url: str) -> None:
-    with Queue(any_url) as queue:
+    with Queue(any_url, keyless="default") as queue:
         queue.consumer()
         with queue.stream.publisher() as pub:
             pub.publish(b"without a group")

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -225,8 +226,84 @@ def test_record_that_keeps_failing_is_redelivered_and_becomes_a_dead_letter(
         letters = [
             record for batch in queue.client.stream("dead", create=True).read() for record in batch
         ]
-        assert len(letters) == 1
+        (letter,) = letters
+        assert letter.headers is not None
+        assert letter.headers["meteor-reason"] == b"ValueError: poison"
         assert "The handler failed for record 1" in caplog.text
+
+
+def test_run_processes_keyless_records_in_parallel(url: str) -> None:
+    with Queue(url) as queue:
+        with queue.stream.publisher() as pub:
+            pub.publish_many([b"job"] * 12)
+        together = threading.Barrier(4, timeout=30)
+
+        with Runner(queue.consumer(), lambda record: together.wait(), concurrency=4):
+            eventually(lambda: queue.shared.confirmed == 12, 30)
+
+
+def test_run_holds_few_records_for_slow_handlers(url: str) -> None:
+    with Queue(url, "ABCDEFGHIJ") as queue:
+        one, two = queue.consumers(2)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            begun.set()
+            assert go_on.wait(30)
+
+        with Runner(one, handle, concurrency=2):
+            assert begun.wait(20)
+            one.flush()
+            # One holds up to four records for each thread, and the rest is for the latecomer.
+            assert len(two.poll(20)) >= 2
+            two.commit()
+            go_on.set()
+            eventually(lambda: queue.shared.confirmed == 10)
+
+
+def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
+    with Queue(url, max_per_key=32) as queue:
+        queue.publish("ABCDEFGHIJKLMNOP" * 120, frame=480)
+        done = [0, 0, 0, 0]
+
+        def handler(number: int) -> Callable[[meteor.SharedRecord], None]:
+            def handle(record: meteor.SharedRecord) -> None:
+                time.sleep(0.002)  # the work
+                done[number] += 1
+
+            return handle
+
+        with ExitStack() as runners:
+            for number, consumer in enumerate(queue.consumers(4)):
+                runners.enter_context(Runner(consumer, handler(number)))
+                eventually(lambda: done[number] > 0)  # noqa: B023
+            before = done.copy()
+            eventually(lambda: sum(done) - sum(before) >= 800, 60)
+            after = done.copy()
+        share = max(b - a for a, b in zip(before, after, strict=True)) / (sum(after) - sum(before))
+        assert share <= 0.35
+
+
+def test_run_uses_the_whole_prefetch_for_one_thread_per_busy_key(url: str) -> None:
+    """Records of one key fill the limit, and the other threads still get work."""
+    with Queue(url, "A" * 60 + "BCD") as queue:
+        together = threading.Barrier(4, timeout=30)
+
+        def handle(record: meteor.SharedRecord) -> None:
+            if record.offset in (0, 60, 61, 62):
+                together.wait()
+
+        with Runner(queue.consumer(), handle, concurrency=4):
+            eventually(lambda: queue.shared.confirmed == 63, 30)
+
+
+def test_records_polled_after_run_use_the_whole_prefetch(url: str) -> None:
+    with Queue(url) as queue:
+        c1 = queue.consumer()
+        with Runner(c1, lambda record: None):
+            pass
+        queue.publish("ABCDEFGHIJ" * 10, frame=100)
+        assert len(c1.poll(5)) == 100
 
 
 def test_failed_handler_delays_its_key(url: str) -> None:

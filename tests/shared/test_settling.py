@@ -9,7 +9,17 @@ import pytest
 import meteor_py as meteor
 from meteor_py.shared import holdings, lease_renewer, prefetcher
 from meteor_py.subscribe import dead_letters
-from tests.support.sharing import GROUP, STREAM, Queue, Steps, die, drain, expire, offsets
+from tests.support.sharing import (
+    GROUP,
+    STREAM,
+    Queue,
+    Steps,
+    die,
+    drain,
+    expire,
+    make_due,
+    offsets,
+)
 from tests.support.waiting import eventually
 
 
@@ -196,7 +206,7 @@ def test_record_becomes_a_dead_letter_after_max_deliveries_and_its_key_continues
             dead_letters.TRIES_HEADER: b"3",
         }
         found = queue.shared.describe()
-        assert (found.dead, found.acked, found.dying) == (1, 2, 0)
+        assert (found.dead, found.acked, found.dead_letters_pending) == (1, 2, 0)
 
 
 def test_record_is_redelivered_forever_without_a_limit(any_url: str) -> None:
@@ -267,7 +277,7 @@ def test_close_after_reject_publishes_the_dead_letter(any_url: str) -> None:
             second.reject("two")
         assert [letter.value for letter in letters(queue)] == [b"A", b"B"]
         found = queue.shared.describe()
-        assert (found.dead, found.dying, found.confirmed) == (2, 0, 2)
+        assert (found.dead, found.dead_letters_pending, found.confirmed) == (2, 0, 2)
 
 
 def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
@@ -278,16 +288,14 @@ def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
         c1.poll(5)[0].reject("why")
         c1.flush()  # the server has assigned the dead letter to it
         die(c1)
-        assert queue.shared.describe().dying == 1
+        assert queue.shared.describe().dead_letters_pending == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
-        queue.client._connector.call(
-            "ZADD", queue.key("dying"), 0, "0"
-        )  # as if the lease had expired
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # as after lease_ttl
         assert c2.poll(0) == []
         c2.flush()
         assert len(letters(queue)) == 1
-        queue.client._connector.call("ZADD", queue.key("dying"), "XX", 0, "0")
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)
         c2.poll(0)
         assert len(letters(queue)) == 1
         assert queue.shared.confirmed == 1
@@ -484,8 +492,9 @@ def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> Non
 def test_settlements_are_sent_in_parts_and_acknowledgements_first(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "_ACKS_MAX", 4)
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 8)
     monkeypatch.setattr(holdings, "_OTHERS_MAX", 3)
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 5)  # so many records in a batch
     with Queue(url, "ABCDEABCDE" + "FFFF", lease_ttl=60.0) as queue:
         consumer = queue.consumer()
         records = consumer.poll(5)
@@ -498,7 +507,7 @@ def test_settlements_are_sent_in_parts_and_acknowledgements_first(
             for record in records[5:10]:
                 record.ack()
             consumer.flush()
-        assert steps.acks == [4, 2, 0]
+        assert steps.acks == [1, 5, 0]  # a part of a batch, a whole one
         assert steps.others == [0, 3, 3]
         state = queue.shared.describe()
         assert (state.acked, state.dead) == (6, 5)
@@ -507,6 +516,7 @@ def test_settlements_are_sent_in_parts_and_acknowledgements_first(
 
 def test_only_the_last_part_claims_records(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 2)
     with Queue(url, "ABCDEFGH") as queue:
         consumer = queue.consumer(prefetch=5)
         records = consumer.poll(5)
@@ -515,7 +525,7 @@ def test_only_the_last_part_claims_records(url: str, monkeypatch: pytest.MonkeyP
             for record in records:
                 record.ack()
             assert offsets(consumer.poll(5)) == [5, 6, 7]
-        assert steps.wants[:3] == [0, 0, 5]
+        assert steps.wants[:3] == [0, 0, 2]
 
 
 def test_large_claims_are_made_in_parts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

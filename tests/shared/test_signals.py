@@ -18,7 +18,7 @@ from meteor_py.shared import worker_pool
 from meteor_py.shared.lease_renewer import THREAD_PREFIX
 from meteor_py.shared.record import Standing
 from tests.support.group_members import Process
-from tests.support.sharing import GROUP, STREAM, Queue, discard, drain, offsets
+from tests.support.sharing import GROUP, STREAM, Queue, discard, drain, make_due, offsets
 from tests.support.waiting import eventually
 
 RECORDS = 4_000
@@ -141,7 +141,7 @@ def test_signal_handler_may_close_at_any_moment_and_all_records_are_returned(
 def finish(queue: Queue) -> None:
     """Check that other consumers get the remaining records, at once or after a lease TTL."""
     for consumer in queue.shared.describe().consumers:
-        queue.client._connector.call("ZADD", queue.key("leases"), "XX", 1, consumer.id)
+        make_due(queue.client._connector, queue.shared._protocol, "leases", consumer.id)
     with queue.stream.shared_subscriber(GROUP) as last:
         eventually(lambda: drain(last) == [] and queue.shared.confirmed == RECORDS, 20)
     state = queue.shared.describe()

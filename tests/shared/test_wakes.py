@@ -115,8 +115,8 @@ def test_room_made_during_a_claim_of_nothing_wakes_the_consumer(
     assert c1.poll(0.05) == []  # c1 has scanned everything
     exchange = c1._prefetcher.exchange
 
-    def settled_meanwhile(want: int) -> StepReply:
-        reply = exchange(want)
+    def settled_meanwhile(want: int, mode: str = "") -> StepReply:
+        reply = exchange(want, mode)
         if first.standing is Standing.HELD:
             assert want == 0
             first.ack()
@@ -164,10 +164,10 @@ def test_purge_that_makes_room_to_scan_wakes_a_waiting_consumer(
     queue = open_queue()
     c1, c2 = queue.consumer(prefetch=1), queue.consumer()
     queue.publish("A" * 10 + "B", frame=10)
-    queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
+    queue.client._connector.call("HSET", queue.key("meta"), "max_waiting", 5)
     assert offsets(c1.poll(5)) == [0]
     assert c2.poll(0) == []
-    assert queue.shared.describe().looked == 10
+    assert queue.shared.describe().scanned == 10
     assert woken(queue, c2, lambda: queue.shared.purge("A", limit=8)) == [10]
 
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py.runtime.completion import SESSION_PREFIX
 from meteor_py.subscribe import offset_confirms
+from meteor_py.subscribe.lease import Lease
 from tests.support.group_members import GROUP, GroupHarness
+from tests.support.proxied_stream import ProxiedStream
+from tests.support.proxied_stream import proxied as proxied
 from tests.support.readers import background, check_values, drain
 from tests.support.waiting import eventually
 
@@ -141,6 +145,46 @@ def test_confirm_with_a_waiter_is_sent_at_once(
     for offset in range(10):
         sub.poll(5, max_records=1)
         assert sub.confirm().result(10) == offset + 1
+
+
+def test_thread_that_waits_for_a_confirm_sends_it_if_it_may_wait_long_enough(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.fill(20)
+    sub = harness.subscriber()
+    sub.poll(5)
+    sub.confirm(0).result(5)  # connects
+    senders: list[str] = []
+    send = Lease.confirm
+
+    def confirm(self: Lease, *args: Any, **options: Any) -> int:
+        senders.append(threading.current_thread().name)
+        return send(self, *args, **options)
+
+    monkeypatch.setattr(Lease, "confirm", confirm)
+    assert sub.confirm(3).result() == 4
+    assert sub.confirm(5).result(0.5) == 6, "one reply may take longer than that"
+    ack = sub.confirm(7)
+    ack.add_done_callback(lambda _: None)
+    assert ack.result() == 8
+    mine, *others = senders
+    assert mine == threading.current_thread().name
+    assert len(others) == 2
+    assert all(name.startswith(SESSION_PREFIX) for name in others)
+
+
+def test_failed_confirm_of_a_waiting_thread_is_repeated_by_the_renewal_thread(
+    proxied: ProxiedStream,
+) -> None:
+    with proxied.publisher() as pub:
+        pub.publish_many([b"%d" % number for number in range(10)]).result(10)
+    sub = proxied.subscriber(group=GROUP, initial_offset="earliest")
+    assert len(sub.poll(5)) == 10
+    sub.confirm(0).result(5)
+    for offset in range(1, 10):
+        proxied.proxy.cut_after_request(match=b"EVALSHA")
+        assert sub.confirm(offset).result() == offset + 1
+        assert sub.confirmed == offset + 1
 
 
 def test_late_confirm_of_an_old_term_does_not_affect_the_current_term(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 
 import pytest
 
 import meteor_py as meteor
-from tests.support.interrupts import Interrupts
-from tests.support.waiting import eventually
+from tests.support.interrupts import Interrupts, interrupt_everywhere
+from tests.support.waiting import ends, eventually
 
 SECONDS = 1.5
 
@@ -42,8 +43,8 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
     def work() -> None:
         batch = sub.poll(rng.choice((0.0, 0.5)), rng.choice((1, 7)))
         assert [int(value) for value in batch.values()] == list(batch.offsets)
-        if batch and rng.random() < 0.3:
-            sub.confirm().result(5)
+        if batch and rng.random() < 0.5:
+            sub.confirm().result(rng.choice((5, None)))  # without a timeout, this thread sends it
 
     deadline = time.monotonic() + SECONDS
     with stream.subscriber(group="g", initial_offset="earliest") as sub:
@@ -51,6 +52,34 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
             while time.monotonic() < deadline:
                 interrupts.during(work, 2e-3)
         assert interrupts.count > 50
+        eventually(lambda: works(sub), 10, "the member is stuck")
+
+
+@pytest.mark.parametrize("call", ["poll", "confirm", "deactivate"])
+def test_each_call_of_a_member_may_be_interrupted_at_any_moment(
+    stream: meteor.Stream, call: str
+) -> None:
+    def confirm() -> None:
+        sub.confirm().result(5)
+
+    def deactivate() -> None:
+        sub.deactivate(5)
+
+    with stream.subscriber(group="g", initial_offset="earliest", lease_ttl=20) as sub:
+        calls: dict[str, Callable[[], object]] = {"poll": partial(sub.poll, 0, 1)}
+        calls |= {"confirm": confirm, "deactivate": deactivate}
+        sub.poll(5, 1)
+        moments = 0
+        for _ in interrupt_everywhere(calls[call]):
+            assert ends(lambda: sub.confirm(0).exception(5), 10), "another thread is stuck"
+            sub.reactivate()
+            eventually(lambda: sub.poll(1, 1), 10, "the member is stuck")
+            if call == "poll":  # let the next one acquire the lease and fetch
+                sub.deactivate(5)
+                sub.reactivate()
+            moments += 1
+        assert moments > 30
+        sub.reactivate()
         eventually(lambda: works(sub), 10, "the member is stuck")
 
 

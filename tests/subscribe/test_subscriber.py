@@ -88,7 +88,7 @@ def test_negative_seek_is_refused_and_moves_nothing(stream: meteor.Stream) -> No
 def test_seek_beyond_the_end_is_refused_and_moves_nothing(stream: meteor.Stream) -> None:
     end = fill(stream, 5)
     with stream.subscriber(initial_offset="earliest") as sub:
-        with pytest.raises(ValueError, match="beyond the end of stream 's', which is 5"):
+        with pytest.raises(ValueError, match="beyond the end of stream 's', which ends at 5"):
             sub.seek(end + 1)
         assert drain(sub) == [0, 1, 2, 3, 4]
         sub.seek(end)  # the end itself is a valid position
@@ -126,7 +126,9 @@ def test_initial_offset_may_be_an_offset_or_a_time(
     with stream.subscriber(group=other, initial_offset=4) as sub:
         assert check_values(sub.poll(5)) == [4]
     beyond = None if group is None else "beyond"
-    with pytest.raises(ValueError, match="Offset 6 is beyond the end of stream 's', which is 5"):
+    with pytest.raises(
+        ValueError, match="Offset 6 is beyond the end of stream 's', which ends at 5"
+    ):
         stream.subscriber(group=beyond, initial_offset=6)
     assert "beyond" not in [found.name for found in stream.groups()]
     if group is not None:  # the group already has a start

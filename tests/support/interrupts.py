@@ -1,13 +1,19 @@
-"""Interrupts calls of the main thread with real signals, at random moments."""
+"""Interrupts calls in the main thread.
+
+``Interrupts`` sends real signals, whose handler raises, at random moments. ``interrupt_at`` calls a
+handler at one chosen moment, and ``interrupt_everywhere`` raises at every moment in turn.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from random import Random
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class Interrupted(BaseException):
@@ -56,3 +62,62 @@ class Interrupts:
         except Interrupted:
             return True
         return False
+
+
+def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], object]) -> bool:
+    """Call ``work``, and ``handler`` in the middle of it, as Python would call a signal handler.
+
+    Python runs signal handlers where a Python function begins and where a C function has returned.
+    It calls a profiler at the same moments.
+
+    Args:
+        moment: The number of the moment, from 1.
+
+    Returns:
+        Whether ``work`` has this many moments; if not, ``handler`` was not called.
+    """
+    left = moment
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and not _is_finalizing(frame):
+            left -= 1
+            if left == 0:
+                handler()
+
+    before = sys.getprofile()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return left <= 0
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Returns whether a finalizer runs; Python drops exceptions that a handler raises there."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def interrupt_everywhere(work: Callable[[], object]) -> Iterator[None]:
+    """Call ``work`` repeatedly, and raise ``Interrupted`` at a later moment each time.
+
+    Yields after each interrupted call.
+    """
+
+    def handle() -> None:
+        raise Interrupted
+
+    for moment in itertools.count(1):
+        try:
+            if not interrupt_at(moment, handle, work):
+                return
+        except Interrupted:
+            pass
+        yield

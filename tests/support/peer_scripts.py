@@ -1,4 +1,4 @@
-"""Direct calls of the scripts of peer groups: messages, votes, and leftovers."""
+"""Helpers that call the scripts of peer groups directly: messages, votes and cleanup."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Fleet:
             elif time.monotonic() > next_at:
                 self.trouble()
                 next_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
-            return state.confirmed == end and not state.dying
+            return state.confirmed == end and not state.dead_letters_pending
 
         eventually(finished, 900, "the group takes too long")
         with self.all_awake():

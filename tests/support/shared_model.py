@@ -15,7 +15,8 @@ class Model:
         self.fate: dict[int, str] = {}  # by offset, of settled records
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # the consumer of each held record
-        self.suspects: set[int] = set()  # held by a consumer that died
+        self.bounds: dict[bytes, int] = {}  # the last record that a dead consumer held of a key
+        self.marks: dict[bytes, int] = {}  # records of a key below are purged when scanned
         self.dying: set[int] = set()
         self.stopped: dict[bytes, str] = {}  # keys: "d" (delayed) or "p" (parked)
 
@@ -55,21 +56,25 @@ class Model:
 
     def give_back(self, consumer: str, *, died: bool) -> None:
         heads: dict[bytes, int] = {}
-        known = set(self.suspects)
+        bounds = dict(self.bounds)
         for offset in sorted(o for o, c in self.holder.items() if c == consumer):
-            heads.setdefault(self.key_of[offset], offset)
+            key = self.key_of[offset]
+            heads.setdefault(key, offset)
             if died:
-                self.suspects.add(offset)
+                self.bounds[key] = max(self.bounds.get(key, -1), offset)
             del self.holder[offset]
         if died:  # only the first record of a key can have been in progress
-            for offset in heads.values():  # and its last try is delivered alone
-                if offset in known or self.failures[offset] + 1 != self.tries:
+            for key, offset in heads.items():  # and its last try is delivered alone
+                suspected = offset <= bounds.get(key, -1)
+                if suspected or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)
+
+    def is_suspect(self, offset: int) -> bool:
+        return offset <= self.bounds.get(self.key_of[offset], -1)
 
     def close_record(self, offset: int, fate: str) -> None:
         assert offset not in self.fate, f"{offset} was {self.fate[offset]}, now {fate}"
         self.fate[offset] = fate
-        self.suspects.discard(offset)
         self.failures.pop(offset, None)
 
     def open(self) -> list[int]:

@@ -7,28 +7,68 @@ the model, and runs fsck.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import redis
 
 import meteor_py as meteor
+from meteor_py.redis.scripts import SHARED_MAINTAIN, SHARED_STEP
 from meteor_py.shared.admin import SharedGroup, open_shared
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache
-from meteor_py.shared.protocol import StepReply
+from meteor_py.shared.group_state import Member, read_batch
+from meteor_py.shared.protocol import Maintenance, SharedProtocol, StepReply, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.subscribe.dead_letters import OFFSET_HEADER, bury
 from tests.support.shared_model import Model
+from tests.support.sharing import make_due
 
 STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 
 #: Steps without progress after which a group counts as stuck: a step reports only a few letters.
 IDLE_STEPS = 30
-_OF_CONSUMERS = (b"consumers", b"leases", b"dying")
+#: Parts of the state that a consumer changes when it joins.
+_OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")
+
+
+#: Sizes in the scripts, and small ones, with which a short walk meets every border.
+_SMALL = {
+    b"local BATCH = 32 ": b"local BATCH = 3 ",
+    b"local LOADS = 400 ": b"local LOADS = 6 ",
+    b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
+    b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
+    b"local RETURN = 64": b"local RETURN = 8",  # one exchange takes 64 portions back
+    b"local SCAN = 512": b"local SCAN = 9",
+}
+
+
+@contextmanager
+def changed_scripts(changes: dict[bytes, bytes]) -> Iterator[None]:
+    """Replace texts in the scripts of steps and maintenance, during the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        left = {*changes}
+        for script in (SHARED_STEP, SHARED_MAINTAIN):
+            source = script.source
+            for old, new in changes.items():
+                if old in source:
+                    left.discard(old)
+                source = source.replace(old, new)
+            patch.setattr(script, "source", source)
+            patch.setattr(script, "sha", hashlib.sha1(source, usedforsecurity=False).hexdigest())
+        assert not left, f"the scripts do not contain {left}"
+        yield
+
+
+def small_scripts() -> AbstractContextManager[None]:
+    return changed_scripts(_SMALL)
 
 
 class Hand:
@@ -81,7 +121,12 @@ class Walk(Model):
         self.shared, self.settings = open_shared(
             self.stream, self.stream._handle, GROUP, asked, meteor.InitialOffset.EARLIEST
         )
-        plain.hset(self.shared._protocol.key("state"), "max_waiting", self.room)
+        plain.hset(self.shared._protocol.key("meta"), "max_waiting", self.room)
+        self.shared._protocol.step = self.step  # type: ignore[method-assign]
+        self.shared._protocol.maintain = self.maintain  # type: ignore[method-assign]
+        self.hand: Hand | None = None  # in an exchange
+        self.told = True  # whether the model knows its settlements
+        self.left = ""  # the consumer of the last maintenance
         self.publisher = self.stream.publisher()
         self.buried: list[int] = []
         self.next = 0
@@ -193,8 +238,8 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        reply = self.exchange(hand, 0, leave=True)
-        assert not reply.granted
+        self.exchange(hand, 0)  # takes back all of a dead consumer: the model knows no portions
+        self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()
 
@@ -205,16 +250,19 @@ class Walk(Model):
         hand.said.clear()
         hand.close()
         self.ghosts.append(hand)
-        self.plain.zadd(self.shared._protocol.key("leases"), {hand.id: 1})
+        self.make_due("leases", hand.id)
+
+    def make_due(self, part: str, *members: Any) -> None:
+        make_due(self.client._connector, self.shared._protocol, part, *members)
 
     def expire(self) -> None:
         """The lease of a live consumer expires: its later settlements must not count."""
         if len(self.hands) < 2:
             return
         late, other = self.rng.sample(self.hands, 2)
-        while self.ghosts:  # each step detects one
+        while self.ghosts:
             self.exchange(other, 0)
-        self.plain.zadd(self.shared._protocol.key("leases"), {late.id: 1})
+        self.make_due("leases", late.id)
         self.exchange(other, self.rng.choice([0, 16]))
         assert late.id not in self.consumers()
         self.settle_some(late)
@@ -227,24 +275,24 @@ class Walk(Model):
         assert set(refused) == said, "every late settlement must be refused"
         after = self.state()
         for found in (before, after):  # late rejoins, and may get letters
-            found[b"state"].pop(b"last")
-            for part in list(found):
-                fields = found[part] if isinstance(found[part], dict) else {}
-                if part in _OF_CONSUMERS or fields.keys() == {b""}:
-                    del found[part]
+            for part in _OF_CONSUMERS:
+                found.pop(part, None)
         assert after == before, "late settlements must change nothing"
 
     def purge(self) -> None:
         key = self.rng.choice(self.names)
         limit = self.rng.choice([None, 1, 5])
-        waiting, looked = self.waiting(key), self.shared.describe().looked
-        purged = self.shared.purge(key, limit)
-        self.lose_unseen(looked)
-        gone = [o for o in waiting if o not in self.fate][:limit]
-        if self.room == 1_000_000:
-            assert purged == len(gone)
-        for offset in gone[:purged]:
-            self.close_record(offset, "purged")
+        looked, kept = self.shared.describe().scanned, self.stream.bounds()[0]
+        mark = self.marks.get(key, 0)
+        gone = [o for o in self.waiting(key) if o < looked or o >= max(kept, mark)][:limit]
+        assert self.shared.purge(key, limit) == len(gone)
+        for offset in gone:
+            if offset < looked:
+                self.close_record(offset, "purged")
+        if limit is None or len(gone) < limit:
+            self.marks[key] = len(self.key_of)
+        elif gone[-1] >= looked:
+            self.marks[key] = max(mark, gone[-1] + 1)
         if self.stopped.get(key) == "d" and not self.waiting_seen(key):
             del self.stopped[key]
 
@@ -257,31 +305,32 @@ class Walk(Model):
 
     def come_due(self) -> None:
         due = [key for key, how in self.stopped.items() if how == "d"]
-        for key in due:
-            self.plain.zadd(self.shared._protocol.key("delayed"), {key: 1})
+        self.make_due("delayed", *due)
         self.exchange(self.some_hand(), 0)
         for key in due:
             if self.stopped[key] == "d":
                 del self.stopped[key]
 
     def look_ahead(self) -> None:
-        looked = self.shared.describe().looked
+        looked, kept = self.shared.describe().scanned, self.stream.bounds()[0]
         states = self.shared.keys(look_ahead=True)
-        self.lose_unseen(looked)
-        if self.room < 1_000_000:
-            return
-        open_now = Counter(self.key_of[o] for o in self.open() if o not in self.dying)
+        open_now = Counter(
+            self.key_of[o]
+            for o in self.open()
+            if o not in self.dying
+            and (o < looked or o >= max(kept, self.marks.get(self.key_of[o], 0)))
+        )
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
         """Letters are handed out again, in case the consumer that got them has died."""
-        for offset in self.letters_in_state():
-            self.plain.zadd(self.shared._protocol.key("dying"), {offset: 0})
+        self.make_due("dying", *self.letters_in_state())
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
     def drain(self) -> None:
         """Let one remaining consumer settle everything; steps must make progress."""
         for hand in self.hands[1:]:
+            self.exchange(hand, 0)
             self.exchange(hand, 0, leave=True)
             hand.close()
         del self.hands[1:]
@@ -312,21 +361,15 @@ class Walk(Model):
     def exchange(
         self, hand: Hand, want: int, *, leave: bool = False, bury_letters: bool = False
     ) -> StepReply:
-        consumer = hand.id
-        said, hand.said = hand.said, []
-        looked = self.next
+        self.hand, self.told = hand, False
         reply = hand.deliveries.exchange(want, leave=leave)
-        assert not reply.refused, "the consumer held these records"
-        for step in sorted(said, key=lambda one: one[0] != "ack"):  # acks are sent first
-            self.tell(consumer, *step)
+        self.tell_all()
         if leave:
-            self.give_back(consumer, died=False)
+            self.give_back(self.left, died=False)
+        self.hand = None
         self.detect_the_dead()
-        if want and not leave:
-            self.check_lost(reply, looked)
-        self.check_grants(hand, reply)
+        letters = list(hand.deliveries.dead_letters)
         hand.deliveries.dead_letters.clear()
-        letters = reply.dead_letters
         for letter in letters:
             assert letter.offset in self.dying
             assert letter.ordering_key == self.key_of[letter.offset]
@@ -347,28 +390,61 @@ class Walk(Model):
             pass
         return reply
 
+    def tell_all(self) -> None:
+        """Tell the model what the hand has settled: it is sent before anything is claimed."""
+        hand = self.hand
+        if hand is None or self.told:
+            return
+        self.told = True
+        said, hand.said = hand.said, []
+        for one in sorted(said, key=lambda one: one[0] != "ack"):  # acks are sent first
+            self.tell(hand.id or self.left, *one)
+
+    def step(self, connection: Any, consumer: str, request: StepRequest) -> StepReply:
+        """Take a step, sometimes losing the first reply, and compare it with the model."""
+        call = partial(SharedProtocol.step, self.shared._protocol, connection, consumer, request)
+        reply = call()
+        if self.rng.random() < 0.1:
+            again = call()
+            assert (again.batches, again.report) == (reply.batches, reply.report)
+        hand = self.hand
+        if hand is None or consumer != hand.id:
+            return reply
+        assert not reply.report.refused, "the consumer held these records"
+        if request.want:
+            self.tell_all()
+        self.check_scanned(reply)
+        self.check_grants(hand, reply)
+        return reply
+
+    def maintain(self, connection: Any, consumer: str, *, leave: bool = False) -> Maintenance:
+        self.tell_all()
+        self.left = consumer
+        done = SharedProtocol.maintain(self.shared._protocol, connection, consumer, leave=leave)
+        self.detect_the_dead()
+        return done
+
     def detect_the_dead(self) -> None:
         there = self.consumers()
         for consumer in {*self.holder.values()} - there:
-            self.give_back(consumer, died=True)
+            if self.hand is None or consumer not in (self.hand.id, self.left):
+                self.give_back(consumer, died=True)
         self.ghosts = [ghost for ghost in self.ghosts if ghost.id in there]
 
-    def check_lost(self, reply: StepReply, looked: int) -> None:
+    def check_scanned(self, reply: StepReply) -> None:
         first = self.stream.bounds()[0]
-        for low, high in reply.lost:
-            assert looked <= low <= high < first, "only records that the ring dropped are lost"
+        for low, high in reply.report.lost:
+            assert self.next <= low <= high < first, "only records that the ring dropped are lost"
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
+        for offset in range(self.next, reply.next):
+            if offset < self.marks.get(self.key_of[offset], 0) and offset not in self.fate:
+                self.close_record(offset, "purged")
         self.next = reply.next
-
-    def lose_unseen(self, looked: int) -> None:
-        """Looking ahead finds records that the ring dropped before any consumer scanned them."""
-        for offset in range(looked, min(self.shared.describe().looked, self.stream.bounds()[0])):
-            self.close_record(offset, "lost")
 
     def check_grants(self, hand: Hand, reply: StepReply) -> None:
         last_tries = 0
-        for offset in reply.granted:
+        for offset in (o for offsets in reply.batches.values() for o in offsets):
             key = self.key_of[offset]
             assert offset not in self.fate
             assert offset not in self.holder
@@ -383,9 +459,9 @@ class Walk(Model):
             later = [o for o in self.holder if self.key_of[o] == key]
             assert {self.holder[o] for o in later} <= {hand.id}, "a key has one owner"
             assert len(later) < self.cap
-            assert not later or offset not in self.suspects, "a suspect waits for earlier records"
-            assert reply.failures.get(offset, 0) == self.failures[offset]
-            if offset in self.suspects and self.tries:
+            assert not later or not self.is_suspect(offset), "a suspect waits for earlier records"
+            assert reply.report.failures.get(offset, 0) == self.failures[offset]
+            if self.is_suspect(offset) and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
         if last_tries:
@@ -418,12 +494,18 @@ class Walk(Model):
     # -- checks --------------------------------------------------------------------------------
 
     def waiting_seen(self, key: bytes) -> list[int]:
-        looked = self.shared.describe().looked
+        looked = self.shared.describe().scanned
         return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:
-        found: Any = self.plain.hkeys(self.shared._protocol.key("consumers"))
-        return {consumer.decode() for consumer in found}
+        """Consumers that are alive, or whose records are not all taken back."""
+        flat: Any = self.plain.hgetall(self.shared._protocol.key("members"))
+        return {
+            consumer.decode()
+            for consumer, raw in flat.items()
+            if not Member.parse(raw).dead
+            or self.plain.exists(self.shared._protocol.whole(b"batches:" + consumer))
+        }
 
     def state(self) -> dict[bytes, Any]:
         found: dict[bytes, Any] = {}
@@ -441,7 +523,6 @@ class Walk(Model):
     def check(self) -> None:
         assert self.shared.fsck() == []
         found = self.shared.describe()
-        self.next = found.looked
         expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
         assert found.confirmed >= self.confirmed, "confirmed decreased"
@@ -451,10 +532,8 @@ class Walk(Model):
         assert found.purged == fates["purged"]
         held: dict[int, str] = {}
         for consumer in self.consumers():
-            flat: Any = self.plain.hgetall(self.shared._protocol.key(f"held:{consumer}"))
-            for key, offsets in flat.items():
-                if key and offsets:
-                    held |= {int(offset): consumer for offset in offsets.split(b",")}
+            values: Any = self.plain.hvals(self.shared._protocol.key(f"batches:{consumer}"))
+            held |= {offset: consumer for raw in values for offset, _ in read_batch(raw)}
         assert held == self.holder
         failures: Any = self.plain.hgetall(self.shared._protocol.key("failures"))
         assert {int(o): int(n) for o, n in failures.items()} == dict(+self.failures)

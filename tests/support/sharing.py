@@ -22,7 +22,10 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
+from meteor_py.redis.scripts import _read
 from meteor_py.shared import subscriber as subscribers
+from meteor_py.shared.group_state import Progress
+from meteor_py.shared.protocol import StepRequest
 from meteor_py.shared.record import Standing
 
 STREAM = "orders"
@@ -171,9 +174,39 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
     """Let its lease expire now: the next consumer treats it as dead."""
-    consumer.stream.client._connector.call(
-        "ZADD", consumer._shared._protocol.key("leases"), "XX", 1, consumer._deliveries._consumer
-    )
+    protocol, deliveries = consumer._shared._protocol, consumer._deliveries
+    make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
+
+
+#: Changes numbers of the group's progress: KEYS 1 meta; ARGV  1 how many numbers, then the place of
+#: each and what to add to it, or 'x' and its value.
+_CHANGE = b"""
+local format = '<ddddddddddddddddc6c6'
+local p = {struct.unpack(format, redis.call('HGET', KEYS[1], 'progress'))}
+for i = 1, tonumber(ARGV[1]) do
+  local place, change = tonumber(ARGV[2 * i]), ARGV[2 * i + 1]
+  local value = string.match(change, '^x(.*)$')
+  p[place] = value and tonumber(value) or p[place] + change
+end
+redis.call('HSET', KEYS[1], 'progress', struct.pack(format, unpack(p, 1, 18)))
+"""
+#: The places of numbers in the progress; see ``redis/lua/shared/_group.lua``.
+PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
+
+
+def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
+    """Add to numbers of the group's progress, or set them: ``due="x1"``."""
+    flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
+    script = _read("_fake") + _CHANGE  # fakeredis lacks struct
+    connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)
+
+
+def make_due(connector: Any, protocol: Any, part: str, *members: Any) -> None:
+    """Let leases, delays or the times of dead letters (a ``part`` of the state) end now."""
+    for member in members:
+        connector.call("ZADD", protocol.key(part), "XX", 1, member)
+    if connector.call("EXISTS", protocol.key("meta")):
+        change_progress(connector, protocol, **{"reap_at" if part == "leases" else "due": "x1"})
 
 
 def discard(consumer: meteor.SharedSubscriber) -> None:
@@ -250,11 +283,14 @@ class Steps:
         self.others: list[int] = []
         self.wants: list[int] = []
 
-        def step(*args: Any, **options: Any) -> Any:
-            self.acks.append(sum(map(len, options["acks"].values())))
-            self.others.append(len(options["others"]))
-            self.wants.append(options["want"])
-            return real(*args, **options)
+        def step(connection: Any, consumer_id: str, request: StepRequest) -> Any:
+            batches = consumer._deliveries.holdings._batches
+            partial = [one for one in request.settlements if one.kind == "A"]
+            whole = sum(len(batches[number].open) for number in request.acks)
+            self.acks.append(whole + sum(len(one.offsets) for one in partial))
+            self.others.append(len(request.settlements) - len(partial))
+            self.wants.append(request.want)
+            return real(connection, consumer_id, request)
 
         monkeypatch.setattr(protocol, "step", step)
 

@@ -2,7 +2,7 @@
 
     with Cluster(folder) as cluster, Driver(cluster, url, folder) as driver:
         driver.wait()
-        assert driver.attempts == [Attempt(0, "127.0.0.2", speculative=False), ...]
+        assert driver.attempts == [Attempt(1, 0, "127.0.0.2", speculative=False), ...]
 
 Spark speculates (starts a second attempt of a slow task) neither in ``local[...]`` nor on the host
 of the first attempt, and all workers of ``local-cluster[...]`` are on one host.
@@ -44,6 +44,7 @@ _HOSTS = ("127.0.0.2", "127.0.0.3")
 class Attempt(NamedTuple):
     """One attempt of a task, from Spark's event log."""
 
+    stage: int
     partition: int
     host: str
     speculative: bool
@@ -157,8 +158,15 @@ class Driver:
         """All attempts of tasks, in the order of their start."""
         (file,) = self._events.iterdir()
         events = [json.loads(line) for line in file.read_text().splitlines()]
-        started = [e["Task Info"] for e in events if e["Event"] == "SparkListenerTaskStart"]
-        return [Attempt(task["Index"], task["Host"], task["Speculative"]) for task in started]
+        started = [
+            (event["Stage ID"], event["Task Info"])
+            for event in events
+            if event["Event"] == "SparkListenerTaskStart"
+        ]
+        return [
+            Attempt(stage, task["Index"], task["Host"], task["Speculative"])
+            for stage, task in started
+        ]
 
 
 # The driver process

@@ -1,5 +1,27 @@
 """Waiting for a condition with a deadline, instead of sleeping."""
 
+import threading
+from collections.abc import Callable
+
 from meteor_py.testing import eventually
 
-__all__ = ["eventually"]
+__all__ = ["ends", "eventually", "running_threads"]
+
+
+def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
+    """Call ``work`` in another thread, and return whether it ends in time."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def running_threads() -> int:
+    """Returns the number of running threads, and makes ``threading`` forget those not started.
+
+    It keeps a thread whose start was interrupted.
+    """
+    unstarted = [thread for thread in threading.enumerate() if thread.ident is None]
+    for thread in unstarted:
+        threading._limbo.pop(thread, None)  # type: ignore[attr-defined]
+    return threading.active_count()

@@ -193,7 +193,7 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
     def table(found: Sequence[PeerLetter]) -> None:
         rows = [
             [
-                f"{show_age(round(one.buried_at * 1000), now_ms)} ago",
+                f"{show_age(round(one.failed_at * 1000), now_ms)} ago",
                 *(one.member, one.queue, one.verb, one.sender, one.type or None),
                 *(len(one.body), one.reason),
             ]
@@ -209,7 +209,7 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
 
 def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
     fields = vars(letter) | {"body": writable(letter.body)}
-    times = {"failed": fields.pop("buried_at"), "sent": fields.pop("sent_at")}
+    times = {"failed": fields.pop("failed_at"), "sent": fields.pop("sent_at")}
     return {name: round(seconds * 1000) for name, seconds in times.items()} | fields
 
 

@@ -56,7 +56,9 @@ def seek(
         to = position.resolve(opened)
         end = opened.bounds()[1]
         if to > end:
-            raise ValueError(f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.")
+            raise ValueError(
+                f"Offset {to} is beyond the end of stream {stream!r}, which ends at {end}."
+            )
         before = None if found is None else found.confirmed
         if not dry_run:
             target = "earliest" if position == Position("earliest") else to

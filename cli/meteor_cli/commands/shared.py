@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -54,17 +54,10 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
         found = read_streams(m, _shared_of, stream)
         if stream is not None and m.stream(stream, create=False).config.ordering_key is None:
             if_none = (
-                f"stream {stream!r} was created without --ordering-key, so it cannot have shared "
-                "groups. Create one with `meteor streams create NAME --ordering-key key`."
+                f"stream {stream!r} has no ordering key, so it cannot have shared groups. Add one "
+                f"with `meteor streams configure {stream} --ordering-key key`."
             )
-    print_list(found, as_json, _fields, _print_shared, if_none)
-
-
-def _fields(found: tuple[str, SharedDescription]) -> dict[str, Any]:
-    fields = stream_fields(found)
-    fields["scanned"] = fields.pop("looked")
-    fields["dead_letters_pending"] = fields.pop("dying")
-    return fields
+    print_list(found, as_json, stream_fields, _print_shared, if_none)
 
 
 def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
@@ -108,7 +101,7 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
     if as_json:
         states = [to_fields(state) | {"key": writable(state.key)} for state in keys[:number]]
         more = {"keys": states, "keys_total": len(keys), "reasons": why}
-        print_json(_fields((stream, found)) | more)
+        print_json(stream_fields((stream, found)) | more)
         return
     print_facts(_facts(stream, found, end))
     if found.consumers:
@@ -148,7 +141,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
         "died",
-        "max per key": counted(config.max_per_key, "record"),
+        "max per key": _most(config.max_per_key),
         "lease": f"{config.lease_ttl:g} s",
         "give up": f"{when}, then {'park' if parks else 'continue with'} the key",
         "dead letters": letters,
@@ -158,6 +151,12 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         first, last = found.lost_last
         facts["last lost"] = f"records {first} to {last}, dropped before delivery"
     return facts
+
+
+def _most(max_per_key: int) -> str:
+    from meteor_py.shared.config import PREFETCH_MAX
+
+    return "as prefetch" if max_per_key == PREFETCH_MAX else counted(max_per_key, "record")
 
 
 def _print_states(keys: Sequence[KeyState]) -> None:
@@ -200,12 +199,8 @@ def purge(
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
-        found = opened.keys(look_ahead=not dry_run)  # looking ahead changes the group's state
+        found = opened.keys(look_ahead=True)
         state = next((one for one in found if one.key == key), None)
-        unknown = opened.stream.end().offset - opened.describe().looked
-        if dry_run and unknown > 0:
-            new = counted(unknown, "record", "is", "are")
-            say(f"{new} not scanned yet, and may have this key.")
         waiting = state.waiting if state else 0
         stay = ""
         if state and state.acquired:
@@ -313,7 +308,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
             f"{counted(found.ready, 'key', 'is', 'are')} ready for the next consumer that polls "
             "and has room for more records."
         )
-    new = found.confirmed + found.lag - found.looked
+    new = found.confirmed + found.lag - found.scanned
     if new > 0 and found.waiting < WAITING_MAX:
         why.append(
             f"{counted(new, 'record', 'is', 'are')} not scanned yet. Consumers scan new records "
@@ -338,9 +333,9 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
             records = counted(sum(stopped), "record")
             these = counted(len(stopped), "key", "is", "are")
             why.append(f"{these} {state}, with {records}. {then}")
-    if found.dying:
+    if pending := found.dead_letters_pending:
         why.append(
-            f"{counted(found.dying, 'record', 'is', 'are')} waiting to be published to the "
+            f"{counted(pending, 'record', 'is', 'are')} waiting to be published to the "
             f"dead-letter stream {found.config.dead_letter!r}. A consumer that has permission to "
             "publish there must poll."
         )

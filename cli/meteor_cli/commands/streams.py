@@ -123,6 +123,13 @@ _settings = options.together(
     ),
     options.compression,
     click.option("--checksum/--no-checksum", default=None, help="Store a CRC-32 with each frame."),
+    click.option(
+        "--ordering-key",
+        type=options.rule,
+        metavar="RULE",
+        help="Ordering key of records, for shared groups: key or header:NAME. "
+        "Can be added later, but not changed.",
+    ),
     options.count(
         "--max-unarchived",
         help="Records that may wait for the archiver. Default: 10 times the capacity.",
@@ -151,12 +158,6 @@ meteor streams create carts --ordering-key key""",
     type=click.Choice(["bytes", "text", "json", "msgpack"]),
     help="Type of values. Cannot be changed later. Default: bytes.",
 )
-@click.option(
-    "--ordering-key",
-    type=options.rule,
-    metavar="RULE",
-    help="Ordering key of records, for shared groups: key or header:NAME. Cannot be changed later.",
-)
 @click.option("--store", metavar="URI", help="Archive records to this DIR or s3://... address.")
 @options.flag("--resume", help="Continue the stream that is archived in the store.")
 def create_stream(session: Session, stream: str, **settings: Any) -> None:
@@ -175,7 +176,12 @@ def create_stream(session: Session, stream: str, **settings: Any) -> None:
     say(f"stream {stream!r} {verb} with a ring of {capacity:,} records.")
 
 
-@command("configure", example="meteor streams configure orders --capacity 1000000")
+@command(
+    "configure",
+    example="""\
+meteor streams configure orders --capacity 1000000
+meteor streams configure orders --ordering-key key""",
+)
 @options.stream_name
 @_settings
 @options.confirmation(

@@ -13,7 +13,7 @@ class PeerLetter:
     """A message that could not be delivered. Get them with ``group.dead_letters()``."""
 
     #: When it became a dead letter, in seconds since 1970 by the group's clock; and why.
-    buried_at: float
+    failed_at: float
     reason: str
     #: The last member that had it.
     member: str
@@ -34,7 +34,7 @@ def read_letter(entry: bytes, flat: list[bytes]) -> PeerLetter:
     """Parse an entry of the stream ``dead``."""
     fields = read_fields(flat)
     return PeerLetter(
-        buried_at=read_place(entry)[0] / 1000,
+        failed_at=read_place(entry)[0] / 1000,
         reason=fields["reason"].decode(errors="replace"),
         member=fields["member"].decode(),
         id=fields["id"].decode(),

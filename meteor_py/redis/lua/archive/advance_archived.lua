@@ -30,7 +30,7 @@ end
 redis.call('HSET', KEYS[2], 'archived', ARGV[7])
 local floor = math.min(tonumber(m[4]) - tonumber(m[5]), to)
 if floor > 0 then
-  local id = string.format('%.0f-0', floor)
-  for _, key in ipairs({KEYS[1], KEYS[4]}) do redis.call('XTRIM', key, 'MINID', '=', id) end
+  redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', floor))
+  if KEYS[4] then redis.call('XTRIM', KEYS[4], 'MINID', '=', index_floor(KEYS[4], floor)) end
 end
 return {'OK'}

@@ -5,7 +5,7 @@
 -- ARGV  1 incarnation  2 number of fields of meta, their names and values included
 --       3... fields and values of meta, then for each group: name, start, confirmed or '',
 --       floating, term; then for each writer: name, fence
--- Returns {1 if created else 0, all fields and values of meta, those of settings}.
+-- Returns {1 if created else 0, all fields and values of meta, all fields and values of settings}.
 -- Atomic because a writer or member that finds the stream must also find its own state.
 
 local created = 0

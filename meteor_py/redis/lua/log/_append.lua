@@ -7,7 +7,7 @@
 local format, call = string.format, redis.call
 
 local m = call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'appended',
-               'capacity', 'archived', 'max_unarchived', 'keep', 'large')
+               'capacity', 'archived', 'max_unarchived', 'keep', 'large', 'group_by')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 
@@ -20,12 +20,20 @@ local function append_time()
   return now
 end
 
--- Append a frame of n records (n is a string) at the offset `first`, and its entry (...) to the
+-- Append a frame of n records (n is a string) at the offset `first`, and its entries (...) to the
 -- index, if any. Trim both, and advance meta. Pass '' if there is no crc.
 -- Returns nil on success. If the frame must be refused, writes nothing and returns the reply to send.
 local function append_frame(first, n, now, name, payload, crc, index, ...)
-  local count = tonumber(n) or 0
+  local count, entries = tonumber(n) or 0, 0
   if count < 1 or count > 99999 or format('%d', count) ~= n then return {'INVALID'} end
+  if index then -- the form of its entries: see records/ordering_index.py
+    entries = select('#', ...)
+    if entries ~= 2 * math.ceil(count / 64) then return {'INVALID'} end
+    for i = 1, entries, 2 do
+      local numbers, keys = select(i, ...)
+      if #numbers ~= math.min(count - 32 * (i - 1), 64) or #keys > 17000 then return {'INVALID'} end
+    end
+  end
   local after = first + count
   if after > 9007199254740991 then return {'EXHAUSTED'} end
   local floor = after - tonumber(m[6])
@@ -84,7 +92,14 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   else -- the ring is not full yet
     call('XADD', KEYS[1], id, 't', now, name, payload)
   end
-  if index then call('XADD', index, 'MINID', '=', minid, id, ...) end
+  if index then
+    if floor > 0 then minid = index_floor(index, floor) end
+    for i = 1, entries, 2 do
+      local numbers, keys = select(i, ...)
+      local up_to = 32 * (i - 1) + #numbers
+      call('XADD', index, 'MINID', '=', minid, format('%d-%d', first + up_to - 1, up_to), numbers, keys)
+    end
+  end
   call('HSET', KEYS[2], 'next', format('%d', after), 'appended', now)
   if bytes then
     call('HSET', KEYS[2], 'bytes', format('%d', bytes))

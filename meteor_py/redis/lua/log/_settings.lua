@@ -1,14 +1,14 @@
--- Library of the scripts that write a stream's settings.
--- The settings that no script needs are in a key of their own, which only administrators may write.
--- meta has copies of them for releases before 0.3; this release reads the copies only to convert
--- a stream that such a release created.
+-- Library for scripts that write a stream's settings.
+-- Settings that no script needs are in a separate key, which only administrators may write. meta has
+-- copies for releases before 0.3. This release reads the copies only to convert a stream that such a
+-- release created.
 
 local is_setting = {
   codec = true, compression = true, checksum = true, group_by = true, store = true,
   store_before = true, store_uri = true, retain = true, retain_bytes = true,
 }
 
--- Write the settings of this incarnation, as meta has them.
+-- Copy the settings of this incarnation from meta.
 local function copy_settings(meta_key, settings_key)
   redis.call('DEL', settings_key)
   redis.call('HSET', settings_key, 'incarnation', redis.call('HGET', meta_key, 'incarnation'))

@@ -16,12 +16,12 @@ local floor = tonumber(ARGV[3])
 if m[3] then floor = math.min(floor, tonumber(m[3])) end
 if floor > 0 then
   local id = string.format('%.0f-0', floor)
-  local logs, trimmed = {KEYS[1], KEYS[3]}, 0
-  for _, key in ipairs(logs) do
-    trimmed = trimmed + redis.call('XTRIM', key, 'MINID', '~', id, 'LIMIT', 1000)
+  local ids, trimmed = {id, KEYS[3] and index_floor(KEYS[3], floor)}, 0
+  for i, id in ipairs(ids) do
+    trimmed = trimmed + redis.call('XTRIM', KEYS[2 * i - 1], 'MINID', '~', id, 'LIMIT', 1000)
   end
   if trimmed > 0 then return {'MORE'} end
-  for _, key in ipairs(logs) do redis.call('XTRIM', key, 'MINID', '=', id) end
+  for i, id in ipairs(ids) do redis.call('XTRIM', KEYS[2 * i - 1], 'MINID', '=', id) end
 end
 local newer = m[4] or ''
 while newer ~= '' and tonumber(string.sub(newer, 1, 16)) < tonumber(ARGV[4]) do

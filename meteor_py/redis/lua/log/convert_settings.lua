@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- Give a stream that a release before 0.3 created a key for its settings, once.
+-- Create the settings key of a stream that a release before 0.3 created.
 --
 -- KEYS  1 meta  2 settings
 -- ARGV  1 incarnation
 -- Returns {'OK', all fields and values of settings}, or {'NOSTREAM'}  {'INCARNATION'}
--- Atomic because the settings must be those of this incarnation, and complete.
+-- Atomic because the settings must be complete and belong to this incarnation.
 --
--- Existing settings stay, whatever meta says: more clients may write meta than may write settings.
+-- Never overwrites existing settings: more clients may write meta than settings.
 
 local incarnation = redis.call('HGET', KEYS[1], 'incarnation')
 if incarnation ~= ARGV[1] then return {incarnation and 'INCARNATION' or 'NOSTREAM'} end

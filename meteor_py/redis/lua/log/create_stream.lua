@@ -2,7 +2,7 @@
 --
 -- KEYS  1 meta  2 settings
 -- ARGV  1 incarnation  2 history of the sender's connection  3... settings: field, value, ...
--- Returns {1 if created else 0, all fields and values of meta, those of settings}.
+-- Returns {1 if created else 0, all fields and values of meta, all fields and values of settings}.
 -- Atomic because if two clients create a stream with different settings, one must win entirely.
 
 local created = 0

@@ -11,7 +11,9 @@
 -- the reason why the frame was not written:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
---   {'INVALID'}: the number of records is not between 1 and 99,999, or a new producer has no lifetime
+--   {'INVALID'}: the number of records is not between 1 and 99,999, the index entries do not match
+--     it, or a new producer has no lifetime
+--   {'ORDERED', ordering key}: the stream has got an ordering key, and the index entry is missing
 -- Atomic because the offset, its frame and the producer's state must agree.
 -- There is no '#!lua' line, so that the script also runs on a server that is out of memory. There, a
 -- retry gets its first reply again. A new frame fails at XADD, the first write, and changes nothing.
@@ -39,6 +41,7 @@ elseif seq ~= tonumber(p[2]) + 1 then
   return {'OK', tonumber(first), tonumber(m[3])}
 end
 
+if m[11] and not KEYS[4] then return {'ORDERED', m[11]} end
 local first = tonumber(m[4])
 local refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
                              unpack(ARGV, 12))

@@ -1,43 +1,34 @@
 #!lua flags=allow-oom
--- Join a shared group as a consumer, or return the state of a consumer.
+-- Join a shared group as a consumer.
 --
--- KEYS  1 meta  2 state  3 leases  4 consumers  5 held by this consumer  6 failures
--- ARGV  1 incarnation of stream and group  2 consumer, an id that is never reused
---       3 display name  4 'join', or '' if it must have joined before
--- Returns {'OK', number of its last step, {ordering key, offsets held, ...}, {offset, failures, ...} of
---   held records that have failed}, or
---   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: its lease has expired
--- Atomic because a consumer that lost a reply learns from the step number and the held records together
--- whether its step was taken.
+-- KEYS  1 meta of the stream  2 meta of the group  3 members  4 leases  5 batches of this consumer
+-- ARGV  1 incarnation of stream and group  2 consumer, an id of six characters  3 its name
+-- Returns {'OK'}  {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'TAKEN'}: another consumer has that id
+-- Atomic because no two consumers may have one id. A repeat by the same consumer changes nothing.
 
-local found = redis.call('HGET', KEYS[1], 'incarnation')
-if found ~= string.match(ARGV[1], '^[^.]*') then
-  return {found and 'INCARNATION' or 'NOSTREAM'}
+local call = redis.call
+local found = call('HGET', KEYS[1], 'incarnation')
+if found ~= string.match(ARGV[1], '^[^.]*') then return {found and 'INCARNATION' or 'NOSTREAM'} end
+local s = call('HMGET', KEYS[2], 'incarnation', 'progress', 'lease_ms')
+if s[1] ~= ARGV[1] then return {'NOGROUP'} end
+local MEMBER, PROGRESS = '<dddddBBBHc0Hc0I4c0', '<ddddddddddddddddc6c6' -- see shared/_group.lua
+local member = call('HGET', KEYS[3], ARGV[2])
+if member then
+  local fields = {struct.unpack(MEMBER, member)}
+  return {fields[1] == 0 and fields[10] == ARGV[3] and 'OK' or 'TAKEN'}
 end
-local s = redis.call('HMGET', KEYS[2], 'incarnation', 'lease_ms')
-if s[1] ~= ARGV[1] and string.match(s[1] or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
-local step = string.match(redis.call('HGET', KEYS[4], ARGV[2]) or '', '^%d+')
-if not step then
-  if ARGV[4] == '' then return {'FENCED'} end
-  step = '0'
-  redis.call('HSET', KEYS[4], ARGV[2], '0::' .. ARGV[3])
-  -- Padding: Redis stores a small hash as a list and searches it for each ordering key, unless a value
-  -- is longer than 64 bytes.
-  redis.call('HSET', KEYS[5], '', string.rep('-', 65))
+if #ARGV[2] ~= 6 or not string.find(ARGV[2], '^[%w_-]+$') or call('EXISTS', KEYS[5]) == 1 then
+  return {'TAKEN'}
 end
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-redis.call('ZADD', KEYS[3], string.format('%.0f', now + s[2]), ARGV[2])
-local held, failed = redis.call('HGETALL', KEYS[5]), {}
-if redis.call('EXISTS', KEYS[6]) == 1 then
-  for i = 1, #held, 2 do
-    for offset in string.gmatch(held[i] == '' and '' or held[i + 1], '%d+') do
-      local failures = redis.call('HGET', KEYS[6], offset)
-      if failures then
-        failed[#failed + 1] = offset
-        failed[#failed + 1] = failures
-      end
-    end
-  end
-end
-return {'OK', tonumber(step), held, failed}
+local p, lease = {struct.unpack(PROGRESS, s[2])}, tonumber(s[3])
+local time = call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local gap = math.max(now - p[5], 0)
+p[3], p[4], p[5] = p[3] + gap, p[4] + math.min(gap, math.floor(lease / 2)), now
+local deadline = p[4] + lease + math.floor(lease / 8)
+p[6] = math.min(p[6], deadline)
+call('HSET', KEYS[3], ARGV[2],
+     struct.pack(MEMBER, 0, deadline, 0, 1, 0, 0, 0, 0, 0, '', #ARGV[3], ARGV[3], 0, ''))
+call('ZADD', KEYS[4], deadline, ARGV[2])
+call('HSET', KEYS[2], 'progress', struct.pack(PROGRESS, unpack(p, 1, 18)))
+return {'OK'}

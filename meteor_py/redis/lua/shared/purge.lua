@@ -1,58 +1,73 @@
 #!lua flags=allow-oom
 -- Settle waiting records of an ordering key, the oldest first, without processing them.
 --
--- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 suspects
---       9 waiting of the ordering key  10 bell
--- ARGV  1 incarnation of stream and group  2 ordering key  3 the last offset to purge
---       4 prefix of the shared group's keys, from which those of the owner are made
--- Returns {'OK', records purged, 1 if another call is needed}, or
+-- KEYS  1 meta of the stream  2 meta of the group  3 keys  4 waiting  5 ready  6 blocked  7 delayed
+--       8 failures  9 idle  10 purges
+-- ARGV  1 incarnation of the stream, with or without that of the group  2 ordering key
+--       3 prefix of the group's keys, from which those of its consumers are made
+--       4 the offset after the last one to purge. Records that are not scanned yet are purged when they
+--       are.
+-- Returns {'OK', records purged, 1 if another call is needed, next offset to scan, the offset up to which
+--   earlier calls purge}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because no consumer may claim a record that is being purged. Held records are not purged.
+-- Repeating a call after a lost reply is harmless.
 
-local call = redis.call
-local found = call('HGET', KEYS[1], 'incarnation')
-if found ~= string.match(ARGV[1], '^[^.]*') then
-  return {found and 'INCARNATION' or 'NOSTREAM'}
+local key, call, upto = ARGV[2], redis.call, tonumber(ARGV[4])
+local EXTENDED = '<Bc6HBdddddd' -- see shared/_keys.lua
+local FREE, DELAYED, BEHIND, MOST = 0, 1, 3, 1024
+local before = call('ZSCORE', KEYS[10], key) or 0
+if upto > p.next then
+  p.purging = p.purging + call('ZADD', KEYS[10], 'GT', upto, key)
 end
-local s = call('HMGET', KEYS[2], 'incarnation', 'waiting', 'max_waiting')
-if s[1] ~= ARGV[1] and string.match(s[1] or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
-local key = ARGV[2]
-local last, purged = tonumber(ARGV[3]), {}
-for _, offset in ipairs(call('LRANGE', KEYS[9], 0, 4095)) do
-  if tonumber(offset) > last then break end
-  purged[#purged + 1] = offset
+local raw, purged, more = call('HGET', KEYS[3], key), {}, 0
+if raw then
+  local t, line
+  if string.byte(raw) == 255 then
+    t = {struct.unpack(EXTENDED, raw)}
+    line = string.sub(raw, t[11])
+  else
+    t = {255, string.sub(raw, 1, 6), struct.unpack('<H', raw, 7), FREE, -1, -1, -1, 0, -1, 0}
+    line = string.sub(raw, 9)
+  end
+  while line ~= '' and #purged < MOST do
+    local o = struct.unpack('<I7', line)
+    if o >= upto then break end
+    purged[#purged + 1] = string.format('%.0f', o)
+    line = string.sub(line, 8)
+    if line == '' and t[10] > 0 then
+      local field = key .. ':' .. string.format('%.0f', t[8])
+      line = call('HGET', KEYS[4], field) or ''
+      call('HDEL', KEYS[4], field)
+      t[8], t[10] = t[8] + 1, t[10] - #line / 7
+    end
+  end
+  more = line ~= '' and #purged >= MOST and struct.unpack('<I7', line) < upto and 1 or 0
+  if #purged > 0 then
+    local owner, held = t[2], t[3]
+    if line == '' then
+      call('ZREM', KEYS[5], key)
+      call('ZREM', KEYS[6], key)
+      if t[4] == DELAYED then call('ZREM', KEYS[7], key) end
+      if t[4] == DELAYED or t[4] == BEHIND then t[4] = FREE end
+    else
+      local head = struct.unpack('<I7', line)
+      for set = 5, 6 do call('ZADD', KEYS[set], 'XX', head, key) end
+    end
+    if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end -- kept for a last try
+    t[2] = owner
+    local plain = t[4] == FREE and t[5] < 0 and t[6] < 0 and t[10] <= 0
+    if held == 0 and line == '' and t[4] == FREE then
+      call('HDEL', KEYS[3], key)
+    elseif plain then
+      call('HSET', KEYS[3], key, owner .. struct.pack('<H', held) .. line)
+    else
+      call('HSET', KEYS[3], key, struct.pack(EXTENDED, unpack(t, 1, 10)) .. line)
+    end
+    p.failing = p.failing - call('HDEL', KEYS[8], unpack(purged))
+    p.waiting, p.purged = p.waiting - #purged, p.purged + #purged
+  end
 end
-if #purged == 0 then return {'OK', 0, 0} end
-call('LPOP', KEYS[9], #purged)
-call('HDEL', KEYS[7], unpack(purged))
-call('SREM', KEYS[8], unpack(purged))
-call('HINCRBY', KEYS[2], 'waiting', -#purged)
-call('HINCRBY', KEYS[2], 'purged', #purged)
-if tonumber(s[2]) >= tonumber(s[3]) then  -- consumers may continue scanning
-  local bell = call('HINCRBY', KEYS[2], 'bell', 1)
-  call('XADD', KEYS[10], 'MAXLEN', '=', 8, string.format('%.0f-0', bell), 'c', '')
-end
-
-local owner, waiting, state = string.match(call('HGET', KEYS[3], key), '^(.-):(%d+):(.-):')
-local more = ARGV[4] .. 'more:' .. owner
-local held = ARGV[4] .. 'held:' .. owner
-waiting = tonumber(waiting) - #purged
-if waiting > 0 then
-  local head = call('LINDEX', KEYS[9], 0)
-  for _, set in ipairs({KEYS[4], KEYS[5], more}) do call('ZADD', set, 'XX', head, key) end
-  local count = string.format('%.0f', waiting)
-  call('HSET', KEYS[3], key, owner .. ':' .. count .. ':' .. state .. ':' .. head)
-  return {'OK', #purged, #purged == 4096 and 1 or 0}
-end
-for _, set in ipairs({KEYS[4], KEYS[5], more}) do call('ZREM', set, key) end
-if state == 'd' then
-  state = ''
-  call('ZREM', KEYS[6], key)
-end
-if owner ~= '' and call('HGET', held, key) == '' then  -- reserved for a last try that is gone
-  call('HDEL', held, key)
-  owner = ''
-end
-local value = state == '' and owner or owner .. ':0:' .. state .. ':'
-if value == '' then call('HDEL', KEYS[3], key) else call('HSET', KEYS[3], key, value) end
-return {'OK', #purged, #purged == 4096 and 1 or 0}
+write_progress()
+if #purged > 0 then wake(KEYS[9], call('ZRANGE', KEYS[9], 0, 0)[1]) end -- there is room to scan
+return {'OK', #purged, more, string.format('%.0f', p.next), string.format('%.0f', before)}

@@ -32,6 +32,25 @@ local function strings(packed)
   return #found % 2 == 0 and #found > 0 and #found < 5000 and found or nil
 end
 
+-- A release before 0.3 staged one entry per frame: two bytes for the key of each record, then the keys.
+local function renewed(found, n)
+  if #found[1] ~= 2 * n then return found end
+  local entries = {}
+  for low = 1, n, 64 do
+    local numbers, names, known = {}, {}, {}
+    for i = low, math.min(low + 63, n) do
+      local least, most = string.byte(found[1], 2 * i - 1, 2 * i)
+      local key = found[least + 256 * most + 2] or ''
+      if not known[key] then
+        known[key], names[#names + 1] = #names, key
+      end
+      numbers[#numbers + 1] = string.char(known[key])
+    end
+    entries[#entries + 1], entries[#entries + 2] = table.concat(numbers), cmsgpack.pack(names)
+  end
+  return entries
+end
+
 local next_offset, now = tonumber(m[4]), append_time()
 local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients have to wait
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
@@ -39,9 +58,12 @@ for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not (s[1] and s[2] and s[3] and s[4]) then return {'LOST'} end
-  local entry = KEYS[6] and strings(s[5] or '')
-  if KEYS[6] and not entry then return {'LOST'} end
-  local refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], KEYS[6],
+  -- A stage that was written before the stream got an ordering key has no index entries.
+  -- Consumers index its frames.
+  local entry = KEYS[6] and s[5] and strings(s[5])
+  if KEYS[6] and s[5] and not entry then return {'LOST'} end
+  if entry then entry = renewed(entry, tonumber(s[1]) or 0) end
+  local refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], entry and KEYS[6],
                                unpack(entry or {}))
   if refusal then
     if refusal[1] == 'FULL' and bytes > 0 then break end

@@ -3,8 +3,8 @@
 --
 -- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
---       5 fields per frame in a stage  6 '1' to make a plan if there is none, else '0'
---       7 records in all stages  8... name and number of frames of each stage
+--       5 '1' to make a plan if there is none, else '0'  6 records in all stages
+--       7... name and number of frames of each stage
 -- Returns {'OK', frames moved, total frames}: move the other frames by the plan, which an earlier
 --   attempt may have made; {'DONE', records}: this version is in the log, with that many records
 --   (-1 if unknown); {'PASSED', version}: a later version is in the log; {'UNFINISHED', version,
@@ -25,19 +25,23 @@ if known then
   end
   if done < total then return {'UNFINISHED', known, done, total} end
 end
-if ARGV[6] ~= '1' then return {'UNKNOWN'} end
+if ARGV[5] ~= '1' then return {'UNKNOWN'} end
 
 local count = 0
 for i = 4, #KEYS do
-  local frames = tonumber(ARGV[2 * i + 1])
-  if redis.call('HLEN', KEYS[i]) ~= ARGV[5] * frames then return {'LOST', ARGV[2 * i]} end
+  local name, frames = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
+  -- All frames of a stage have an index entry, or none has: the stream may have got its ordering
+  -- key after the stage was written.
+  local fields = 4 + redis.call('HEXISTS', KEYS[i], '0g')
+  if frames > 0 and redis.call('HEXISTS', KEYS[i], '0n') == 0 then return {'LOST', name} end
+  if redis.call('HLEN', KEYS[i]) ~= fields * frames then return {'LOST', name} end
   count = count + frames
 end
 redis.call('DEL', KEYS[3])
 for i = 4, #KEYS do
   redis.call('PEXPIRE', KEYS[i], ARGV[4])
-  redis.call('RPUSH', KEYS[3], ARGV[2 * i] .. ':' .. ARGV[2 * i + 1])
+  redis.call('RPUSH', KEYS[3], ARGV[2 * i - 1] .. ':' .. ARGV[2 * i])
 end
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
-redis.call('HSET', KEYS[2], ARGV[2], string.format('%.0f:0:%.0f:%s', version, count, ARGV[7]))
+redis.call('HSET', KEYS[2], ARGV[2], string.format('%.0f:0:%.0f:%s', version, count, ARGV[6]))
 return {'OK', 0, count}

@@ -1,0 +1,158 @@
+-- Library of shared/step and shared/maintain: key entries, and lines of waiting offsets.
+--
+-- A line is a string of rising offsets, seven bytes each. A plain entry is the owner (six bytes), the
+-- number of records held (two bytes), and the line of waiting offsets. A longer entry begins with byte
+-- 255 and has the fields of `extended` below between the number and the line. An entry holds up to
+-- NEAR offsets or a little more; further ones are in chunks, fields '<key>:<number>' of `waiting`.
+--
+-- `entries` has the entries that this call uses, by key, in three forms, because most entries need no
+-- table: a number is an entry of this consumer (records held; 0 if there is no entry) for which nothing
+-- waits; a string is a plain entry of another consumer, as stored; all others are tables.
+local NEAR, CHUNK = 128, 128
+local FREE, DELAYED, PARKED, BEHIND = 0, 1, 2, 3 -- why a key is stopped
+local EXTENDED = '<Bc6HBdddddd'
+local entries, stored, loaded = {}, {}, 0
+local own_one = me .. '\1\0'
+local told, freed = {}, {} -- keys to list in `more` of their owners; keys that this call has freed
+
+local patterns = {}
+local function seven(n)
+  local pattern = patterns[n]
+  if not pattern then
+    pattern = '<' .. string.rep('I7', n)
+    patterns[n] = pattern
+  end
+  return pattern
+end
+local function to_line(offsets, low, high)
+  low, high = low or 1, high or #offsets
+  if high < low then return '' end
+  if high - low < 256 then return pack(seven(high - low + 1), unpack(offsets, low, high)) end
+  local parts = {}
+  for from = low, high, 256 do
+    local to = min(from + 255, high)
+    parts[#parts + 1] = pack(seven(to - from + 1), unpack(offsets, from, to))
+  end
+  return concat(parts)
+end
+local function from_line(line)
+  if #line <= 1792 then
+    local offsets = {unpack_struct(seven(#line / 7), line)}
+    offsets[#offsets] = nil -- the position after the last
+    return offsets
+  end
+  local offsets = {}
+  for low = 1, #line, 1792 do
+    local found = {unpack_struct(seven(min(256, (#line + 1 - low) / 7)), line, low)}
+    for i = 1, #found - 1 do offsets[#offsets + 1] = found[i] end
+  end
+  return offsets
+end
+-- A batch is the number of its records (one byte), their line, and their keys as a MessagePack array.
+local function read_batch(raw)
+  local stop = 1 + 7 * byte(raw)
+  return cmsgpack.unpack(sub(raw, stop + 1)), sub(raw, 2, stop)
+end
+local function write_batch(names, line)
+  return string.char(#names) .. line .. cmsgpack.pack(names)
+end
+local function first_of(t) return (unpack_struct('<I7', t.line)) end
+
+local function parse(raw, whole)
+  if byte(raw) ~= 255 then
+    local owner, low, high = sub(raw, 1, 6), byte(raw, 7, 8)
+    local held = low + 256 * high
+    if owner == me and #raw == 8 then return held end
+    if owner ~= me and owner ~= NOBODY and not whole then return raw end
+    return {owner = owner, held = held, line = sub(raw, 9), set = owner == NOBODY and 7, extended = false}
+  end
+  local x, t = {}, {}
+  local _, at
+  -- `stop` as above; up to `suspect`, records travel one at a time; `blame` and `top` are the first
+  -- and the last offset that a dead owner held; `first` to `last` number the chunks, `far` counts
+  -- their offsets.
+  _, t.owner, t.held, x.stop, x.suspect, x.blame, x.top, x.first, x.last, x.far, at =
+    unpack_struct(EXTENDED, raw)
+  t.line, t.extended = sub(raw, at), x
+  t.set = t.line ~= '' and (x.stop ~= FREE and 8 or t.owner == NOBODY and 7)
+  return t
+end
+local function compose(t)
+  local x = t.extended
+  if t.held == 0 and t.line == '' and not (x and (x.stop == DELAYED or x.stop == PARKED)) then
+    return false
+  end
+  if x and (x.stop ~= FREE or x.suspect >= 0 or x.blame >= 0 or x.far > 0) then
+    return pack(EXTENDED, 255, t.owner, t.held, x.stop, x.suspect, x.blame, x.top, x.first, x.last,
+                x.far) .. t.line
+  end
+  return t.owner .. pack('<H', t.held) .. t.line
+end
+
+local function load(names)
+  local asked, n = {}, 0
+  for i = 1, #names do
+    local k = names[i]
+    if stored[k] == nil and k ~= '' then
+      n = n + 1
+      stored[k], asked[n] = false, k
+    end
+  end
+  loaded = loaded + n
+  for low = 1, n, 1000 do
+    local high = min(low + 999, n)
+    local values = call('HMGET', KEYS[5], unpack(asked, low, high))
+    for i = low, high do
+      local k, raw = asked[i], values[i - low + 1]
+      if not raw then
+        entries[k] = 0
+      else
+        stored[k] = raw
+        if raw == own_one then entries[k] = 1 else entries[k] = parse(raw) end
+      end
+    end
+  end
+end
+local function as_table(k)
+  local t = entries[k]
+  if type(t) == 'table' then return t end
+  if not t then stored[k], t = false, 0 end -- a keyless record has no entry while it is first held
+  t = type(t) == 'string' and parse(t, true) or
+    {owner = t > 0 and me or NOBODY, held = t, line = '', set = false, extended = false}
+  entries[k] = t
+  return t
+end
+local function extend(t)
+  t.extended = t.extended or
+    {stop = FREE, suspect = -1, blame = -1, top = -1, first = 0, last = -1, far = 0}
+  return t.extended
+end
+local function tell(owner, k)
+  local list = told[owner]
+  if list then list[#list + 1] = k else told[owner] = {k} end
+end
+local function pull_chunk(k, t)
+  local x = t.extended
+  local field = k .. ':' .. text(x.first)
+  local chunk = call('HGET', KEYS[6], field) or ''
+  call('HDEL', KEYS[6], field)
+  t.line, x.first, x.far = t.line .. chunk, x.first + 1, x.far - #chunk / 7
+  if x.first > x.last then x.far = 0 end
+end
+-- Lower the number of records that the owner of a key holds, and free the key with the last one.
+local function let_go(k, t, count)
+  if t.held >= cap and t.line ~= '' then tell(t.owner, k) end
+  t.held = t.held - count
+end
+local function disown(k, t)
+  if t.held > 0 or k == c.kept then return end
+  local x = t.extended
+  if x and x.stop == BEHIND then x.stop = FREE end
+  if t.owner ~= NOBODY and t.line ~= '' then freed[#freed + 1] = k end
+  t.owner = NOBODY
+end
+
+-- What this call reports, and what it changes in `failures` and `unsettled`.
+local failed, refused, lost, dropped = {}, {}, {}, {}
+local healed = {}          -- offsets that are settled, while some record has failures
+local marks = {}           -- batches and letters: the lowest offset of each, false if it is settled

@@ -1,0 +1,84 @@
+-- Library of shared/step and shared/maintain, called at their end: write the changes, and wake idle
+-- consumers. Returns what the consumer is to do if nothing was granted, and ms until something is due.
+local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
+  local opened, closed = {}, {}
+  for mark, o in pairs(marks) do
+    if o then opened[#opened + 1], opened[#opened + 2] = o, mark else closed[#closed + 1] = mark end
+  end
+  many('ZREM', KEYS[12], closed)
+  many('ZADD', KEYS[12], opened)
+  for low = 1, #healed, 1000 do
+    p.failing = p.failing - call('HDEL', KEYS[13], unpack(healed, low, min(low + 999, #healed)))
+  end
+
+  -- Key entries, and the sets that list them.
+  local set, gone, sets, goes = {}, {}, 0, 0
+  local out, into = {[7] = {}, [8] = {}}, {[7] = {}, [8] = {}}
+  for k, before in pairs(stored) do
+    local t = entries[k]
+    local raw = t
+    if type(t) == 'number' then
+      raw = t > 0 and (t == 1 and own_one or me .. pack('<H', t))
+    elseif type(t) == 'table' then
+      raw = compose(t)
+      local x = t.extended
+      local place = t.line ~= '' and (x and x.stop ~= FREE and 8 or t.owner == NOBODY and 7)
+      if t.set and t.set ~= place then
+        local list = out[t.set]
+        list[#list + 1] = k
+      end
+      if place and raw ~= before then
+        local list = into[place]
+        list[#list + 1], list[#list + 2] = first_of(t), k
+      end
+    end
+    if raw and raw ~= before then
+      set[sets + 1], set[sets + 2], sets = k, raw, sets + 2
+    elseif not raw and before then
+      gone[goes + 1], goes = k, goes + 1
+    end
+  end
+  many('HSET', KEYS[5], set)
+  many('HDEL', KEYS[5], gone)
+  for place = 7, 8 do
+    many('ZREM', KEYS[place], out[place])
+    many('ZADD', KEYS[place], into[place])
+  end
+  for owner, list in pairs(told) do many('RPUSH', prefix .. 'more:' .. owner, list) end
+
+  -- Wake idle consumers: the owners of keys of which more records wait; and one more if there is work,
+  -- which will do the same. One idle consumer watches the index and the clock for all.
+  local function wake(id)
+    if call('ZREM', KEYS[11], id) == 0 then return end
+    call('XADD', prefix .. 'wake:' .. id, 'MAXLEN', '=', 1, '*', 'w', 1)
+    waits = waits - 1
+  end
+  local idle, wait = 0, -1
+  local hungry = mode == 'wait' and got == 0 and want > 0 and stored_stop == 0
+  local work = (waits > 0 or hungry) and (cut or call('EXISTS', KEYS[7]) == 1
+    or (p.next < stream_end and p.waiting < room and stored_stop == 0))
+  if (p.watcher == me and got > 0) or p.watch_until < p.tick then p.watcher = NOBODY end
+  if hungry and (stop or not work) then
+    c.idle, idle = true, 1
+    call('ZADD', KEYS[11], p.clock, me)
+    if p.watcher == NOBODY or p.watcher == me then
+      p.watcher, p.watch_until, idle = me, p.tick + floor(lease / 2), 2
+      wait = max(min(p.reap_at - p.tick, p.due - p.clock), 1)
+      if wait > 2 ^ 31 then wait = -1 end
+    end
+  end
+  if waits > 0 then
+    for owner in pairs(told) do
+      if owner ~= me or want == 0 then wake(owner) end
+    end
+    if want == 0 and c.idle and c.holding == 0 and (c.alone or c.kept ~= '') then wake(me) end
+    if p.due < due_before and p.watcher ~= NOBODY and (p.watcher ~= me or want == 0) then
+      wake(p.watcher)
+    end
+    if (work and not (hungry and idle == 0)) or p.watcher == NOBODY then
+      local one = call('ZRANGE', KEYS[11], 0, 0)[1]
+      if one and (one ~= me or want == 0) then wake(one) end
+    end
+  end
+  return idle, wait
+end

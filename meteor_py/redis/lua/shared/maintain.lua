@@ -1,0 +1,147 @@
+#!lua flags=allow-oom
+-- Do a part of the work that no step does: take back the records of a dead consumer, or of one that
+-- leaves; end delays; hand out dead letters, again if they are not published within a lease. A consumer
+-- calls it while replies say that maintenance is due. It has no number: repeating it does no harm.
+--
+-- KEYS, ARGV 1 to 3: see shared/_group.lua
+-- ARGV  4 'leave' if this consumer leaves, else ''
+-- Returns {'OK', 1 if maintenance is still due, {offset, details, ...} of dead letters to publish,
+--   1 if this consumer has not left yet, dropped: 'o:failures,...'}, or
+--   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED', number of its last step or -1, its report}
+-- Atomic because a record must not be lost between a batch and the waiting records of its key.
+
+local RETURN = 64 -- records to take back in one call, or a few more
+local waits = call('ZCARD', KEYS[11])
+local put_back, give_up, count_failure, fail = make_returns()
+
+-- A consumer died that held `blame` first and `top` last of this key. It may have died of any of them:
+-- from now on they travel one at a time. The first is blamed, but it is not given up for a death before
+-- it has travelled alone.
+local function blame_first(k, t)
+  local x = t.extended
+  local o, suspected = x.blame, x.blame <= x.suspect
+  x.suspect, x.blame, x.top = max(x.suspect, x.top), -1, -1
+  local failures = tonumber(call('HGET', KEYS[13], text(o)) or 0)
+  if (suspected or failures + 1 ~= tries) and fail(o, k, t, 'Its consumer died.') then
+    local others = {}
+    for _, waiting in ipairs(from_line(t.line)) do
+      if waiting ~= o then others[#others + 1] = waiting end
+    end
+    t.line, p.waiting = to_line(others), p.waiting - 1
+    if t.line == '' and x.far > 0 then pull_chunk(k, t) end
+  end
+end
+-- Take back a part of what a consumer holds; returns whether it holds more.
+local function take_back(owner, died)
+  local key, by_key, taken = prefix .. 'batches:' .. owner, {}, 0
+  local some = call('HRANDFIELD', key, 16, 'WITHVALUES') or {}
+  for i = 1, #some, 2 do
+    if taken >= RETURN then break end
+    local names, line = read_batch(some[i + 1])
+    load(names)
+    for j, o in ipairs(from_line(line)) do
+      local k = names[j] == '' and '\0' .. text(o) or names[j]
+      local list = by_key[k] or {}
+      by_key[k], list[#list + 1] = list, o
+    end
+    taken = taken + #names
+    call('HDEL', key, some[i])
+    marks[owner .. ':' .. some[i]] = false
+  end
+  for k, list in pairs(by_key) do
+    local t = as_table(k)
+    table.sort(list)
+    if t.held > 0 then let_go(k, t, #list) end
+    if died then
+      local x = extend(t)
+      x.blame = x.blame < 0 and list[1] or min(x.blame, list[1])
+      x.top = max(x.top, list[#list])
+    end
+    put_back(k, t, list)
+    disown(k, t)
+    if t.extended and t.extended.blame >= 0 and t.held == 0 then blame_first(k, t) end
+  end
+  return call('EXISTS', key) == 1
+end
+local function free_kept(k)
+  load({k})
+  disown(k, as_table(k))
+end
+local function forget(id)
+  call('DEL', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
+end
+
+-- 1. Leave.
+local left = false
+if ARGV[4] == 'leave' then
+  local kept = c.kept
+  c.kept = ''
+  if kept ~= '' then free_kept(kept) end
+  left = not take_back(me, false)
+  if left then
+    call('HDEL', KEYS[4], me)
+    call('ZREM', KEYS[10], me)
+    call('ZREM', KEYS[11], me)
+    forget(me)
+  end
+end
+
+-- 2. Reap. A dead consumer is refused from the first call on. Its entry is kept for ten leases, so that
+-- it can learn what its last step did.
+if p.reaping == NOBODY and p.reap_at <= p.tick then
+  local first = call('ZRANGE', KEYS[10], 0, 0, 'WITHSCORES')
+  p.reap_at = tonumber(first[2] or NEVER)
+  local raw = first[1] and first[1] ~= me and p.reap_at <= p.tick and call('HGET', KEYS[4], first[1])
+  if raw then
+    local id, dead = first[1], read_member(raw)
+    if dead.dead then
+      call('HDEL', KEYS[4], id)
+      call('ZREM', KEYS[10], id)
+    else
+      local kept = dead.kept
+      p.reaping, dead.dead, dead.kept = id, true, ''
+      if p.watcher == id then p.watcher = NOBODY end
+      write_member(id, dead)
+      call('ZADD', KEYS[10], p.tick + 10 * lease, id)
+      call('ZREM', KEYS[11], id)
+      if kept ~= '' then free_kept(kept) end
+    end
+  elseif first[1] and first[1] ~= me and p.reap_at <= p.tick then
+    call('ZREM', KEYS[10], first[1]) -- a lease without a consumer
+  end
+end
+if p.reaping ~= NOBODY and not take_back(p.reaping, true) then
+  forget(p.reaping)
+  p.reaping, p.reaped = NOBODY, p.reaped + 1
+end
+
+-- 3. End delays, and hand out letters.
+local letters_out = {}
+if p.due <= p.clock then
+  local now_due = text(p.clock)
+  local due = call('ZRANGEBYSCORE', KEYS[9], '-inf', now_due, 'LIMIT', 0, 64)
+  load(due)
+  many('ZREM', KEYS[9], due)
+  for _, k in ipairs(due) do
+    local t = as_table(k)
+    if t.extended and t.extended.stop == DELAYED then
+      t.extended.stop = t.held > 0 and t.line ~= '' and BEHIND or FREE
+      if t.owner ~= NOBODY and t.line ~= '' then tell(t.owner, k) end
+    end
+  end
+  for _, o in ipairs(call('ZRANGEBYSCORE', KEYS[15], '-inf', now_due, 'LIMIT', 0, 16)) do
+    call('ZADD', KEYS[15], p.clock + lease, o)
+    letters_out[#letters_out + 1] = o
+    letters_out[#letters_out + 1] = call('HGET', KEYS[14], o) or ''
+  end
+  p.due = NEVER
+  for _, key in ipairs({KEYS[9], KEYS[15]}) do
+    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
+    if first then p.due = min(p.due, tonumber(first)) end
+  end
+end
+
+write_changes('maintain', 0, 0, false, false, 0, waits)
+if not left then write_member(me, c) end
+write_progress()
+return {'OK', maintenance_due(), letters_out, left and 0 or 1, concat(dropped, ',')}

@@ -1,0 +1,219 @@
+#!lua flags=allow-oom
+-- One step of a consumer of a shared group: renew its lease, settle records, claim others.
+--
+-- KEYS, ARGV 1 to 3: see shared/_group.lua
+-- ARGV  4 number of this step, one above the last
+--       5 'wait' if the consumer will wait to be woken in case it gets nothing; 'busy' if it no longer
+--         waits; else ''
+--       6 records wanted  7 batches to acknowledge: 'n,n,...'
+--       8 first offset of an entry that the index has dropped, '' for none; 9 and 10 its strings (see
+--         records/ordering_index.py), or 'lost' and the offset after the records that nobody has
+--       then triples, a batch or '', and offsets of its records: 'A' n 'o,...' acknowledges, these come
+--         first; 'R' n 'o:ms:reason' returns a failed record, delays its key by ms, and states why it
+--         failed, '' if unknown; 'U' the same without counting a failure; 'X' n 'o:reason' rejects; 'G'
+--         n 'o': the record is gone; 'D' '' 'o': its dead letter is published; 'L' '' 'o': the record of
+--         a dead letter is lost.
+--         To keep the order of a key, a client also returns the later records that it holds of it.
+-- Returns {'OK', or 'AGAIN' if this step was taken before, and this is what it did; next offset to
+--   scan; end of the stream; number of the first batch granted; {offsets of each batch, six bytes
+--   each}; report; end of the records that only the store has, 0 if the index has them; 1 if
+--   maintenance is due; what to do if nothing was granted: 0 claim again, 1 wait to be woken, 2 wait
+--   for that and for the index; then ms until something is due, -1 for never; epoch of the stream;
+--   its field 'large'}
+--   A report is '' or 'failed;refused;lost;dropped': 'o:failures,...' of granted records that have
+--   failed, 'o,...' not settled because another batch has them, 'first:last,...', 'o:failures,...'
+--   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'INVALID'}: too much for one step
+--   {'REPEAT', number of its last step}
+--   {'FENCED', number of its last step or -1, its report}: its lease has expired after that step
+-- Atomic because each record is held by one consumer, waiting, or settled, and each ordering key has at
+-- most one owner.
+
+local number, mode = tonumber(ARGV[4]), ARGV[5]
+local want = max(min(tonumber(ARGV[6]), 512), 0) -- bounded here: all other clients wait for the script
+if number == c.step then
+  local lines = {}
+  for n = c.first, c.last do
+    local raw = call('HGET', KEYS[17], text(n))
+    lines[#lines + 1] = raw and select(2, read_batch(raw)) or ''
+  end
+  return {'AGAIN', text(p.next), text(stream_end), c.first, lines, c.report, 0, 1, 0, -1,
+          tonumber(stream[4]), stream[5]}
+elseif number ~= c.step + 1 then
+  return {'REPEAT', c.step}
+end
+
+-- Read the batches first: a step that asks for too much must change nothing.
+local whole, found, size = {}, {}, 0
+for n in gmatch(ARGV[7], '%d+') do whole[#whole + 1] = n end
+if #whole > 512 or #ARGV > 1600 then return {'INVALID'} end
+if #whole > 0 then found = call('HMGET', KEYS[17], unpack(whole)) end
+local batches = {} -- keys and line of each
+for i = 1, #whole do
+  if found[i] then
+    local names, line = read_batch(found[i])
+    batches[i] = {names, line}
+    size = size + #names
+  end
+end
+if size > 640 then return {'INVALID'} end
+
+if c.deadline < p.tick + lease then
+  c.deadline = p.tick + lease + floor(lease / 8)
+  call('ZADD', KEYS[10], c.deadline, me)
+end
+if c.idle and (want > 0 or mode == 'busy') then
+  c.idle = false
+  call('ZREM', KEYS[11], me)
+  if p.watcher == me then p.watcher = NOBODY end
+  -- The consumer may have started to wait again meanwhile: it must not wait in vain.
+  if want == 0 then call('XADD', prefix .. 'wake:' .. me, 'MAXLEN', '=', 1, '*', 'w', 1) end
+end
+
+-- 1. Acknowledge: whole batches, then some records of others.
+local function keep_batch(n, names, offsets)
+  local mark = me .. ':' .. n
+  if #offsets == 0 then
+    call('HDEL', KEYS[17], n)
+    marks[mark] = false
+    return
+  end
+  local lowest = offsets[1]
+  for i = 2, #offsets do if offsets[i] < lowest then lowest = offsets[i] end end
+  call('HSET', KEYS[17], n, write_batch(names, to_line(offsets)))
+  marks[mark] = lowest
+end
+local function acknowledge(k)
+  local t = entries[k]
+  if t == 1 then
+    entries[k] = 0
+  elseif type(t) == 'number' then
+    entries[k] = t - 1
+  elseif t then
+    let_go(k, t, 1)
+    disown(k, t)
+  end
+end
+for i = 1, #whole do
+  local batch = batches[i]
+  if batch then
+    local names = batch[1]
+    load(names)
+    for j = 1, #names do acknowledge(names[j]) end
+    if p.failing > 0 then
+      for _, o in ipairs(from_line(batch[2])) do healed[#healed + 1] = text(o) end
+    end
+    p.acked, c.holding = p.acked + #names, c.holding - #names
+    marks[me .. ':' .. whole[i]] = false
+  end
+end
+if #whole > 0 then call('HDEL', KEYS[17], unpack(whole)) end
+
+local at = 11
+while ARGV[at] == 'A' do
+  local n, done = ARGV[at + 1], {}
+  local raw = call('HGET', KEYS[17], n)
+  for o in gmatch(ARGV[at + 2], '%d+') do done[tonumber(o)] = o end
+  if raw then
+    local names, line = read_batch(raw)
+    local kept, left = {}, {}
+    load(names)
+    for i, o in ipairs(from_line(line)) do
+      if done[o] then
+        acknowledge(names[i])
+        p.acked, c.holding = p.acked + 1, c.holding - 1
+        if p.failing > 0 then healed[#healed + 1] = done[o] end
+        done[o] = nil
+      else
+        kept[#kept + 1], left[#left + 1] = names[i], o
+      end
+    end
+    keep_batch(n, kept, left)
+  end
+  for _, o in pairs(done) do refused[#refused + 1] = o end
+  at = at + 3
+end
+
+-- 2. Settle other records one by one.
+if ARGV[at] then
+  local put_back, give_up, count_failure, fail = make_returns()
+  local opened, back, delays, touched = {}, {}, {}, {}
+  local function open_batch(n)
+    if opened[n] == nil then
+      local raw = call('HGET', KEYS[17], n)
+      opened[n] = false
+      if raw then
+        local names, line = read_batch(raw)
+        local batch = {names = names, offsets = from_line(line), key = {}}
+        for i, o in ipairs(batch.offsets) do
+          batch.key[o] = names[i] == '' and '\0' .. text(o) or names[i]
+        end
+        load(names)
+        opened[n] = batch
+      end
+    end
+    return opened[n]
+  end
+  local function settle(kind, k, o, rest)
+    local t, leaves = as_table(k), true
+    c.holding, touched[k] = c.holding - 1, true
+    if t.held > 0 then let_go(k, t, 1) end
+    if kind == 'G' then
+      p.lost, healed[#healed + 1] = p.lost + 1, text(o)
+    elseif kind == 'X' then
+      leaves = give_up(o, k, t, rest, count_failure(o))
+    else
+      local delay, reason = match(rest, '^(%d*):?(.*)$')
+      if reason == '' then reason = 'It failed max_deliveries times.' end
+      leaves = kind == 'R' and fail(o, k, t, reason)
+      delays[k] = max(delays[k] or 0, tonumber(delay) or 0)
+    end
+    if not leaves then
+      local list = back[k] or {}
+      back[k], list[#list + 1] = list, o
+    end
+  end
+  local function settle_letter(o, counter)
+    if call('ZREM', KEYS[15], o) == 0 then return end
+    call('HDEL', KEYS[14], o)
+    marks['letter:' .. o], healed[#healed + 1], p[counter] = false, o, p[counter] + 1
+  end
+  for i = at, #ARGV - 2, 3 do
+    local kind, o, rest = ARGV[i], match(ARGV[i + 2], '^(%d+):?(.*)$')
+    if kind == 'D' then
+      settle_letter(o, 'dead')
+    elseif kind == 'L' then
+      settle_letter(o, 'lost')
+    elseif o then
+      local batch = open_batch(ARGV[i + 1])
+      local k = batch and batch.key[tonumber(o)]
+      if k then
+        batch.key[tonumber(o)] = nil
+        settle(kind, k, tonumber(o), rest)
+      else
+        refused[#refused + 1] = o
+      end
+    end
+  end
+  for k in pairs(touched) do
+    local t = as_table(k)
+    if back[k] then
+      table.sort(back[k])
+      put_back(k, t, back[k])
+      if (delays[k] or 0) > 0 and extend(t).stop ~= PARKED then
+        local due = max(p.clock + delays[k], tonumber(call('ZSCORE', KEYS[9], k) or 0))
+        call('ZADD', KEYS[9], due, k)
+        t.extended.stop, p.due = DELAYED, min(p.due, due)
+      end
+    end
+    disown(k, t)
+  end
+  for n, batch in pairs(opened) do
+    if batch then
+      local kept, left = {}, {}
+      for i, o in ipairs(batch.offsets) do
+        if batch.key[o] then kept[#kept + 1], left[#left + 1] = batch.names[i], o end
+      end
+      keep_batch(n, kept, left)
+    end
+  end
+end

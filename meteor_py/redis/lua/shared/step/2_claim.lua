@@ -1,0 +1,132 @@
+-- 3. Claim waiting records, the oldest first. The last try of a suspect is granted alone: if it kills
+-- its consumer, no other record is blamed. A consumer that meets one keeps its key, and gets nothing
+-- more until it has settled all that it holds.
+local QUANTUM, ROUND = 16, 64 -- records of one key, and keys, to take before others get their turn
+local got, granted, offsets = 0, {}, {}
+if c.alone and c.holding == 0 then c.alone = false end
+local stop = c.alone or (c.kept ~= '' and c.holding > 0)
+local left = {} -- keys of which this consumer may claim more
+local waits = call('ZCARD', KEYS[11])
+
+-- Whether a suspect may be granted now; if it is a last try, `stop` is set.
+local function may_try(k, t, o)
+  if t.held > 0 then return false end -- not before the records that share the blame are settled
+  local failures = tries > 0 and tonumber(call('HGET', KEYS[13], text(o)) or 0)
+  if failures and failures >= tries - 1 then
+    stop = true
+    if got > 0 or c.holding > 0 then
+      c.kept, t.owner = k, me
+      if t.extended.stop == FREE then t.extended.stop = BEHIND end
+      return false
+    end
+    c.alone = true
+  end
+  return true
+end
+local function note_failures(low, high)
+  local numbers = {}
+  for i = low, high do numbers[#numbers + 1] = text(offsets[i]) end
+  local times = call('HMGET', KEYS[13], unpack(numbers))
+  for i = 1, #numbers do
+    if times[i] then failed[#failed + 1] = numbers[i] .. ':' .. times[i] end
+  end
+end
+local function take(k, limit)
+  local t = entries[k]
+  local x, count = t.extended, min(limit, want - got, cap - t.held, #t.line / 7)
+  if count <= 0 then return end
+  local o = first_of(t)
+  if x and x.suspect >= o then
+    left[k] = t.held > 0 or nil
+    if not may_try(k, t, o) then return end
+    count = 1
+  elseif x and x.suspect >= 0 and t.held == 0 then
+    x.suspect = -1
+  end
+  local first = got + 1
+  got = got + count
+  granted[first], offsets[first] = k, o
+  if count > 1 then
+    local more = {unpack_struct(seven(count), t.line)}
+    for i = 2, count do granted[first + i - 1], offsets[first + i - 1] = k, more[i] end
+  end
+  if p.failing > 0 then note_failures(first, got) end
+  t.line, t.owner, t.held = sub(t.line, 7 * count + 1), me, t.held + count
+  p.waiting = p.waiting - count
+  if x and t.line == '' then
+    if x.far > 0 then pull_chunk(k, t) elseif x.stop == BEHIND then x.stop = FREE end
+  end
+  if k == c.kept then c.kept = '' end
+  left[k] = t.line ~= '' and t.held < cap or nil
+end
+local function claimable(t)
+  if type(t) ~= 'table' or t.line == '' then return false end
+  local x = t.extended
+  return (t.owner == NOBODY or (t.owner == me and t.held < cap))
+    and not (x and (x.stop == DELAYED or x.stop == PARKED))
+end
+local function by_age(names)
+  local heads, of_head = {}, {}
+  for i = 1, #names do
+    heads[i] = first_of(entries[names[i]])
+    of_head[heads[i]] = names[i]
+  end
+  table.sort(heads)
+  for i = 1, #heads do names[i] = of_head[heads[i]] end
+end
+if c.kept ~= '' and not stop and want > 0 then
+  local k = c.kept
+  load({k})
+  c.kept = ''
+  if claimable(entries[k]) then
+    take(k, 1)
+  else
+    disown(k, as_table(k))
+  end
+end
+
+-- A consumer that has other records leaves the keys that it has just freed to those that are idle; one
+-- that has none leaves every second key.
+local candidates, spared = {}, {}
+for i = 1, #freed do
+  if waits == 0 or (c.holding == 0 and i % 2 == 1) then
+    candidates[#candidates + 1] = freed[i]
+  else
+    spared[freed[i]] = true
+  end
+end
+local rounds, cut = 0, false
+while got < want and not stop do
+  cut = rounds > 0 and loaded > LOADS
+  if cut then break end
+  rounds = rounds + 1
+  local before, names, seen, total = got, {}, {}, 0
+  local mine = call('LPOP', KEYS[18], ROUND) or {}
+  local told_now = told[me] or {} -- by this step
+  told[me] = nil
+  local ready = call('ZRANGE', KEYS[7], 0, min(want - got, ROUND) - 1)
+  load(mine)
+  load(ready)
+  for _, list in ipairs({mine, told_now, ready, candidates}) do
+    for i = 1, #list do
+      local k = list[i]
+      if not (seen[k] or spared[k]) and claimable(entries[k]) then
+        seen[k], names[#names + 1], total = true, k, total + #entries[k].line
+      end
+    end
+  end
+  candidates = {}
+  if total > 7 * (want - got) then by_age(names) end -- not all of them
+  for _, limit in ipairs({QUANTUM, cap}) do
+    for i = 1, #names do
+      local k = names[i]
+      if got < want and not stop then
+        if limit == QUANTUM or claimable(entries[k]) then take(k, limit) end
+      elseif entries[k].owner == me and claimable(entries[k]) then
+        left[k] = true
+      end
+    end
+  end
+  if got == before and #mine < ROUND then break end
+end
+for k in pairs(left) do tell(me, k) end

@@ -1,0 +1,58 @@
+"""Time limits of delivered records: a record that is not settled in time returns to the group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from meteor_py.runtime.clock import now
+
+if TYPE_CHECKING:
+    from meteor_py.shared.record import SharedRecord
+
+
+class TimeLimit(NamedTuple):
+    """The longest time that the application may keep a record."""
+
+    #: The setting that it comes from, for messages.
+    setting: str
+    seconds: float
+
+
+class AckTimeouts:
+    """Finds records whose time limit has expired. ``Deliveries`` guards it with its lock.
+
+    It keeps no list: the records carry their deadlines. A deadline never moves forward, so the
+    records need no look before the earliest deadline known.
+    """
+
+    def __init__(self) -> None:
+        self._look_at = math.inf  # no deadline is earlier
+
+    def start(self, records: Iterable[SharedRecord], limit: TimeLimit) -> bool:
+        """Start the time limit of records now; return whether ``due_s`` has decreased."""
+        deadline = now() + limit.seconds
+        for record in records:
+            record.time_limit, record.deadline = limit, deadline
+        earlier = deadline < self._look_at
+        self._look_at = min(self._look_at, deadline)
+        return earlier
+
+    def due_s(self) -> float:
+        """Return the seconds until a record may expire."""
+        return self._look_at - now()
+
+    def expired(self, held: Iterable[SharedRecord]) -> list[SharedRecord]:
+        """Return the held records whose time limit has expired."""
+        time = now()
+        if time < self._look_at:
+            return []
+        late: list[SharedRecord] = []
+        self._look_at = math.inf
+        for record in held:
+            if record.deadline <= time:
+                late.append(record)
+            else:
+                self._look_at = min(self._look_at, record.deadline)
+        return late

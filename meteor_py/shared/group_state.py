@@ -1,0 +1,144 @@
+"""Formats of a shared group's state in Redis, which ``redis/lua/shared`` writes."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple, Self
+
+from meteor_py.records.ordering_index import unpack_keys
+
+#: The owner of an ordering key that has none.
+NOBODY = b"......"
+
+_PROGRESS = struct.Struct("<16d6s6s")
+_MEMBER = struct.Struct("<5d3B")
+_PLAIN = struct.Struct("<6sH")
+_EXTENDED = struct.Struct("<B6sHB6d")
+#: Why an ordering key is stopped; the last one: a returned record waits before those that are held.
+DELAYED, PARKED, BEHIND = 1, 2, 3
+
+
+class Progress(NamedTuple):
+    """The field ``progress`` of the group's meta; see ``redis/lua/shared/_group.lua``."""
+
+    next: int
+    waiting: int
+    clock: int
+    tick: int
+    last: int
+    reap_at: int
+    due: int
+    watch_until: int
+    failing: int
+    purging: int
+    acked: int
+    dead: int
+    lost: int
+    purged: int
+    returned: int
+    reaped: int
+    reaping: bytes
+    watcher: bytes
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """Read the field; raises ``ValueError`` if it is malformed."""
+        *numbers, reaping, watcher = _unpack(_PROGRESS, raw)
+        return cls._make([*map(int, numbers), reaping, watcher])
+
+
+class Member(NamedTuple):
+    """A field of ``members``: a consumer."""
+
+    step: int
+    #: End of its lease, compared with ``Progress.tick``.
+    deadline: int
+    holding: int
+    #: First and last batch that its last step granted.
+    first: int
+    last: int
+    idle: bool
+    alone: bool
+    #: Its lease has expired; it is kept for a while, so that it can learn what its last step did.
+    dead: bool
+    #: The ordering key that it keeps for a last try; empty if none.
+    kept: bytes
+    name: str
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """Read a field; raises ``ValueError`` if it is malformed."""
+        step, deadline, holding, first, last, *flags = _unpack(_MEMBER, raw)
+        texts, at = [], _MEMBER.size
+        for _ in range(2):
+            size = int.from_bytes(raw[at : at + 2], "little")
+            texts.append(raw[at + 2 : at + 2 + size])
+            at += 2 + size
+        if at > len(raw):
+            raise ValueError("It is cut off.")
+        name = texts[1].decode(errors="replace")
+        numbers = map(int, (step, deadline, holding, first, last))
+        return cls._make([*numbers, *map(bool, flags), texts[0], name])
+
+
+class KeyEntry(NamedTuple):
+    """A field of ``keys``: an ordering key that has unsettled records or is stopped."""
+
+    owner: bytes
+    held: int
+    #: The first waiting offsets; further ones are in chunks.
+    waiting: list[int]
+    stop: int = 0
+    suspect: int = -1
+    blame: int = -1
+    top: int = -1
+    #: The first and last number of its chunks, and how many offsets these have.
+    first: int = 0
+    last: int = -1
+    far: int = 0
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """Read a field; raises ``ValueError`` if it is malformed."""
+        if raw[:1] != b"\xff":
+            owner, held = _unpack(_PLAIN, raw)
+            return cls(owner, held, read_line(raw[_PLAIN.size :]))
+        _, owner, held, stop, *rest = _unpack(_EXTENDED, raw)
+        return cls(owner, held, read_line(raw[_EXTENDED.size :]), stop, *map(int, rest))
+
+    @property
+    def total(self) -> int:
+        """Records that wait."""
+        return len(self.waiting) + self.far
+
+    def chunks(self, key: bytes) -> list[bytes]:
+        """Return the fields of ``waiting`` that hold its further offsets, in order."""
+        numbers = range(self.first, self.last + 1) if self.far else ()
+        return [b"%b:%d" % (key, number) for number in numbers]
+
+
+def read_line(line: bytes) -> list[int]:
+    """Read offsets of seven bytes each; raises ``ValueError`` if some bytes are left over."""
+    if len(line) % 7:
+        raise ValueError("Its offsets are cut off.")
+    return [int.from_bytes(line[at : at + 7], "little") for at in range(0, len(line), 7)]
+
+
+def read_batch(raw: bytes) -> list[tuple[int, bytes]]:
+    """Read a field of ``batches``: offsets and their ordering keys, empty for keyless records.
+
+    Raises:
+        ValueError: It is malformed.
+    """
+    start = 1 + 7 * raw[0] if raw else 0
+    offsets, keys = read_line(raw[1:start]), unpack_keys(raw[start:])
+    if not raw or len(offsets) != raw[0] or len(keys) != len(offsets):
+        raise ValueError("Its offsets and its keys do not match.")
+    return list(zip(offsets, keys, strict=True))
+
+
+def _unpack(form: struct.Struct, raw: bytes) -> tuple[Any, ...]:
+    try:
+        return form.unpack_from(raw)
+    except struct.error as error:
+        raise ValueError(f"It has only {len(raw)} bytes.") from error

@@ -1,0 +1,196 @@
+"""Work in the server is bounded: per call, whatever the sizes, and per record, whoever waits."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.shared import prefetcher
+from meteor_py.shared.protocol import Maintenance, SharedProtocol
+from tests.support.readers import blocked
+from tests.support.servers import plain_client
+from tests.support.sharing import Queue, die, drain, expire, offsets
+from tests.support.waiting import eventually
+
+#: The most commands that one script call may run. Each handles up to a few hundred items.
+COMMANDS = 400
+
+
+def script_calls(plain: Any) -> int:
+    stats = plain.info("commandstats")
+    return sum(
+        int(stat["calls"])
+        for name, stat in stats.items()
+        if name in ("cmdstat_eval", "cmdstat_evalsha")  # those of consumers, not describe()
+    )
+
+
+@pytest.mark.parametrize("waiting", [2, 40])
+def test_one_record_costs_at_most_four_script_calls_however_many_consumers_wait(
+    url: str, waiting: int
+) -> None:
+    with ExitStack() as stack, plain_client(url) as plain:
+        queue = stack.enter_context(Queue(url, lease_ttl=300.0))
+        consumers = queue.consumers(waiting)
+        got: list[int] = []
+        stop = threading.Event()
+
+        def work(consumer: meteor.SharedSubscriber) -> None:
+            while not stop.is_set():
+                for record in consumer.poll(1.0):
+                    got.append(record.offset)
+                    record.ack()
+
+        threads = [threading.Thread(target=work, args=[each]) for each in consumers]
+        for thread in threads:
+            thread.start()
+        try:
+            blocked(plain, waiting)
+            plain.config_resetstat()
+            for number in range(5):
+                queue.publish("A")
+                eventually(lambda n=number: len(got) == n + 1)  # type: ignore[misc]
+                eventually(lambda n=number: queue.shared.confirmed == n + 1)  # type: ignore[misc]
+                blocked(plain, waiting)
+            calls = script_calls(plain)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(20)
+        published = 5
+        print(f"{(calls - published) / 5} script calls per record with {waiting} waiting")
+        assert calls - published <= 4 * 5
+
+
+@pytest.fixture
+def portions(monkeypatch: pytest.MonkeyPatch) -> list[Maintenance]:
+    done: list[Maintenance] = []
+    real = SharedProtocol.maintain
+
+    def maintain(self: SharedProtocol, *args: Any, **options: Any) -> Maintenance:
+        done.append(real(self, *args, **options))
+        return done[-1]
+
+    monkeypatch.setattr(SharedProtocol, "maintain", maintain)
+    return done
+
+
+@pytest.mark.parametrize("how", ["die", "leave"])
+@pytest.mark.parametrize("keys", [1, 2_000])
+def test_records_of_a_consumer_are_taken_back_in_portions(
+    url: str, portions: list[Maintenance], how: str, keys: int
+) -> None:
+    with Queue(url, settings={"capacity": 100_000}) as queue:
+        queue.publish([f"k{number % keys}" for number in range(2_000)], frame=2_000)
+        c1, c2 = queue.consumer(prefetch=2_000), queue.consumer(prefetch=1)
+        while len(c1._deliveries.holdings) < 2_000:
+            c1._deliveries.exchange(512)
+        if how == "die":
+            die(c1)
+            c2.flush()
+        else:
+            c1.close()
+        assert len(portions) >= 2_000 // 96, "a call takes back 64 records, and the rest of a batch"
+        assert queue.shared.describe().waiting == 2_000
+        assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
+
+
+def test_no_call_runs_more_commands_than_a_bounded_number(url: str) -> None:
+    """In the worst cases: many keys, many waiting records, deaths, deletion, inspection."""
+    with plain_client(url) as plain, Queue(url, settings={"capacity": 1_000_000}) as queue:
+        queue.publish([f"k{number}" for number in range(5_000)], frame=5_000)
+        queue.publish(["hot"] * 5_000, frame=5_000)
+        owner, other = queue.consumers(2, prefetch=3_000)
+        most = 0
+
+        def measure(work: Any) -> None:
+            nonlocal most
+            plain.config_resetstat()
+            work()
+            stats = plain.info("commandstats")
+            calls = sum(int(s["calls"]) for n, s in stats.items() if n.startswith("cmdstat_eval"))
+            inner = sum(int(s["calls"]) for n, s in stats.items()) - calls
+            most = max(most, round(inner / max(calls, 1)))
+
+        measure(lambda: owner.poll(5, 1))
+        measure(lambda: owner.ack(owner.poll(5, 500)))
+        measure(owner.flush)
+        measure(lambda: other.poll(0))
+        expire(owner)
+        measure(other.flush)
+        measure(lambda: queue.shared.confirmed)
+        measure(lambda: queue.shared.purge("hot"))
+        measure(lambda: queue.shared.delete(force=True))
+        print(f"{most} commands per call")
+        assert most < COMMANDS
+
+
+def test_buffered_records_are_bounded_in_bytes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "_BUFFER_BYTES", 100_000)
+    with meteor.connect(url) as client:
+        stream = client.stream("big", ordering_key="key")
+        with stream.publisher() as pub:
+            for number in range(40):
+                pub.publish(bytes(20_000), key=b"%d" % number).result(5)
+        with stream.shared_subscriber("g", prefetch=40) as sub:
+            sizes = []
+            found: list[int] = []
+            while len(found) < 40:
+                records = sub.poll(5)
+                sizes.append(sum(len(record.value) for record in records))
+                found += offsets(records)
+                for record in records:
+                    record.ack()
+            assert max(sizes) == 100_000
+            assert sorted(found) == [*range(40)]
+
+
+def test_claim_of_one_record_reads_one_index_entry(url: str) -> None:
+    with Queue(url) as queue, plain_client(url) as plain:
+        queue.publish([f"k{number}" for number in range(4_096)], frame=4_096)
+        consumer = queue.consumer(prefetch=1)
+        consumer.poll(5)
+        before = int(plain.info("stats")["total_net_output_bytes"])
+        consumer._deliveries.exchange(1)
+        # The reply does not grow with the frame, and neither does what the script reads: 64 keys.
+        assert int(plain.info("stats")["total_net_output_bytes"]) - before < 10_000
+        index = plain.xrange("meteor:{orders}:index", count=1)
+        assert len(index[0][1]) == 1
+
+
+def test_deleted_and_recreated_group_writes_dead_letters_again(any_url: str) -> None:
+    with Queue(any_url, "A", dead_letter="dead") as queue:
+        dead = queue.client.stream("dead", create=True)
+        for number in (1, 2):
+            consumer = queue.consumer()
+            consumer.poll(5)[0].reject("why")
+            consumer.close()
+            assert sum(len(batch) for batch in dead.read()) == number
+            queue.shared.delete()
+        queue.consumer().close()
+
+
+def test_late_joiner_gets_keys_that_a_busy_consumer_frees(url: str) -> None:
+    with Queue(url, max_per_key=4, settings={"capacity": 100_000}) as queue:
+        queue.publish("ABCDEFGH" * 100, frame=800)
+        busy = queue.consumer(prefetch=32)
+        held = busy.poll(5)
+        assert len({record.ordering_key for record in held}) == 8
+        late = queue.consumer(prefetch=32)
+        found: list[meteor.SharedRecord] = []
+        joiner = threading.Thread(target=lambda: found.extend(late.poll(10)))
+        joiner.start()
+        blocked(queue.client.redis, 1)
+        with busy._deliveries.condition:  # so that one step acknowledges and claims
+            for record in held:
+                if record.ordering_key in (b"A", b"B"):
+                    record.ack()
+            busy.poll(0)
+        joiner.join(15)
+        assert {record.ordering_key for record in found} <= {b"A", b"B"}
+        assert found, "the busy consumer has left a key to the idle one"
+        drain(busy)

@@ -1,0 +1,126 @@
+"""Leases and clocks of shared groups, and what an expired consumer learns about its last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import ConnectionFailed
+from meteor_py.shared.protocol import StepReply, StepRequest
+from tests.support.sharing import Queue, change_progress, expire, offsets
+from tests.support.waiting import eventually
+
+
+def lose_next_reply(
+    monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber, *, request: bool = False
+) -> None:
+    """Cut the connection once, after the server has taken a step, or (``request``) before."""
+    protocol = consumer._deliveries.protocol
+    real = protocol.step
+    left = [True]
+
+    def step(connection: Any, id: str, asked: StepRequest) -> StepReply:
+        if not left:
+            return real(connection, id, asked)
+        left.clear()
+        if not request:
+            real(connection, id, asked)
+        raise ConnectionFailed("Cut.")
+
+    monkeypatch.setattr(protocol, "step", step)
+
+
+def cut_off(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, *, request: bool
+) -> tuple[meteor.SharedSubscriber, meteor.SharedSubscriber]:
+    """A consumer whose ack is in doubt when its lease expires, and the consumer that reaps it."""
+    late, other = queue.consumers(2)
+    late._lease_renewer.stop()
+    late._lease_renewer.join(20)
+    (record,) = late.poll(5)
+    record.ack()
+    lose_next_reply(monkeypatch, late, request=request)
+    with pytest.raises(ConnectionFailed):
+        late.flush()
+    expire(late)
+    other.flush()
+    assert queue.shared.describe().reaped == 1
+    return late, other
+
+
+def test_ack_that_counted_is_not_reported_as_refused_after_the_lease_expired(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(any_url, "A") as queue:
+        late, other = cut_off(queue, monkeypatch, request=False)
+        late.flush()  # no Fenced: the server tells that its last step was taken
+        assert queue.shared.describe().acked == 1
+        assert other.poll(0) == []
+
+
+def test_ack_that_did_not_count_is_reported_as_refused_after_the_lease_expired(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(any_url, "A") as queue:
+        late, other = cut_off(queue, monkeypatch, request=True)
+        with pytest.raises(meteor.Fenced) as fenced:
+            late.flush()
+        assert fenced.value.offsets == (0,)
+        assert queue.shared.describe().acked == 0
+        assert offsets(other.poll(5)) == [0]
+
+
+def test_ack_in_doubt_is_reported_as_unknown_if_the_server_forgot_the_consumer(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(any_url, "A") as queue:
+        late, _ = cut_off(queue, monkeypatch, request=False)
+        queue.client._connector.call("HDEL", queue.key("members"), late._deliveries.consumer)
+        queue.client._connector.call("ZREM", queue.key("leases"), late._deliveries.consumer)
+        with pytest.raises(meteor.OutcomeUnknown):
+            late.flush()
+
+
+def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        late, other = queue.consumers(2)
+        expire(late)
+        other.flush()
+        members = ("HLEN", queue.key("members"))
+        assert queue.client._connector.call(*members) == 2, "it can still learn its last step"
+        protocol = other._shared._protocol
+        for _ in range(25):  # each call advances the leases by half of one at most
+            change_progress(queue.client._connector, protocol, last=-120_000)
+            other.flush()
+        assert queue.client._connector.call(*members) == 1
+
+
+def test_consumers_that_come_and_go_do_not_prolong_the_lease_of_a_dead_one(any_url: str) -> None:
+    with Queue(any_url, "A", lease_ttl=60.0) as queue:
+        dead = queue.consumer()
+        assert offsets(dead.poll(5)) == [0]
+        dead._lease_renewer.stop()  # it is not heard from again
+        dead._lease_renewer.join(20)
+        found: list[int] = []
+        visits = 0
+        while not found and visits < 5:
+            visits += 1
+            change_progress(queue.client._connector, queue.shared._protocol, last=-50_000)
+            with queue.stream.shared_subscriber("billing") as job:
+                found += offsets(job.poll(0))
+        assert (found, visits) == ([0], 3), "half a lease for each visit, and an eighth"
+
+
+@pytest.mark.parametrize("hour", [-1, 1])
+def test_delay_is_not_prolonged_when_the_clock_is_set(any_url: str, hour: int) -> None:
+    with Queue(any_url, "A") as queue:
+        consumer = queue.consumer()
+        consumer.poll(5)[0].release(delay=0.3)
+        consumer.flush()
+        # The server's time at the last call, seen from a clock that was set.
+        change_progress(queue.client._connector, queue.shared._protocol, last=-hour * 3_600_000)
+        eventually(lambda: offsets(consumer.poll(0.2)) == [0], 10)
+        consumer.commit()
+        assert queue.shared.describe().reaped == 0
