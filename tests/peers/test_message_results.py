@@ -91,6 +91,7 @@ def test_message_to_all_reports_members_that_left_and_replies_of_others(post: Po
     asked = group.all.ask("q", 4, timeout=60)
     sent = group.all.send("q", 4, timeout=60)
     gate.wait_until_entered()
+    eventually(lambda: inbox_length(group, "c") == 2, message="the second message is not stored")
     group.remove("c")
     replies = result(asked)
     error = failure(sent)

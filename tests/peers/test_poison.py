@@ -114,6 +114,7 @@ def test_expelled_member_counts_messages_that_it_gets_again(post: Post) -> None:
     me.on("q")(gate)
     begun, waiting = (group.member("a").ask("q", n, timeout=60) for n in range(2))
     gate.wait_until_entered()
+    eventually(lambda: inbox_length(group, "a") == 2)
     session = me._handle.session
     expel(group, "a")
     other._handle.heartbeat.hurry()
