@@ -31,7 +31,10 @@ FAULTS = {
     "a chunk is forgotten": (b"if x.far > 0 then pull_chunk(k, t) elseif", b"if"),
     "a step is taken twice": (b"if number == c.step then", b"if number == c.step and false then"),
     "a stopped key is claimed": (b"x.stop == DELAYED or x.stop == PARKED))\nend", b"false))\nend"),
-    "a key has two owners": (b"if owner == me and #raw == 8 then", b"if #raw == 8 then"),
+    "a key has two owners": (
+        b"if owner ~= me and owner ~= NOBODY and not whole then return raw end",
+        b"if owner ~= me then owner = NOBODY end",
+    ),
     "a scanned record overtakes": (b"if t.line ~= '' or pushed[k] or t.held", b"if t.held"),
     "waiting records are not counted": (b"p.waiting - count\n  if x and", b"p.waiting\n  if x and"),
 }
