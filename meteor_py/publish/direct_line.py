@@ -193,10 +193,18 @@ class DirectLine:
         """
         if bulk and (self._work.wait(_BULK_S) or has_work()):
             return
-        lent_until = time.monotonic() + _LEND_S
-        unread: Batch | None = None  # in flight at the last check
         self._lent += 1
         self.state = _FREE
+        self._wait_for_work(has_work)
+        if self.state in (_FREE, _SENT):
+            # The caller releases the lock before it takes the line over. Until then, no thread may
+            # send a record ahead of those that wait for the sender, or read the next reply.
+            self.state = _RETURNED
+
+    def _wait_for_work(self, has_work: Callable[[], bool]) -> None:
+        """Wait until the sender has work, or the lent line needs its attention."""
+        lent_until = time.monotonic() + _LEND_S
+        unread: Batch | None = None  # in flight at the last check
         while True:
             woken = self._work.wait(_LOOK_S)
             now = time.monotonic()
@@ -221,7 +229,7 @@ class DirectLine:
         if self.state is _SENDER:
             return False
         with self._lock:
-            broken = self.state is _BROKEN
+            broken = self.state in (_BROKEN, _READING)
             self.state = _SENDER
             self._window.next_sequence = self._next_sequence
             if self.batch is not None:

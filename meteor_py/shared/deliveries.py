@@ -337,7 +337,9 @@ class Deliveries:
                 raise
             else:
                 self._apply(reply, request, started)
-                if last:
+                if not last:
+                    want = max(want - reply.granted, 0)  # a repeated step may have granted records
+                else:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
                     if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
                         return reply

@@ -309,7 +309,10 @@ def entry_from_store(
         CorruptSegment: The records are damaged.
     """
     if before is not None and before.covers(reply.next):
-        return before
+        # If another consumer has scanned the first part, the server takes only the rest.
+        numbers, *others = before.strings or (b"",)
+        strings = (numbers[reply.next - before.first :], *others) if before.strings else ()
+        return before._replace(first=reply.next, strings=strings)
     try:
         chunk = frames.read_stored(reply.next, reply.stored_stop - reply.next)[0]
     except RecordsLost as gap:

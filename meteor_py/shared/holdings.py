@@ -156,6 +156,7 @@ class Holdings:
         rewind must count.
         """
         if self.request is not None:
+            self._clear_sent(self.request)  # a Ctrl-C may have interrupted this
             return self.request, False
         acks: list[int] = []
         partial: list[Settlement] = []
@@ -181,12 +182,21 @@ class Holdings:
             entry if last else None,
         )
         self.request = request  # if a Ctrl-C comes after this line, the step is sent again
-        for number in sent:
-            batch = self._batches[number]
-            batch.acked = []
-            del self._dirty[batch]
-        del self._others[: len(others)]
+        self._clear_sent(request)
         return request, last
+
+    def _clear_sent(self, request: StepRequest) -> None:
+        """Remove a request's settlements from the queues. Repeating it changes nothing."""
+        sent = dict.fromkeys(request.acks)  # None: the whole batch
+        partial = {one.batch: {*one.offsets} for one in request.settlements if one.kind == "A"}
+        for number, offsets in {**sent, **partial}.items():
+            batch = self._batches.get(number)
+            if batch is not None:
+                batch.acked = [o for o in batch.acked if offsets is not None and o not in offsets]
+                if not batch.acked:
+                    self._dirty.pop(batch, None)
+        others = {id(one) for one in request.settlements}
+        self._others = [one for one in self._others if id(one) not in others]
 
     def apply(self, reply: StepReply) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
@@ -343,7 +353,8 @@ class Holdings:
                     del self._batches[batch.number]
 
     def _offsets_sent(self, request: StepRequest) -> list[int]:
-        sent = [offset for number in request.acks for offset in self._batches[number].open]
+        closed = DeliveryBatch(0, ())  # if a Ctrl-C interrupted ``apply``
+        sent = [o for number in request.acks for o in self._batches.get(number, closed).open]
         return sent + [offset for one in request.settlements for offset in one.asked]
 
     def _take(self, offset: int) -> None:

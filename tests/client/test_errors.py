@@ -31,6 +31,9 @@ ARGUMENTS: dict[str, object] = {
     "first": 3,
     "last": 5,
     "values": {"a": 1},
+    "setting": "ack_timeout",
+    "seconds": 30.0,
+    "queue": "orders",
     "failed": {"b": errors.MemberLeft("b left.", group="g", member="b")},
     "record": meteor.Record(7, b"{", None, None, 0, 0),
 }

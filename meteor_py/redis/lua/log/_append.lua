@@ -93,7 +93,8 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     call('XADD', KEYS[1], id, 't', now, name, payload)
   end
   if index then
-    if floor > 0 then minid = index_floor(index, floor) end
+    -- Not beyond `first`: the log keeps the whole new frame.
+    if floor > 0 then minid = index_floor(index, math.min(floor, first)) end
     for i = 1, entries, 2 do
       local numbers, keys = select(i, ...)
       local up_to = 32 * (i - 1) + #numbers

@@ -69,6 +69,7 @@ local function free_kept(k)
   disown(k, as_table(k))
 end
 local function forget(id)
+  told[id] = nil -- write_changes must not create the list again
   call('DEL', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
 end
 
@@ -83,6 +84,7 @@ if ARGV[4] == 'leave' then
     call('HDEL', KEYS[4], me)
     call('ZREM', KEYS[10], me)
     call('ZREM', KEYS[11], me)
+    if p.watcher == me then p.watcher = NOBODY end -- write_changes wakes another consumer to watch
     forget(me)
   end
 end
