@@ -6,6 +6,9 @@ local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
+-- How often a message for any member may move. Each move takes the end of a member, so the limit
+-- stops nothing but an endless series of members that end before they handle it.
+local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
 if not c[1] then return {'NOGROUP'} end
@@ -160,7 +163,7 @@ local function move(inbox, owner, others, place)
   local f = pairs_of(fields)
   local begun = match(call('HGET', P .. 'begun:' .. inbox, place) or '0', '^%d+')
   local tries = tonumber(f.tries) + 1
-  if #others.all == 0 or tries > 16 then
+  if #others.all == 0 or tries > MOVES then
     bury(owner, #others.all == 0 and 'no member is left' or 'it moved too often', fields, f)
     discard(inbox, place, f, true)
     complete(f.id, owner, 'left', '')
