@@ -133,7 +133,7 @@ def test_messages_move_in_portions_of_bytes(url: str) -> None:
         peers = Peers(client)
         peers.join("a")
         for number in range(6):
-            send(peers, f"m{number}", body=MIB[: 700 * 1024])
+            send(peers, f"m{number}", body=MIB[: 200 * 1024])
         peers.join("b")
         moved = []
         peers.leave("a")

@@ -186,7 +186,7 @@ end
 -- the senders of all other messages get an error. Each call does a part of this, since an inbox may
 -- hold a million messages, or a gigabyte. If there is no other member, a dead named member keeps its
 -- messages until another member joins or it returns.
-local budget, bytes, orphans = 500, 1048576, false
+local budget, bytes, orphans = 500, 262144, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
   local function add(ids)
