@@ -10,6 +10,7 @@ import meteor_py as meteor
 from meteor_py.shared.holdings import DeliveryBatch, Holdings
 from meteor_py.shared.protocol import StepReport
 from tests.support.sharing import GROUP, LONG_S, Queue, offsets
+from tests.support.waiting import eventually
 
 
 def test_frame_larger_than_a_shrunken_ring_is_delivered_whole(url: str) -> None:
@@ -44,11 +45,15 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher, idle = queue.consumers(2)
         watcher.ack(watcher.poll(20))
         watcher.flush()
-        assert watcher.poll(0) == []
         received: list[meteor.SharedRecord] = []
-        waiting = threading.Thread(target=lambda: received.extend(idle.poll(LONG_S / 4)))
+
+        def wait() -> None:
+            eventually(lambda: watcher._deliveries.idle is not None)
+            received.extend(idle.poll(LONG_S / 4))
+
+        waiting = threading.Thread(target=wait)
         waiting.start()
-        watcher.poll(0.5)
+        assert watcher.poll(1.0) == []
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
