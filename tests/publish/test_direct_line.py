@@ -20,8 +20,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.publish import sender as sender_module
+from meteor_py.publish.accumulator import Accumulator
 from meteor_py.publish.batch import Batch
-from meteor_py.publish.direct_line import State
+from meteor_py.publish.direct_line import BYTES_MAX, State
 from tests.support.forking import exit_code, fork
 from tests.support.interrupts import Interrupts
 from tests.support.proxied_stream import ProxiedStream, failure
@@ -111,6 +112,28 @@ def test_record_behind_an_unanswered_one_is_left_to_the_sender_and_keeps_its_pla
     offsets = [ack.result(10) for ack in (first, *others)]
     assert offsets == list(range(offsets[0], offsets[0] + 21))
     assert records(proxied) == [b"a", *(b"%d" % number for number in range(20))]
+
+
+def test_record_published_while_the_sender_takes_an_earlier_one_stays_behind_it(
+    proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, published = threading.Event(), threading.Event()
+    take = Accumulator.take
+
+    def take_slowly(self: Accumulator, **options: bool) -> Batch | None:
+        batch = take(self, **options)
+        if batch is not None and batch.nbytes > BYTES_MAX:
+            taken.set()
+            published.wait(10)
+        return batch
+
+    monkeypatch.setattr(Accumulator, "take", take_slowly)
+    pub = lent_publisher(proxied)
+    large = pub.publish(bytes(BYTES_MAX + 1))  # too large for the line
+    assert taken.wait(10)
+    small = pub.publish(b"small")
+    published.set()
+    assert large.result(10) + 1 == small.result(10)
 
 
 def test_records_of_all_kinds_are_in_the_log_in_the_order_of_the_calls(
