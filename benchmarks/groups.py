@@ -104,7 +104,7 @@ def idle_groups(bench: Bench) -> Row:
 
 @contextmanager
 def members(url: str, count: int) -> Iterator[None]:
-    """Run groups, each with one member in another process that holds its lease."""
+    """Run one process that holds the leases of ``count`` groups."""
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(url, count, ready, done), daemon=True)

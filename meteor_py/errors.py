@@ -111,7 +111,7 @@ class ConnectionFailed(MeteorError):
     """The server could not be reached, or went away before it replied."""
 
     retriable = True
-    #: Whether the server replied that it cannot run the command now, or not on this server. If so,
+    #: Whether the server itself rejected the command, which then had no effect. If so,
     #: the command had no effect.
     answered = False
 
