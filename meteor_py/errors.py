@@ -111,8 +111,8 @@ class ConnectionFailed(MeteorError):
     """The server could not be reached, or went away before it replied."""
 
     retriable = True
-    #: Whether the server itself rejected the command, which then had no effect. If so,
-    #: the command had no effect.
+    #: Whether the server itself rejected the command, for example because it is loading its data.
+    #: The command then had no effect.
     answered = False
 
 
