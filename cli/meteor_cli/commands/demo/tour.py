@@ -103,7 +103,7 @@ class Tour:
             verb = "Connected to" if self._url else "Started a private"
             took = self._figure(f"{(time.perf_counter() - start) * 1000:.0f} ms")
             title = click.style("A tour of meteor_py", bold=True)
-            click.echo(f"{title}. Every figure is measured now, on this machine.")
+            click.echo(f"{title}. Every figure is measured live, on this machine.")
             self._report(f"{verb} {product_name(m.describe())} in {took}")
             self._code(f'>>> m = meteor.connect("{m.address if self._url else "embedded://"}")')
             yield m, url
