@@ -118,8 +118,10 @@ class Sender(Closeable):
             name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
             params: Passed to the handlers, with the limits of a ``topic``.
             at: The time of the action, in seconds by ``group.now()``, truncated to milliseconds.
-            kind, timeout, require_leader: See ``propose``. The vote ends 0.2 s before ``at`` at
-                the latest, so that every member learns the decision in time.
+            kind: See ``propose``.
+            timeout: See ``propose``. The vote ends 0.2 s before ``at`` at the latest, so that
+                every member learns the decision in time.
+            require_leader: See ``propose``.
             max_error: Seconds by which a clock may be wrong. A member that knows the time less
                 accurately says no.
 
