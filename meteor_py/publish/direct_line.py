@@ -88,6 +88,7 @@ _BULK_S = 0.002
 
 #: Value, key, headers and timestamp of a record.
 Row = tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]
+_VALUE_ONLY = (None, None, None)  # all but the value
 
 
 class State(enum.Enum):
@@ -292,11 +293,10 @@ class DirectLine:
 
     def _make_batch(self, row: Row, nbytes: int) -> Batch:
         now = time.monotonic()
-        value, key, headers, timestamp = row
-        columns = Columns([value])
+        columns = Columns([row[0]])
         batch = Batch(now, now + self._delivery_timeout_s, columns)
-        if key is headers is timestamp is self._ordering is None:
-            batch.encoded = ("0v", value)
+        if self._ordering is None and row[1:] == _VALUE_ONLY:
+            batch.encoded = ("0v", row[0])
         else:
             batch.columns = columns = Columns(*(None if cell is None else [cell] for cell in row))
             batch.encoded = encode(columns, self._compression)
