@@ -54,7 +54,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def largest_fetch(bench: Bench) -> Row:
-    """Measure what one fetch brings when the records suddenly grow."""
+    """Measure the size of one fetch when records suddenly grow."""
     bench.step("one fetch of large records")
     read, published = (multiprocessing.get_context("spawn").Event() for _ in range(2))
     _, (fetched, grown) = at_once(

@@ -85,7 +85,7 @@ class Consumer:
 
 
 class Messaging:
-    """The messages of a group, of a member, or of a local member."""
+    """Messaging with a group, a member, or a local member."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Messaging:
 
 
 class GroupMember:
-    """A member of any process."""
+    """A member that joined in any process."""
 
     def __init__(self, group: PeerGroup, member: Member) -> None:
         self._group = group
@@ -161,7 +161,7 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Consumers of its queues, and producers whose messages name it as the sender."""
+        """Return access to its queues, and to producers that name it as the sender."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
 """Codecs of peer groups: they encode the bodies of messages, and never use pickle.
 
 Each encoded body carries its type: the name of a format, or the number or name of a registered
-type. So members with different codecs understand each other if they know the types.
+type. So members with different codecs can exchange messages if both have registered the types.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PeerCodec:
 
         Raises:
             TypeError, ValueError: The format, or the registered function, cannot encode the value.
-                JSON has no NaN and no infinity; "msgpack" has both.
+                JSON cannot represent NaN and infinity; "msgpack" can.
         """
         try:
             return self._encode(value)

@@ -82,7 +82,7 @@ class PeerGroup(Sender):
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """Returns view number, members, leader and term as of one instant.
+        """Returns the view number, members, leader and term at one instant.
 
         ``watch(since=snapshot.number)`` continues from there.
         """
@@ -349,7 +349,7 @@ class PeerGroup(Sender):
         self.close()
 
     def close(self) -> None:
-        """Leave with all members of this handle, and stop watching. Named members may come back.
+        """Make all members of this handle leave, and stop watching. Named members may rejoin later.
 
         Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts the call, the
         next ``close()``, or the end of the process, finishes closing.

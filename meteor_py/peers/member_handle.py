@@ -64,9 +64,9 @@ class MemberHandle:
         self.state = SignalSafeCondition()
         #: False once it starts leaving or is lost. An expelled member that will rejoin is active.
         self.active = True
-        #: Whether the server knows that it is about to leave.
+        #: Whether the server has been notified that it is about to leave.
         self.announced = False
-        #: How it leaves: "stay" keeps a named member, as dead; "" removes it.
+        #: How it leaves: "stay" keeps a named member in the group, as dead; "" removes it.
         self._departure = "stay" if self.persistent else ""
         self._metadata: bytes = b""
         self._pid = os.getpid()
@@ -172,8 +172,8 @@ class MemberHandle:
         term stops being valid, its tasks end, and only then is another member elected.
 
         Args:
-            departure: "stay" keeps a named member, as dead; "" removes it; None does the same as
-                ``close()``.
+            departure: "stay" keeps a named member in the group, as dead; "" removes it; None does
+                the same as ``close()``.
         """
         if self.foreign or self.lost.is_set():
             return False
@@ -220,7 +220,7 @@ class MemberHandle:
             self.withdraw()
             notified = True
         except MeteorError as error:
-            _log.warning("%r could not tell the server that it leaves: %s", self, error)
+            _log.warning("%r could not notify the server that it is leaving: %s", self, error)
             notified = False
         # If a signal interrupts the wait, closing the group notifies the server instead.
         self.lose("left")

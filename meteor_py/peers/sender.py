@@ -82,14 +82,14 @@ class Sender(Closeable):
 
         Returns:
             A future of the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server is away or has lost the vote. Its ``poll`` is the id
-            of the vote.
+            raises ``PeerError`` if the server is unreachable or has lost the vote. Its ``poll`` is
+            the id of the vote.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.
             PeerError: No member is alive to vote, or 100 votes are open.
             MembershipLost: The proposer is no longer a member.
-            ConnectionFailed: The server was away for ``timeout`` seconds.
+            ConnectionFailed: The server was unreachable for ``timeout`` seconds.
             ValueError, TypeError: An argument is out of range or of the wrong type.
         """
         self._check_open()
@@ -136,9 +136,9 @@ class Sender(Closeable):
             check_seconds("max_error", max_error)
         ):
             raise ClockTooUncertain(
-                f"This process knows the time of group {group.name!r} within "
-                f"{group.clock.error_bound:.6f} s, not {max_error:g} s. Allow a larger max_error, "
-                "or move closer to the server.",
+                f"This process knows the time of group {group.name!r} only to within "
+                f"{group.clock.error_bound:.6f} s, but max_error is {max_error:g} s. Allow a "
+                "larger max_error, or run closer to the server.",
                 group=group.name,
             )
         motion = self._motion(params, kind, timeout, require_leader)._replace(

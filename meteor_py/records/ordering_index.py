@@ -190,7 +190,7 @@ def unpack_keys(packed_keys: bytes) -> list[bytes]:
 
 
 def _entries(order: list[int], keys: list[bytes], size: int) -> Iterator[bytes]:
-    """Yield two strings for each ``size`` records; ``order`` has the number of each one's key."""
+    """Yield two strings for each ``size`` records; ``order`` has each record's key number."""
     packed_keys = [pack_key(_short(key)) for key in keys]
     for start in range(0, len(order), size):
         part = order[start : start + size]

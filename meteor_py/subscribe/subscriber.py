@@ -215,7 +215,7 @@ class Subscriber(Closeable):
     def term(self) -> int | None:
         """The number of this member's term, or None if it has no term. Numbers only increase.
 
-        Use ``is_assigned`` to find out whether the member holds the lease now.
+        Use ``is_assigned`` to find out whether the member currently holds the lease.
         """
         term = self._grouped("term").term
         return None if term is None else term.number
@@ -265,7 +265,7 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, the confirmed offset counts instead of the position. The end is as of the last
+        In a group, the confirmed offset counts instead of the position. The end is that of the last
         reply from the server.
         """
         session = self._fetcher.session

@@ -358,7 +358,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Returns ``end``, but ``start`` for streams of which only the epoch has changed.
+    """Returns ``end``, but ``start`` for streams in which only the epoch has changed.
 
     A new epoch alone must not cause a batch.
     """

@@ -81,7 +81,7 @@ class ServerOptions:
         """Returns the client of this process, which stays open for the next task.
 
         Raises:
-            ValueError: The password is not where the options say.
+            ValueError: The password cannot be read from the place that the options name.
         """
         key = (os.getpid(), self)
         with _lock:

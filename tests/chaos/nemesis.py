@@ -37,7 +37,7 @@ SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 class Fault(Protocol):
     def __call__(self) -> bool:
-        """Cause the fault; return False if it has no target now."""
+        """Cause the fault; return False if there is currently no target for it."""
 
 
 class Nemesis:

@@ -49,7 +49,7 @@ UNPLACED = ("no member is left", "it moved too often")
 
 
 class Workers:
-    """The member processes, and the faults that they suffer."""
+    """The member processes, and the faults injected into them."""
 
     def __init__(self, url: str, log: Path, rng: random.Random) -> None:
         self._url, self._log, self._rng = url, log, rng
@@ -65,7 +65,7 @@ class Workers:
         )
 
     def step(self) -> None:
-        """Restart the processes that died of poison, and hurt one."""
+        """Restart the processes that poison messages killed, and inject a fault into one."""
         for slot, process in list(self.running.items()):
             if process.poll() is not None:
                 self.faults["poisoned"] += 1

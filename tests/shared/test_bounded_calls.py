@@ -1,4 +1,4 @@
-"""Work in the server is bounded: per call, whatever the sizes, and per record, whoever waits."""
+"""The server's work is bounded, per call and per record, whatever the sizes and the waiters."""
 
 from __future__ import annotations
 

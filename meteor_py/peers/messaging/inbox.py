@@ -48,7 +48,7 @@ _PAGE_BYTES = 4 * 1_048_576
 _BODIES = 8
 #: Settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
-#: Seconds between checks of whether a full queue that is behind has room.
+#: Seconds between two checks for room in a full queue that is behind.
 _FULL_S = 0.02
 #: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
 _BACKOFF_S = (0.02, 0.64)
@@ -169,8 +169,8 @@ class Inbox:
             raise self._member.lost_error()
         if state.queue in self._queues:
             raise ValueError(
-                f"The queue {state.queue!r} of member {self._member.id!r} has a handler or an "
-                "iterator already. Give it more workers, or choose another name."
+                f"The queue {state.queue!r} of member {self._member.id!r} already has a handler or "
+                "an iterator. Give it more workers, or choose another name."
             )
         if self._thread.ident is None:
             self._thread.start()
@@ -222,7 +222,7 @@ class Inbox:
 
     def _open(self, message: Message) -> bool:
         """Decode a message; return False if it has expired, cannot be decoded, was delivered too
-        often, or belongs to another session by now."""
+        many times, or now belongs to another session."""
         state = message.queue_state
         if state.timeout is not None:
             message.overdue_at = now() + state.timeout

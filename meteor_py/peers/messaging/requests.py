@@ -331,7 +331,7 @@ class Requests:
         if reply[0] == b"OLD":
             raise MessageFailed(
                 f"The server has stored later messages of this handle of group "
-                f"{self.group.name!r}. This one may be stored or not.",
+                f"{self.group.name!r}. This one may or may not be stored.",
                 group=self.group.name,
             )
         return [result.decode() for result in reply[1:]]
@@ -384,13 +384,14 @@ class Requests:
     def _refusal(self, result: list[str], message: Request) -> MeteorError:
         name, code, member = self.group.name, result[0], message.member
         if code == "NOLEADER":
-            return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
+            text = f"Group {name!r} currently has no leader. Try again later."
+            return NoLeader(text, group=name)
         if code == "FULL":
             full = result[1]
             return InboxFull(
-                f"Member {full!r} of group {name!r} has as many unsettled messages as it may have "
-                f"({self.group.config.max_inbox:,}). Nothing was sent. Send again when it has "
-                "settled some, or give the group a larger max_inbox.",
+                f"Member {full!r} of group {name!r} already has {self.group.config.max_inbox:,} "
+                "unsettled messages (max_inbox). Nothing was sent. Send the message again later, "
+                "or give the group a larger max_inbox.",
                 group=name,
                 member=full,
             )
@@ -565,7 +566,8 @@ class Requests:
     def _not_stored(self, message: Request) -> MessageExpired:
         return MessageExpired(
             f"A message to group {self.group.name!r} could not be stored within "
-            f"{seconds_in_words(message.timeout)}. If a reply was lost, it may be stored.",
+            f"{seconds_in_words(message.timeout)}. If the server's reply was lost, the message may "
+            "be stored.",
             group=self.group.name,
             timeout=message.timeout,
         )
@@ -629,8 +631,8 @@ def check_size(data: bytes) -> None:
     """Raise ``ValueError`` for a body that is too large."""
     if len(data) > BODY_BYTES_MAX:
         raise ValueError(
-            f"The body of a message may have {BODY_BYTES_MAX:,} bytes, not {len(data):,}. Send a "
-            "reference to the data instead."
+            f"The body of a message may have at most {BODY_BYTES_MAX:,} bytes, not {len(data):,}. "
+            "Send a reference to the data instead."
         )
 
 

@@ -192,7 +192,7 @@ class Settlements:
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:
             count = len(self._batch)
-            _log.warning("Settling messages (%d) is being retried: %s", count, error)
+            _log.warning("Could not settle messages (%d), and will retry: %s", count, error)
         for item in list(self._batch):
             if item.deadline is not None and (not retriable or now() >= item.deadline):
                 item.error = error

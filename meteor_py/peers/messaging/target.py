@@ -26,7 +26,7 @@ class Target:
 
     Get it from a group or a membership. All three verbs store the message, in the order of the
     calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A
-    verb may return before the message is stored; the future says what became of it. One thread
+    verb may return before the message is stored; the future reports the outcome. One thread
     runs the callbacks of all futures, so they must not block. The future may raise:
 
     - ``MemberUnknown``: the group has no such member, or no live member;

@@ -6,8 +6,8 @@ local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
--- How often a message for any member may move. Each move takes the end of a member, so the limit
--- stops nothing but an endless series of members that end before they handle it.
+-- How many times a message to any member may move. A message moves only when its member leaves, so
+-- the limit stops only an endless series of members that leave before they handle the message.
 local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')

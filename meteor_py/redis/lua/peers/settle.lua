@@ -9,7 +9,7 @@
 --       unknown if it cannot be decoded and becomes a dead letter; type of the reply; reply, or the
 --       reason; or, to begin it: a token, which is the same in a repeat after a lost reply
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session now owns the
---   member and its messages. A result is 0 if the message was not there. Otherwise it is 1 if the
+--   member and its messages. A result is 0 if the inbox lacks the message. Otherwise it is 1 if the
 --   message was settled; for begin, the number of deliveries including this one, or -1 if there were
 --   already max_deliveries of them, and the message has become a dead letter.
 -- Atomic because a message is settled once, by the session that owns its member.
