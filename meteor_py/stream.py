@@ -518,7 +518,7 @@ class Stream:
         settings = keys.settings(self.name).encode()
         names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
-        # If SCAN found the stream but it is gone now, an attempt whose reply was lost deleted it.
+        # If SCAN found the stream and it is now gone, an attempt whose reply was lost deleted it.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)

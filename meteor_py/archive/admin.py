@@ -132,7 +132,7 @@ class Archive:
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records now, and wait until it has.
+        """Make the stream's archiver archive all records at once, and wait for it.
 
         Returns:
             The offset after the last archived record.

@@ -343,7 +343,7 @@ class ArchiveTerm:
             raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, reply[1])
         if reply[0] == b"HISTORY":
             begin_epoch(self._connection, stream.name, stream.incarnation, reply[1].decode())
-        # The next term starts at the ``archived`` offset that the stream has now.
+        # The next term starts at the stream's current ``archived`` offset.
         raise self._changed(reply[0].decode())
 
     def _changed(self, what: str) -> MeteorError:

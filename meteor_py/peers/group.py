@@ -206,7 +206,7 @@ class PeerGroup(Sender):
         """Remove a member, wherever it joined. It does not rejoin automatically.
 
         Returns:
-            Whether there was such a member.
+            Whether the member existed.
         """
         self._check_open()
         return bool(self._handle.protocol.run(PEERS_LEAVE, [member, "", ""])[1])
@@ -223,7 +223,7 @@ class PeerGroup(Sender):
 
     def on_leave(self, function: _F) -> _F:
         """Call a function with each ``Member`` that leaves and the reason: "left", "expired",
-        "removed", or "dead" for a named member that died and may come back.
+        "removed", or "dead" for a named member that died and may rejoin.
 
         A dead member has already left, so its removal is not reported here. ``on_event`` reports
         the removal, as "left".

@@ -66,7 +66,7 @@ class Term:
         if self.remaining > 0:
             return True
         if not self._member.foreign:
-            self._member.leadership.lose(self)  # for good, even if the server replies again
+            self._member.leadership.lose(self)  # permanently, even if the server replies again
         return False
 
     @property
@@ -266,7 +266,7 @@ class Leadership:
 
     def stop(self) -> None:
         """End the term of a member that starts leaving, and begin no other."""
-        self._handing_over += 1  # for good: the heartbeat must not report the resignation first
+        self._handing_over += 1  # never reset: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number
             self.lose(self._term)

@@ -232,7 +232,7 @@ class MemberHandle:
         self.group.protocol.run(PEERS_LEAVE, args, connection)
 
     def lose(self, reason: str) -> None:
-        """End the membership for good."""
+        """End the membership permanently."""
         with self.state:
             self.reason = self.reason or reason
             self.leadership.reset()
@@ -271,7 +271,7 @@ class MemberHandle:
 
         Raises:
             MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost
-                for good.
+                permanently.
         """
         failures = 0
         while not self.lost.is_set():

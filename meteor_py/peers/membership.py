@@ -240,7 +240,7 @@ class Membership(Sender):
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave for good, named or not. A second call does nothing.
+        """Leave the group permanently, even if the member has a name. A second call does nothing.
 
         Waits up to 5 seconds for handlers; all other messages to this member fail.
         """

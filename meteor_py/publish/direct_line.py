@@ -379,7 +379,7 @@ class DirectLine:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Take the line from a READING thread. The sender then closes the connection, to wake it."""
+        """Take the line from a READING thread. The sender closes the connection, which wakes it."""
         if self.state is _READING:
             self._reader = 0
             self.state = _BROKEN

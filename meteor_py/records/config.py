@@ -316,7 +316,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def without_none(**settings: Any) -> dict[str, Any]:
-    """Return the settings that the caller passed, which are those that are not None."""
+    """Return the settings that are not None: those that the caller passed."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -267,7 +267,7 @@ def _reach(
             raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
         # Reopen the file each time: after a start, the supervisor owns the open file and its lock.
         with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
-            if lock.take(fcntl.LOCK_EX):  # no supervisor runs, and only we can start one now
+            if lock.take(fcntl.LOCK_EX):  # no supervisor is running, and only this process can start one
                 if started:
                     tries -= 1
                     # Retry only if another process took the port.
@@ -296,7 +296,7 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted now. Raise if it may not before the deadline."""
+    """Whether the server may be restarted yet. Raise if it may not before the deadline."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:

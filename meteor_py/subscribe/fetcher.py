@@ -214,7 +214,7 @@ class Fetcher:
             self.buffer.note_gap(error)
             raise
         if term is None:
-            self.buffer.close()  # another member reads these records now, so free their memory
+            self.buffer.close()  # another member now reads these records, so free their memory
             return False
         if term is not self._announced:
             self._start_term(term)
@@ -280,7 +280,7 @@ class Fetcher:
             session.confirm_silently(after, buffer.term)
 
     def _reopen(self, gap: Gap) -> None:
-        """Continue with the records that the stream has now, or with its new incarnation."""
+        """Continue with the stream's remaining records, or with its new incarnation."""
         stream = self.stream.reopen()
         buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         session: GroupSession | None = None

@@ -382,10 +382,10 @@ class GroupSession:
             self.condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Send the last confirm, release the lease, end the thread. Closing twice is fine.
+        """Send the last confirm, release the lease, end the thread. Idempotent.
 
         Raises:
-            TimeoutError: The thread does not end.
+            TimeoutError: The thread did not end in time.
         """
         if self._pid != os.getpid():
             return  # a forked child: lease, thread and connections belong to the parent

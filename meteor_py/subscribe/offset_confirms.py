@@ -32,7 +32,7 @@ class Confirmation(Completion):
     Args:
         send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
             that is possible within the timeout.
-        hurry: Makes the background thread send the confirms now.
+        hurry: Makes the background thread send the confirms at once.
     """
 
     __slots__ = ("_pid", "_send", "deadline", "hurry", "in_doubt", "offset", "sent")

@@ -115,7 +115,7 @@ class Subscriber(Closeable):
         and returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 returns only records that are available now.
+            timeout: Seconds to wait; 0 returns only records that are already available.
             max_records: Maximum number of records to return.
 
         Returns:
@@ -174,8 +174,8 @@ class Subscriber(Closeable):
             confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
-            LeaseLost: This member has lost the lease. If it does not know that yet, the Ack raises
-                this error later. If no one checks the Ack, the next ``poll()`` raises it.
+            LeaseLost: This member has lost the lease. If it has not noticed yet, the Ack raises
+                this error later. If the Ack is not checked, the next ``poll()`` raises it.
             ValueError: The record was not delivered by this subscriber.
             NotGrouped: The subscriber has no group.
         """
@@ -302,8 +302,8 @@ class Subscriber(Closeable):
     def skip_gap(self) -> None:
         """Continue with the first record after the gap that the last poll reported.
 
-        After ``LogTruncated``, continue with the records that the server has now. In a group, start
-        at the confirmed offset that the server has now. Does nothing if there is no gap.
+        After ``LogTruncated``, continue with the records that the server still has. In a group,
+        start at the server's current confirmed offset. Does nothing if there is no gap.
         """
         self._check_reader()
         self._fetcher.skip_gap()

@@ -65,7 +65,7 @@ class ServerOptions:
         if env and file:
             raise ValueError("Pass either passwordEnv or passwordFile, not both.")
         if (env or file) and not url:
-            raise ValueError("passwordEnv and passwordFile need a url.")
+            raise ValueError("passwordEnv and passwordFile need a url. Pass it as the option url.")
         if env and not _REDACTED.search(env):
             _log.warning(
                 "Spark shows the value of spark.executorEnv.%s in its UI and event log. Use "

@@ -70,7 +70,7 @@ def stored(guarded: Server, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# What a hostile client may write
+# Hostile writes
 
 
 @pytest.mark.parametrize("role", WRITERS)

@@ -92,7 +92,7 @@ def test_named_member_that_dies_stays_and_another_leads(peers: Peers) -> None:
     assert peers.members() == {"a", "b"}
 
 
-def test_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
+def test_named_member_that_rejoins_can_lead_again(peers: Peers) -> None:
     """Requested in atomix#258: in Atomix, it could not."""
     peers.join("a", named=True)
     peers.join("b", named=True)
@@ -157,7 +157,7 @@ def test_dead_member_is_removed_after_expiration_and_may_rejoin(
     assert peers.events()[-1] == ("joined" if expiration is not None else "alive", "a")
 
 
-def test_member_that_comes_back_in_time_is_not_removed_later(build: Build) -> None:
+def test_member_that_rejoins_in_time_is_not_removed_later(build: Build) -> None:
     peers = build(member_expiration=0.5)
     peers.join("a", named=True)
     peers.join("b")

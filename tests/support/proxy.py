@@ -78,7 +78,7 @@ class Proxy:
     # Controls, which any thread may call.
 
     def cut(self) -> None:
-        """End all connections now, losing held bytes."""
+        """End all connections at once, losing held bytes."""
         with self._control():
             for link in self._links:
                 if not link.ended:

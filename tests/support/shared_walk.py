@@ -39,7 +39,7 @@ IDLE_STEPS = 30
 _OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")
 
 
-#: Sizes in the scripts, and small ones, with which a short walk meets every border.
+#: Limits in the scripts, and smaller ones, so that a short walk reaches each limit.
 _SMALL = {
     b"local BATCH = 32 ": b"local BATCH = 3 ",
     b"local LOADS = 400 ": b"local LOADS = 6 ",

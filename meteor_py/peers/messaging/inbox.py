@@ -247,8 +247,8 @@ class Inbox:
         if count is None or count <= 0:
             if count == -1:
                 _log.error(
-                    "Message %s of queue %r was delivered %d times and never settled. It is a dead "
-                    "letter now.",
+                    "Message %s of queue %r was delivered %d times and never settled. It is now a "
+                    "dead letter.",
                     message.id,
                     message.queue,
                     self._group.config.max_deliveries,
@@ -535,7 +535,7 @@ class Inbox:
             state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """Drop messages that no handler has: they may belong to another member now. If they do not,
+        """Drop messages that no handler has: they may now belong to another member. If they do not,
         the thread reads them again."""
         for state in self._queues.values():
             for key, message in list(state.held.items()):

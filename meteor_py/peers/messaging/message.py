@@ -19,7 +19,7 @@ Place = tuple[int, int]
 class Message:
     """A message that a member received. Settle it once, with ``ack``, ``reply`` or ``fail``.
 
-    An unsettled message stays in the inbox. If its member dies and comes back, or another process
+    An unsettled message stays in the inbox. If its member dies and rejoins, or another process
     takes over the member's name, the message is delivered again with the same ``id``.
     """
 

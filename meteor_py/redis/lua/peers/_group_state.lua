@@ -283,7 +283,7 @@ local function decide(id, result, reason)
   call('ZREM', LIMITS, id)
   if not f[1] then return end  -- it was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- Members that come back before the time of an agreed action must be able to find it.
+  -- Members that rejoin before the time of an agreed action must be able to find it.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Join a peer group, or return to it under a name.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
 --       6 'takeover', or 'fail' if a live member has the name
 --       7 maximum number of members of a group

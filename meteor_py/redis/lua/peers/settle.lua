@@ -2,7 +2,7 @@
 -- Settle messages: acknowledge them, reply to them, or fail them. Also count deliveries of messages
 -- that an earlier session of the member may have begun to handle.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 member  2 its session
 --       3... for each message: the operation: settle, settle-begun if its deliveries may have been
 --       counted, or begin; its entry in the inbox; its id; then, to settle it: ok, failed, expired, or
