@@ -275,7 +275,7 @@ def round_trip(bench: Bench, url: str, name: str) -> list[Row]:
 def both_ways(
     url: str, source: str, target: str
 ) -> Iterator[list[tuple[Callable[[bytes], object], Callable[[], list[bytes]]]]]:
-    """Yields how to publish and how to receive: with our client, and with redis-py."""
+    """Yields a function to publish and one to receive, for our client and for redis-py."""
     with (
         connected(url) as client,
         plain_client(url) as plain,

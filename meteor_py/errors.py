@@ -426,7 +426,7 @@ class MemberLeft(MessageFailed):
 
 
 class HandlerFailed(MessageFailed):
-    """The handler raised, or failed the message."""
+    """The handler raised an exception, or called ``fail()``."""
 
 
 class NoHandler(MessageFailed):

@@ -207,7 +207,7 @@ class MemberHandle:
     def finish_leaving(self, deadline: float) -> bool:
         """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
 
-        Until then, this remains a member and sends heartbeats. Returns whether the server was
+        Until then, it remains a member and sends heartbeats. Returns whether the server was
         notified.
         """
         self.announce_leaving()
@@ -266,8 +266,8 @@ class MemberHandle:
         self._metadata = metadata
 
     def retry_fenced(self, call: Callable[[], list[Any]], deadline: float) -> list[Any]:
-        """Run a script for this member; if the server has expelled it, wait until the heartbeat has
-        rejoined, and run the script again.
+        """Run a script for this member. If the server has expelled it, wait until the heartbeat has
+        rejoined the group, and run the script again.
 
         Raises:
             MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost

@@ -207,7 +207,7 @@ class Membership(Sender):
 
         Args:
             name: The action. Another handler registered for the same action replaces this one.
-            early: Seconds before the time at which the thread stops sleeping and spins. Spinning
+            early: How many seconds before that time the thread stops sleeping and spins. Spinning
                 occupies a CPU core, and starts the function within microseconds of the time.
             late: What to do if the process gets the decision too late, or was suspended: "skip" the
                 action and call ``on_missed``, or "run" it anyway.

@@ -107,7 +107,7 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to do something at one instant; if the vote passes, they do it.
+        """Ask all live members to vote on an action. If the vote passes, all run it at one instant.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
         whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.

@@ -16,7 +16,7 @@ Progress = Callable[[int, int], object]
 
 
 class Bounds(NamedTuple):
-    """The range of one incarnation of a stream that a store holds."""
+    """The range of offsets that a store holds for one incarnation of a stream."""
 
     #: The first offset, and the offset after the last record; equal if the store has no records.
     first: int

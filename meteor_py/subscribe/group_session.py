@@ -3,7 +3,7 @@
 The application's thread acquires the lease, in ``hold``, so only members that poll compete for it.
 A background thread renews it while the application shows that it is alive, and sends the newest
 confirmed offset. Two locks guard the state that the threads share. A thread holds the
-``connection`` while it talks to the server, and the ``condition`` while it reads or changes the
+``connection`` while it calls the server, and the ``condition`` while it reads or changes the
 state. A thread that needs both takes the connection first. Beware that a signal handler may
 interrupt any method and call another.
 

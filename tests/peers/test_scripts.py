@@ -19,7 +19,7 @@ from tests.support.peering import peers as peers
 # Membership
 
 
-def test_heartbeat_of_a_dropped_member_reports_it_and_does_not_renew(peers: Peers) -> None:
+def test_heartbeat_reports_a_dropped_member_and_does_not_renew_it(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
@@ -27,7 +27,7 @@ def test_heartbeat_of_a_dropped_member_reports_it_and_does_not_renew(peers: Peer
     assert peers.members() == {"b"}
 
 
-def test_heartbeat_of_a_removed_member_reports_it_until_the_name_rejoins(peers: Peers) -> None:
+def test_heartbeat_reports_a_removed_member_until_its_name_rejoins(peers: Peers) -> None:
     peers.join("a", named=True)
     assert peers.leave("a", "") == ["OK", 1]
     assert peers.heartbeat("a") == [2]

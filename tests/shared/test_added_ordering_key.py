@@ -232,7 +232,7 @@ def test_ordering_key_is_added_once_and_not_changed(client: meteor.Client) -> No
         client.stream("t", create=True).configure(ordering_key="keys")
 
 
-def test_one_of_two_clients_wins_that_add_different_ordering_keys(
+def test_if_two_clients_add_different_ordering_keys_one_wins(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, other = client.stream("s", create=True), client.stream("s")

@@ -24,7 +24,9 @@ def main() -> None:
         def work(message: Message) -> int:
             body = message.body
             line = {"id": message.id, "at": time.monotonic(), "deliveries": message.deliveries}
-            os.write(log, json.dumps(line | body).encode() + b"\n")  # one system call: no line is torn
+            os.write(
+                log, json.dumps(line | body).encode() + b"\n"
+            )  # one system call: no line is torn
             if body["poison"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return int(body["n"])

@@ -238,7 +238,9 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        self.exchange(hand, 0)  # takes back all of a dead consumer: the model knows no portions
+        self.exchange(
+            hand, 0
+        )  # takes back all records of a dead consumer at once: the model has no portions
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()

@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 LEAD_S = 0.2
 #: Decided polls to remember, so that each outcome is reported once.
 REMEMBERED = 1_000
-#: Seconds after the end of a vote at which its proposer asks for the outcome.
+#: How many seconds after the end of a vote its proposer asks for the outcome.
 _ASK_S = 0.01
 #: The same for other handles, at random: if the proposer is dead, another handle must ask.
 _OTHERS_ASK_S = (0.3, 1.3)
-#: Seconds after the end of a vote at which a handle stops asking for its outcome.
+#: How many seconds after the end of a vote a handle stops asking for its outcome.
 _ABANDON_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
 
@@ -250,7 +250,7 @@ class Polls:
                     )
                 except BaseException:  # even SystemExit, from a callback of a future
                     if not self._stopped:
-                        _log.exception("The polls of group %r failed.", self._group.name)
+                        _log.exception("Processing the votes of group %r failed.", self._group.name)
 
     def _pause(self) -> float | None:
         times = [entry.ask_at for entry in self._open.values()]

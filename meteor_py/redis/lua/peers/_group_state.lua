@@ -1,6 +1,6 @@
 -- The state of a peer group: read the clock, drop overdue members, elect a leader. Scripts that do more
 -- than send or settle messages continue with this file after _messages.lua. So every live client acts
--- as failure detector for the group.
+-- as a failure detector for the group.
 
 local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
