@@ -240,7 +240,8 @@ class PeerGroup(Sender):
         return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with each new leader and its term number, and at once if there is one."""
+        """Call a function with the leader and its term number: at once if there is one, and whenever
+        a leader is elected."""
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader

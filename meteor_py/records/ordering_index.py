@@ -34,7 +34,7 @@ ENTRY_RECORDS = 64
 STORED_ENTRY_RECORDS = 256
 
 _HEADER = "header:"
-#: The list of keys of an entry whose records have none.
+#: The key list of an entry whose records have no ordering keys.
 _NO_KEY = b"\x91\xa0"
 
 

@@ -62,7 +62,7 @@ class Completion:
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether callbacks have not been called yet."""
+        """Whether some callbacks have not been called yet."""
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:

@@ -154,8 +154,8 @@ def open_embedded(
 
     Args:
         directory: Directory for the data. All processes that open it share one server. None starts
-            a private server without persistence in a temporary directory, which is deleted in the
-            end.
+            a private server without persistence, in a temporary directory that is deleted when the
+            server stops.
         tcp: Whether the server also listens on a free port of 127.0.0.1, with a random password.
             The process that starts the server decides.
         timeout_s: Seconds within which the server must reply. A server with much data needs time to
@@ -267,7 +267,7 @@ def _reach(
             raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
         # Reopen the file each time: after a start, the supervisor owns the open file and its lock.
         with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
-            if lock.take(fcntl.LOCK_EX):  # no supervisor is running, and only this process can start one
+            if lock.take(fcntl.LOCK_EX):  # no supervisor is running, and only we can start one
                 if started:
                     tries -= 1
                     # Retry only if another process took the port.

@@ -203,7 +203,7 @@ def check(
             assert future.exception(0) is None, (body, verb, future.exception(0))
             assert verb != "ask" or future.result(0) == body["n"], body
         elif reason not in UNPLACED or body["to"] != "any":
-            # Each of its sessions ended. The first and the last may have ended before its handler.
+            # Each of its sessions ended; the first and the last perhaps before the handler started.
             assert len(found) >= MAX_DELIVERIES - 2, f"{reason}: {body}, {found}"
         if found and body["to"] != "any":
             firsts[body["s"], body["to"]].append(min(line["at"] for line in found))

@@ -161,7 +161,7 @@ class Requests:
         #: How many messages and calls there have been. Their numbers are part of their ids.
         self._messages = self._batches = 0
         self._random = random.Random()  # chooses a member; seeded by the operating system
-        #: Calls of the main thread that failed, which the call queue repeats.
+        #: Failed calls of the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
         #: Attempts in a row that found a sender expelled.
         self._stale = 0

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between the end of a vote on an action and the action, to spread the decision.
+#: Seconds between the end of a vote on an action and the action, so that all members get the
+#: decision in time.
 LEAD_S = 0.2
 #: Decided polls to remember, so that each outcome is reported once.
 REMEMBERED = 1_000
