@@ -52,7 +52,7 @@ from meteor_py.subscribe.lease import Term
 _log = logging.getLogger(__name__)
 
 #: Maximum number of records in one call of ``advance_archived``. The call may trim that many
-#: entries, and other clients have to wait.
+#: entries, while other clients wait.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that closing waits: for handlers and tasks, for all threads, and (at least) per thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
-#: Maximum attempts to reload a group that keeps changing meanwhile.
+#: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum seconds over which handles spread their reports of an overdue member.
 _SPREAD_S = 0.3

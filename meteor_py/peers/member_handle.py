@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 #: Maximum seconds that leaving waits for leader tasks and handlers to end.
 LEAVE_S = 5.0
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.16)
 #: How many former ids an unnamed member remembers.
 _FORMER_MAX = 16

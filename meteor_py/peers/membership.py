@@ -51,7 +51,7 @@ class Membership(Sender):
 
     @property
     def reason(self) -> str | None:
-        """Why the membership was lost; None while it lasts."""
+        """Why the membership was lost; None if it was not."""
         return self._handle.reason
 
     def update(self, metadata: Any) -> None:
@@ -169,8 +169,8 @@ class Membership(Sender):
         """Iterate over the messages of a queue that has no function. Settle each of them.
 
         Args:
-            timeout: Seconds without a message after which the iteration ends; None iterates for as
-                long as this is a member.
+            timeout: Seconds without a message after which the iteration ends; None iterates until
+                the member leaves.
         """
         return self._handle.inbox().pull(queue, timeout)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.member_handle import MemberHandle
 
-#: How far in the future an action may lie. A time beyond that is probably in ms, or from another
+#: Maximum seconds between a proposal and its action. A later time is probably in ms, or from another
 #: clock.
 _AHEAD_MAX_S = 30 * 86_400.0
 
@@ -64,7 +64,7 @@ class Sender(Closeable):
         timeout: float = 5.0,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all members that are alive now to vote (``@me.on_vote``).
+        """Ask all members that are currently alive to vote (``@me.on_vote``).
 
         The server decides as soon as the outcome is certain, even if the proposer dies; other
         processes learn the outcome from ``on_decision``. A member that abstains, does not vote in
@@ -107,7 +107,7 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to vote on an action. If the vote passes, all run it at one instant.
+        """Ask all live members to vote on an action. If the vote passes, they run it at one instant.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
         whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.

@@ -528,8 +528,8 @@ class Accumulator:
         timestamps, more_timestamps = _extend(columns.timestamps, cells[3], index, records)
         if self._edition != edition:
             return None
-        # No call and no new container from here on, so neither a signal handler nor the garbage
-        # collector interrupts.
+        # From here on, call nothing and create no container, so that neither a signal handler nor
+        # the garbage collector can interrupt.
         columns.values += cells[0]
         if keys is not None:
             keys += more_keys

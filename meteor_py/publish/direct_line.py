@@ -138,7 +138,7 @@ class DirectLine:
         #: acknowledgement. Both are 0 before the first.
         self.end_offset = 0
         self.acknowledged_at = 0.0
-        self._reader = 0  # the READING thread, and when it stops at the latest
+        self._reader = 0  # the READING thread, and its deadline
         self._read_until = 0.0
         self._usable_until = 0.0  # by the monotonic clock
         self._renew_at = self._valid_s = 0.0

@@ -113,7 +113,7 @@ class Publisher(Closeable):
         Args:
             value: Bytes, or a value that the codec encodes.
             key: Optional bytes, or text, which is encoded as UTF-8.
-            headers: Optional header names and values. Values are bytes, or text like a key.
+            headers: Optional header names and values. Values are bytes or text, like keys.
             timestamp: The creation time: an aware datetime, or ms since 1970. By default, the time
                 at which the server appends the record.
 

@@ -62,7 +62,7 @@ _RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds without an acknowledgement after which the sender reads the server's replication id
-#: again: a server can be demoted and promoted under an idle connection.
+#: again: a server can be demoted and promoted while the connection is idle.
 _REPLICATION_ID_S = 1.0
 #: Maximum seconds for a check for lost records, and for each reply within it.
 _CHECK_MAX_S, _CHECK_S = 3.0, 1.0
@@ -205,7 +205,7 @@ class Sender:
         """Continue with what publishers have done on the direct line."""
         broken = self._line.take_over()
         if self._line.end_offset and self._acked is not None:
-            self._stream_epoch = self._known_epoch  # the line takes only replies in that epoch
+            self._stream_epoch = self._known_epoch  # the line accepts only replies in that epoch
             self._acknowledged_at = max(self._acknowledged_at, self._line.acknowledged_at)
             self._acked = Position(
                 self._incarnation, self._stream_epoch, self._line.end_offset, self._path

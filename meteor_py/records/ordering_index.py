@@ -29,7 +29,7 @@ from meteor_py.records.record import Headers, Record
 #: The longest ordering key, in bytes.
 ORDERING_KEY_BYTES_MAX = 256
 
-#: The most records in an index entry, and in one that a consumer makes from the store.
+#: Maximum number of records in an index entry, and in one that a consumer builds from the store.
 ENTRY_RECORDS = 64
 STORED_ENTRY_RECORDS = 256
 

@@ -636,7 +636,9 @@ class GroupSession:
         """
         if not self._letters:
             return
-        history = connection.refresh_history()  # a server can be promoted under a connection
+        history = (
+            connection.refresh_history()
+        )  # a server can be promoted while a connection is open
         with self.condition:
             elsewhere = {h: last for h, last in self._letters.items() if h != history}
         if not history or not elsewhere:

@@ -129,7 +129,7 @@ class Receiver:
         """
         self.stop()
         if self.is_current_thread():
-            return  # the handler called us; the thread ends when the handler returns
+            return  # called by the handler; the thread ends when the handler returns
         if not self.join(timeout):
             raise TimeoutError(
                 f"The handler of stream {self._stream!r} did not return within {timeout:g} "

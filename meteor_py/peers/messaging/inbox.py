@@ -2,8 +2,8 @@
 
 The server keeps unsettled messages in a stream. One thread reads it and passes a bounded part of
 each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
-queue with more messages than this process may hold is *behind*: the thread continues it from the
-queue's own position when there is room.
+queue with more messages than this process may hold is *behind*: when there is room, the thread
+continues reading for it from the queue's own position.
 
 Each read also reads the session that owns the member. If that is another session, the thread drops
 the messages. Another process may handle them, or this process reads them again, in order, once it
@@ -50,7 +50,7 @@ _BODIES = 8
 _DONE_MAX = 10_000
 #: Seconds between two checks for room in a full queue that is behind.
 _FULL_S = 0.02
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
 
@@ -291,8 +291,8 @@ class Inbox:
             raise
 
     def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
-        """Settle a message, with retries for as long as this is a member. If other messages are
-        waiting for a handler, the calling thread does not wait for the server."""
+        """Settle a message, with retries for as long as the member is in the group. If other
+        messages are waiting for a handler, the calling thread does not wait for the server."""
         item = self._settlement(message, code, kind, data)
         if item is not None:
             self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)
@@ -315,7 +315,7 @@ class Inbox:
                 message.id,
             )
         if item.what == "begin" and item.result is not None and item.result > 0:
-            return  # the handler gets the message now
+            return  # the handler gets the message
         self._release(message, fenced=item.result is None)
 
     def _release(self, message: Message, fenced: bool) -> None:

@@ -43,7 +43,7 @@ class Message:
     received_at: float
     #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float
-    #: Its queue in this process.
+    #: The state of its queue in this process.
     queue_state: QueueState = field(repr=False)
     #: The decoded body.
     body: Any = None

@@ -1,4 +1,4 @@
-"""Requests: messages of a group handle, and the replies that they wait for.
+"""Requests: the messages that a group handle sends, and the replies to them.
 
 A call queue stores the messages in the order of the calls. Messages that wait while a call is under
 way share the next call. Each call has a number, so that the server recognizes a repeat after a lost
@@ -62,7 +62,7 @@ To = Literal["member", "any", "all", "leader"]
 PENDING_MAX = 10_000
 #: Maximum size of a body or a reply in bytes.
 BODY_BYTES_MAX = 1_048_576
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.3)
 #: Seconds to wait for the server's reply when a message has timed out.
 _LAST_READ_S = 1.0
@@ -82,7 +82,7 @@ class MessageFuture(Future[Any]):
     """The future of a message.
 
     A callback may block, so only one thread may run callbacks. ``try_end`` lets any other thread
-    complete the future if it has none.
+    complete a future without callbacks.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Requests:
         self.group = group
         self.codec = codec
         lock = threading.RLock()
-        #: Notified for the reply thread, and for callers that wait for room.
+        #: Wakes the reply thread, and callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
         #: Unfinished messages, the messages among them that are not stored yet, and their bytes.
         self._pending: dict[str, Request] = {}
@@ -163,7 +163,7 @@ class Requests:
         self._random = random.Random()  # chooses a member; seeded by the operating system
         #: Failed calls of the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
-        #: Attempts in a row that found a sender expelled.
+        #: Consecutive attempts that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
         #: When the reply thread looks for messages that have timed out, by ``now()``.

@@ -46,7 +46,7 @@ LEAD_S = 0.2
 REMEMBERED = 1_000
 #: How many seconds after the end of a vote its proposer asks for the outcome.
 _ASK_S = 0.01
-#: The same for other handles, at random: if the proposer is dead, another handle must ask.
+#: The same for other handles, as a random range: if the proposer is dead, one of them must ask.
 _OTHERS_ASK_S = (0.3, 1.3)
 #: How many seconds after the end of a vote a handle stops asking for its outcome.
 _ABANDON_S = 10.0
@@ -97,7 +97,7 @@ class Polls:
         self._jobs: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
         self._decided: dict[str, None] = {}
-        #: Voters whose threads closing must stop.
+        #: Voters whose threads ``close`` must stop.
         self._voters: list[Voter] = []
         self._state = SignalSafeCondition()
         self._thread: JoinableThread | None = None

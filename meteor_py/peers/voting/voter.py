@@ -111,7 +111,9 @@ class Voter:
         try:
             vote = self._vote(proposal)
         except BaseException:  # even SystemExit: the proposer is waiting
-            _log.exception("The vote handler of %r failed, which counts as a no.", self._member)
+            _log.exception(
+                "The vote handler of %r failed, which counts as a no vote.", self._member
+            )
             return "n"
         return "a" if vote is None else "y" if vote else "n"
 
