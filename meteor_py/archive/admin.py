@@ -212,5 +212,7 @@ class Archive:
 
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
-            raise TypeError(f"{method} needs a store of files, which {self.backend!r} is not.")
+            raise TypeError(
+                f"{method} needs a store of files, such as a ParquetStore, not {self.backend!r}."
+            )
         return self.backend

@@ -246,7 +246,7 @@ def open_stream(
     if meta.store is None and (backend is not None or requested.keys() & set(STORE_SETTINGS)):
         names = ", ".join(f"{setting}=" for setting in ("store", *STORE_SETTINGS))
         raise StreamConfigMismatch(
-            f"Stream {name!r} already exists, without a store. Open it without {names}, or create "
+            f"Stream {name!r} already exists without a store. Open it without {names}, or create "
             "another stream.",
             stream=name,
         )

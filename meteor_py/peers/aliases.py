@@ -119,14 +119,17 @@ class Messaging:
         which = delivery or Delivery.BROADCAST
         if which is Delivery.RANDOM:
             if include_dead:
-                raise ValueError("Only a broadcast can include dead members.")
+                raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
             return Producer(self._sender.any, queue, execution or Execution.SYNC)
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
         """Returns a consumer of a queue of a local member."""
         if self._membership is None:
-            raise ValueError("Only the process in which a member joined can receive its messages.")
+            raise ValueError(
+                "Only the process in which a member joined can receive its messages. Get the "
+                "consumer from the LocalMember there."
+            )
         return Consumer(self._membership, queue)
 
 

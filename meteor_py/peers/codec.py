@@ -84,10 +84,13 @@ class PeerCodec:
         if (encode is None) != (decode is None):
             raise ValueError("Pass both encode and decode, or neither.")
         if type in self._by_type or tag in self._by_tag:
-            raise ValueError(f"The number {id} or the type {type.__name__} is already registered.")
+            raise ValueError(
+                f"The number {id} or the type {type.__name__} is already registered. Register each "
+                "type once, under its own number."
+            )
         if encode is None or decode is None:
             if self.format == "bytes":
-                raise ValueError('With format "bytes", a type needs encode and decode.')
+                raise ValueError('With format "bytes", a type needs encode and decode. Pass both.')
             format: Any = msgspec.json if self.format == "json" else msgspec.msgpack
             encode, decode = _ENCODERS[self.format], format.Decoder(type).decode
         self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)

@@ -190,7 +190,10 @@ class PeerGroup(Sender):
             if on_conflict != "wait":
                 raise self._taken(name, on_conflict)
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
+                raise TimeoutError(
+                    f"The name {name!r} was not free within {timeout:g} seconds. Wait longer, or "
+                    'take it over with on_conflict="takeover".'
+                )
             time.sleep(_WAIT_S)
             handle.check_open()
 
@@ -240,8 +243,8 @@ class PeerGroup(Sender):
         return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with the leader and its term number: at once if there is one, and whenever
-        a leader is elected."""
+        """Call a function with the leader and its term number: at once if there is a leader, and
+        whenever one is elected."""
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader

@@ -94,7 +94,10 @@ class GroupHandle:
     def check_open(self) -> None:
         self.check_owned()
         if self.closed:
-            raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
+            raise MeteorError(
+                f"This handle of group {self.name!r} is closed. Open another with "
+                "client.peer_group()."
+            )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.view.members)} members"

@@ -199,7 +199,10 @@ class Leadership:
         member = self._member
         if member.group.config.election == "none":
             name = member.group.name
-            raise PeerError(f"Group {name!r} elects no leader (election=None).", group=name)
+            raise PeerError(
+                f"Group {name!r} elects no leader (election=None). Use a group with an election.",
+                group=name,
+            )
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         terms: deque[Term] = deque(maxlen=1)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.member_handle import MemberHandle
 
-#: Maximum seconds between a proposal and its action. A later time is probably in ms, or from another
-#: clock.
+#: Maximum seconds between a proposal and its action. A later time is probably in ms, or from
+#: another clock.
 _AHEAD_MAX_S = 30 * 86_400.0
 
 
@@ -107,7 +107,7 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to vote on an action. If the vote passes, they run it at one instant.
+        """Ask all live members to vote on an action. If it passes, they run it at one instant.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
         whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.

@@ -186,7 +186,7 @@ def _error_of(batch: Completion, index: int) -> Exception | None:
 
 
 def _no_reply(timeout: float | None) -> TimeoutError:
-    return TimeoutError(f"No reply arrived within {timeout} seconds.")
+    return TimeoutError(f"No reply arrived within {timeout} seconds. The outcome is still pending.")
 
 
 def _describe(ack: _Outcome) -> str:

@@ -196,7 +196,10 @@ class Publisher(Closeable):
         limit = self._time_limit(timeout)
         deadline = time.monotonic() + limit
         if not self._accumulator.wait_empty(limit):
-            raise TimeoutError(f"Records were still unacknowledged after {limit:g} seconds.")
+            raise TimeoutError(
+                f"Records were still unacknowledged after {limit:g} seconds. Flush again, or use a "
+                "longer timeout."
+            )
         if self._sender.must_check:
             self._accumulator.wait_checked(max(deadline - time.monotonic(), 0.0))
         self._raise_failure()

@@ -114,7 +114,9 @@ class EmbeddedServer:
     def _check_open(self) -> None:
         """Raise if the server has no user left, because the supervisor would stop it at once."""
         if not self._release.alive:
-            raise ServerStartFailed(f"The embedded server in {self.directory} was closed.")
+            raise ServerStartFailed(
+                f"The embedded server in {self.directory} was closed. Connect again."
+            )
         if self._users.fd >= 0:
             in_use = self._users.is_in_place()
         else:  # in a forked child, which does not count as a user

@@ -185,7 +185,7 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
     fingerprint = 0  # the same for any payload, because a retry may give another reason
     numbers = (epoch, sequence, count, fingerprint, PRODUCER_TTL_MS)
     checksum = zlib.crc32(payload) if target.config.checksum else ""
-    connection.refresh_history()  # a server can be demoted and promoted while the connection is idle
+    connection.refresh_history()  # the server may have been promoted since the last call
     for _ in range(2):
         known_epoch = ""  # so that the reply is always a list
         head = (target.incarnation, connection.history, *numbers, form, payload, checksum)

@@ -103,7 +103,9 @@ class Subscriber(Closeable):
         """
         unknown = set(columns) - set(ARROW_SCHEMA.names)
         if unknown:
-            raise ValueError(f"Records have no column {sorted(unknown)[0]!r}.")
+            raise ValueError(
+                f"Records have no column {sorted(unknown)[0]!r}. Use the names in ARROW_SCHEMA."
+            )
         self._fetcher.buffer.read_columns(list(columns))
 
     # -- reading -------------------------------------------------------------------------------

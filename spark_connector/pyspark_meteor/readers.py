@@ -252,7 +252,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         def resolve() -> int:
             if spec.kind == "group":
                 raise ValueError(
-                    f"startingOffsets=group: stream {name!r} has no group {group!r} yet."
+                    f"startingOffsets=group: stream {name!r} has no group {group!r} yet. Create it "
+                    "with stream.seek_group(), or choose another start."
                 )
             return self._planner.resolve(name, spec).offset
 

@@ -106,7 +106,7 @@ def test_running_handler_may_send_while_its_handle_closes(post: Post) -> None:
     with leaving(me, other.close):
         released.set()
         assert result(future) == 24
-    with pytest.raises(meteor.MeteorError, match="is closed; open another"):
+    with pytest.raises(meteor.MeteorError, match=r"is closed\. Open another"):
         other.any.tell("price")
 
 

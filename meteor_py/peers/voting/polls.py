@@ -125,7 +125,10 @@ class Polls:
         entry = _Open(now() + motion.timeout, now() + motion.timeout + _ABANDON_S, future)
         with self._state:
             if self._stopped:
-                raise MeteorError(f"This handle of group {self._group.name!r} is closed.")
+                raise MeteorError(
+                    f"This handle of group {self._group.name!r} is closed. Open another with "
+                    "client.peer_group()."
+                )
             self._open[poll] = entry  # first: the outcome may arrive before the reply
         try:
             left_s = self._put_to_vote(poll, motion, by)
