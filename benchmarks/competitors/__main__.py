@@ -232,7 +232,7 @@ def spark_tables(at: Addresses, options: argparse.Namespace, console: Console) -
 
 def idle_table(idle: Sequence[Idle]) -> list[str]:
     return [
-        "## Servers that have nothing to do",
+        "## Idle servers",
         "",
         "| server | replies after, s | memory, MiB |",
         "|---|--:|--:|",

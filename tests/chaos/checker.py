@@ -123,7 +123,11 @@ def check_records(
 
 
 def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
-    """Check that the log keeps each publisher's order, and puts later records after older acks."""
+    """Check the order of the log.
+
+    The records of each publisher are in order, and each record follows all records that were
+    acknowledged before it was published.
+    """
     newest: dict[str, int] = {}
     for offset, value in log.items():
         publisher, counter = author(value)

@@ -393,7 +393,7 @@ class Walk(Model):
         return reply
 
     def tell_all(self) -> None:
-        """Tell the model what the hand has settled: it is sent before anything is claimed."""
+        """Apply the hand's settlements to the model: they are sent before anything is claimed."""
         hand = self.hand
         if hand is None or self.told:
             return
