@@ -229,7 +229,7 @@ def test_a_stored_error_does_not_keep_the_callers_variables_alive(
         pub.close()
 
 
-# Acknowledged batches in the window, and waits
+# Acknowledged batches in the window, and waiting
 
 
 def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(

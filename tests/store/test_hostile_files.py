@@ -66,7 +66,7 @@ def refusal(store: ParquetStore, rows: int) -> str:
 
 
 def repeated(entry: bytes, rows: int, kind: pa.DataType | None = None) -> pa.Array:
-    """Return an array that has one entry many times, in the memory of one."""
+    """Return an array that repeats one entry many times but stores it only once."""
     one = pa.array([entry], kind or pa.binary())
     return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), one)
 
