@@ -9,7 +9,7 @@ import pyarrow as pa
 
 #: Terms per epoch. A store sees a single number that only increases: epoch * TERMS + term.
 TERMS = 1_000_000
-#: Number of states to keep from terms later than that of any stored record.
+#: Number of states to keep from terms later than the last term with records.
 _STATES_AHEAD = 3
 #: Called with the number of records processed so far and the total.
 Progress = Callable[[int, int], object]

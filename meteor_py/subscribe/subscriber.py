@@ -267,8 +267,8 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, the confirmed offset counts instead of the position. The end is that of the last
-        reply from the server.
+        In a group, counts from the confirmed offset instead of the position. The end is the one in
+        the server's last reply.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed

@@ -1,4 +1,4 @@
-"""The server's work is bounded, per call and per record, whatever the sizes and the waiters."""
+"""Script calls do bounded work, and a record costs few calls, however many consumers wait."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class Polls:
     # -- events --------------------------------------------------------------------------------
 
     def proposed(self, event: Event) -> None:
-        """Process a proposal, under the group's lock: the view is that of the proposal."""
+        """Process a proposal, under the group's lock, so that the view matches the proposal."""
         if self._thread is None:
             return
         members = self._group.view.members
