@@ -296,7 +296,7 @@ class DirectLine:
         value, key, headers, timestamp = row
         columns = Columns([value])
         batch = Batch(now, now + self._delivery_timeout_s, columns)
-        if key is headers is timestamp is self._ordering is None:
+        if key is None and headers is None and timestamp is None and self._ordering is None:
             batch.encoded = ("0v", value)
         else:
             batch.columns = columns = Columns(*(None if cell is None else [cell] for cell in row))
