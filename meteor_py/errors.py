@@ -108,7 +108,7 @@ def fresh(error: _E) -> _E:
 
 
 class ConnectionFailed(MeteorError):
-    """The server could not be reached, or went away before it replied."""
+    """The server could not be reached, or the connection ended before it replied."""
 
     retriable = True
     #: Whether the server itself rejected the command, for example because it is loading its data.
