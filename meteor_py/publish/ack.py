@@ -94,7 +94,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             try:
                 loop.call_soon_threadsafe(finish)
             except RuntimeError:  # the loop was closed, so no task is waiting
-                _log.debug("The event loop of an awaited Ack is closed.")
+                _log.debug("The event loop was closed before an awaited Ack was settled.")
 
         self._completion.on_settled(finish_soon)
         return (yield from future)
@@ -180,7 +180,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
 
 def _error_of(batch: Completion, index: int) -> Exception | None:
-    """Return the error of the record at ``index`` in a batch."""
+    """Return the error for the record at ``index`` in a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
 

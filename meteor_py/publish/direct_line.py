@@ -37,7 +37,7 @@ Invariants:
    must be renewed.
 8. Bounded waits, one lock. A thread reads for at most one second, and not beyond its record's
    deadline. No thread takes the accumulator's lock while it holds the lock of a completion. If a
-   signal handler uses the publisher while its own thread is READING, it breaks off the read.
+   signal handler uses the publisher while its own thread is READING, it stops that read first.
 
 A signal handler may run during any call, even while its thread holds the lock, and may flush. A
 flush releases the lock, and the sender takes over. So each method checks the state and changes it
@@ -91,7 +91,7 @@ Row = tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]
 
 
 class State(enum.Enum):
-    """See the module's documentation."""
+    """The states of the line; see the module docstring."""
 
     SENDER = enum.auto()
     FREE = enum.auto()
@@ -107,7 +107,7 @@ _READING, _RETURNED, _BROKEN = State.READING, State.RETURNED, State.BROKEN
 
 
 class DirectLine:
-    """The direct line of one publisher."""
+    """A publisher's direct line."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class DirectLine:
         return broken
 
     def abandon(self) -> list[Batch]:
-        """Return the record in flight, in a forked child. The parent process sends it."""
+        """In a forked child, return the record in flight. The parent process sends it."""
         batch = self.batch
         self.batch = self._settling = None
         self.state = _SENDER
@@ -265,7 +265,7 @@ class DirectLine:
 
         Args:
             row: Value, key, headers and timestamp.
-            size: Bytes of the record.
+            size: Size of the record in bytes.
             nbytes: Number of bytes that count as pending.
         """
         if size > self._bytes_max:
@@ -405,7 +405,7 @@ class DirectLine:
         """Read the reply to ``batch`` in this thread, if no other thread does.
 
         Returns:
-            What is left of ``timeout_s``. If the batch is not settled yet, the sender settles it.
+            The rest of ``timeout_s``. If the batch is not settled yet, the sender settles it.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:
@@ -442,7 +442,7 @@ class DirectLine:
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:
-        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it is lost."""
+        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it was lost."""
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher(Closeable):
-    """Publishes records to one stream, in the order of the calls. Thread-safe.
+    """Publishes records to one stream, in call order. Thread-safe.
 
     >>> with stream.publisher() as pub:                       # doctest: +SKIP
     ...     pub.publish(b"hello", key=b"k").result()
@@ -120,7 +120,7 @@ class Publisher(Closeable):
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
             ValueError: The timestamp has no timezone, is not from 1970 to 9999, or is in seconds
-                instead of ms; or the ordering key of the record has more than 256 bytes.
+                instead of ms; or the record's ordering key is longer than 256 bytes.
             RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (1 MiB).
             PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
                 seconds.
@@ -273,7 +273,7 @@ class Publisher(Closeable):
 
 
 def _close_together(publishers: Sequence[Publisher]) -> None:
-    """Close the publishers of a client, then raise the first failure."""
+    """Close a client's publishers, then raise the first failure."""
     _stop_accepting(publishers)
     close_each(publishers, Publisher._close_finally, (MeteorError, TimeoutError))
 

@@ -1,4 +1,4 @@
-"""Administration of subscriber groups: create, list, move and delete them."""
+"""Administration of subscriber groups: creates, lists, moves and deletes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
         for name, group, lease in zip(part, replies, replies[len(part) :], strict=False):
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
-                continue  # deleted in the meantime, or of an earlier incarnation of the stream
+                continue  # deleted in the meantime, or from an earlier incarnation of the stream
             try:
                 position, number = int(confirmed or began), int(term or 0)
             except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def find_archiver(stream: StreamHandle) -> str | None:
 
 
 def owner_of(lease: bytes | None) -> str | None:
-    """Return the member that is named in the value of a lease key."""
+    """Return the member named in a lease key's value."""
     return None if lease is None else lease.decode(errors="replace").partition(" ")[0]
 
 

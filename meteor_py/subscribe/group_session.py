@@ -41,7 +41,7 @@ from meteor_py.subscribe.renewal_thread import Job, RenewalThread
 
 _log = logging.getLogger(__name__)
 
-#: Renewals per lease TTL. Two of them may fail.
+#: Renewals per lease TTL. The lease survives two failed ones.
 _RENEWALS = 3
 #: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
@@ -102,7 +102,7 @@ class Lapsed(Held):
 
 
 class _LettersInDoubt(Exception):
-    """Dead letters may be lost. The term must end, so that the group reads their records again."""
+    """Dead letters may have been lost. End the term, so that the group reads the records again."""
 
     def __init__(self, error: LeaseLost) -> None:
         self.error = error
@@ -124,7 +124,7 @@ class GroupSession:
         #: The position after the last fetch. Confirms carry its epoch.
         self.read_in = Position(lease.incarnation, 0, 0)
         self._max_poll_interval_s = max_poll_interval_s
-        # Two attempts must fit into the TTL of a lease.
+        # Two attempts must fit into a lease's TTL.
         self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._connector = connector
         self.connection = SharedConnection(self._open_connection)
@@ -213,7 +213,7 @@ class GroupSession:
         return None
 
     def distrust(self) -> None:
-        """Make the next ``hold`` ask the server: the lease may be lost."""
+        """Make the next ``hold`` ask the server: the lease may have been lost."""
         with self.condition:
             self.valid_until = 0.0
 
@@ -229,7 +229,7 @@ class GroupSession:
         )
 
     def raise_refusal(self) -> None:
-        """Raise the error of a refused confirm whose Ack was never checked."""
+        """Raise the error from a refused confirm whose Ack was never checked."""
         self.confirms.raise_refusal()
 
     def _renew_or_acquire(self, connection: Connection) -> Term | None:
@@ -365,7 +365,7 @@ class GroupSession:
     def start_closing(self, timeout_s: float) -> None:
         """Make the thread send the last confirm, within ``timeout_s``, and release the lease.
 
-        Does not wait, so that all sessions of a client leave their groups at the same time. Then
+        Does not wait, so that all of a client's sessions leave their groups at the same time. Then
         ``close`` joins each thread.
         """
         if self._pid != os.getpid():
@@ -402,7 +402,7 @@ class GroupSession:
             self._events.close()
 
     def interrupt(self) -> None:
-        """Interrupt another thread that waits for the lease, and end all later waits."""
+        """Interrupt a thread that is waiting for the lease, and make later waits end at once."""
         with self.condition:
             self._interrupted = True
             self.condition.notify_all()
@@ -416,7 +416,7 @@ class GroupSession:
     def abandon(self) -> None:
         """In a forked child: distrust the lease, and fail confirms that callers wait for."""
         self.valid_until = 0.0
-        self.condition = SignalSafeCondition()  # a thread of the parent may have held the lock
+        self.condition = SignalSafeCondition()  # a parent thread may have held the lock
         self.confirms.abandon(self.condition, self._opened_before_fork())
 
     def _enter(self, mode: _Mode) -> None:
@@ -437,12 +437,12 @@ class GroupSession:
         if not ended:
             raise TimeoutError(
                 f"The thread that renews the lease of {self.lease} did not end within {_JOIN_S:g} "
-                "seconds. Check that no done callback of a confirm's Ack blocks."
+                "seconds. Check that no callback on a confirm's Ack is blocking."
             )
         thread.join(_JOIN_S)
 
     def _wait_until_left(self) -> None:
-        """After ``start_closing``, let the thread finish."""
+        """After ``start_closing``, wait for the thread to finish."""
         if self._leave_by is None or self.connection.is_mine():
             return  # in a signal handler; the thread waits for the interrupted call
         # Allow for a confirm that is still in flight at that time, and for the release after it.
@@ -584,7 +584,7 @@ class GroupSession:
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
     def leave(self) -> None:
-        """At the end of the thread: send the last confirm, and release the lease."""
+        """When the thread ends, send the last confirm and release the lease."""
         try:
             if self._state.to_release is not None:
                 self.connection.use(self._leave_group)
@@ -600,7 +600,7 @@ class GroupSession:
             try:  # the subscriber was garbage-collected
                 self._send_confirm(connection, term)
             except MeteorError as error:
-                _log.warning("The last confirm of %s is lost: %s", self.lease, error)
+                _log.warning("The last confirm of %s was lost: %s", self.lease, error)
         self._release(connection)
 
     def _send_confirm(self, connection: Connection, term: Term) -> None:
@@ -623,12 +623,12 @@ class GroupSession:
             self.confirms.fail(error)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the reply is lost
+        except BaseException:  # Ctrl-C: the reply was lost
             self.confirms.doubt_sent()
             raise
 
     def _check_letters(self, connection: Connection) -> None:
-        """Raise if a failover may have lost dead letters of this term.
+        """Raise if a failover may have lost this term's dead letters.
 
         As long as the history is the same, every replica gets the letter before the confirm. If the
         history has changed, but the group's position is already after the record, then an earlier
@@ -657,7 +657,7 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """Trust the lease for longer, counted from ``sent_at``. The caller holds the lock."""
+        """Extend the trust in the lease, counted from ``sent_at``. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
         self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()

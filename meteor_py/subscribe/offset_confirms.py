@@ -30,7 +30,7 @@ class Confirmation(Completion):
     """Confirms that are sent in one request, at once if a caller waits for any of them.
 
     Args:
-        send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
+        send: Called with a waiting caller's timeout. Sends the confirms in the caller's thread if
             that is possible within the timeout.
         hurry: Makes the background thread send the confirms at once.
     """
@@ -215,7 +215,7 @@ class OffsetConfirms:
             self._refused = (error, [])
 
     def raise_refusal(self) -> None:
-        """Raise the error of a refused confirm whose Ack was never checked."""
+        """Raise the error from a refused confirm whose Ack was never checked."""
         with self._state:
             refused, self._refused = self._refused, None
         if refused is not None:

@@ -1,4 +1,4 @@
-"""The background thread of a group session: renews the lease, and sends confirms."""
+"""A group session's background thread: renews the lease, and sends confirms."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ class RenewalThread(JoinableThread):
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # the group is gone, or access denied: a retry will not help
-            _log.warning("The lease of %s is lost: %s", session.lease, error)
+            _log.warning("Lost the lease of %s: %s", session.lease, error)
             session.give_up_term(connection, term, error)

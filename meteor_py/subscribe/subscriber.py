@@ -156,7 +156,7 @@ class Subscriber(Closeable):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Record]:
-        # A generator of this object keeps the subscriber alive during a loop.
+        # The generator refers to this object, which keeps the subscriber alive during a loop.
         yield from self._fetcher.iterate(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class Subscriber(Closeable):
                 records returned by ``poll()``, or in a loop or a receiver, the current record.
 
         Returns:
-            An Ack whose ``result()`` is the offset after the record. It raises ``LeaseLost`` if the
-            confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
+            An Ack. Its ``result()`` is the offset after the record, and raises ``LeaseLost`` if the
+            confirm had no effect, or ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
             LeaseLost: This member has lost the lease. If it has not noticed yet, the Ack raises
@@ -412,8 +412,8 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None and not self._receiver.is_current_thread():
             raise MeteorError(
-                f"The records of this subscriber of stream {self.stream.name!r} go to its "
-                "receiver. Open another subscriber to read them yourself."
+                f"This subscriber of stream {self.stream.name!r} passes its records to a receiver. "
+                "Open another subscriber to read them yourself."
             )
 
     def _check_open(self) -> None:
@@ -457,7 +457,7 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
 
 
 def _close_together(subscribers: Sequence[Subscriber]) -> None:
-    """Close the subscribers of a client under one deadline, then raise the first failure.
+    """Close a client's subscribers under one deadline, then raise the first failure.
 
     All of them leave their groups at the same time, so that waits for hung servers and handlers do
     not add up. Their own threads do the work. New threads could deadlock: this thread may be in a
