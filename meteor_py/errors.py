@@ -9,11 +9,11 @@
     ├── ServerStartFailed           the embedded server did not start
     ├── StreamError                 .stream
     │   ├── StreamNotFound          .similar: no stream has that name
-    │   ├── StreamConfigMismatch    .setting .changeable: the stream exists with other settings
+    │   ├── StreamConfigMismatch    .setting .changeable: the stream has different settings
     │   ├── CorruptStream           the log holds an entry that no publisher wrote
     │   ├── StreamFull              publishing waits for the archiver                   retriable
     │   ├── StoreUnavailable        the store cannot be read or written                 retriable
-    │   ├── StoreMismatch           .missing: not the store of this stream
+    │   ├── StoreMismatch           .missing: not this stream's store
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group has that name
     │       ├── GroupActive         .owner .shared: a member holds the lease            retriable
@@ -72,7 +72,7 @@ _E = TypeVar("_E", bound=Exception)
 
 
 class MeteorError(Exception):
-    """Base class of all errors that meteor_py raises.
+    """Base class for all errors that meteor_py raises.
 
     ``problem`` says what happened. ``hint`` says what to do about it in Python, and may be empty.
     ``str(error)`` contains both.
@@ -143,7 +143,7 @@ class ServerNotFound(MeteorError):
 
 
 class ServerStartFailed(MeteorError):
-    """The embedded server did not start. The message ends with its last log lines."""
+    """The embedded server did not start. The message ends with the server's last log lines."""
 
 
 class _OfStream(MeteorError):
@@ -155,7 +155,7 @@ class _OfStream(MeteorError):
 
 
 class StreamError(_OfStream):
-    """Base class of errors about a stream as a whole."""
+    """Base class for errors about a stream as a whole."""
 
 
 class StreamNotFound(StreamError):
@@ -228,7 +228,7 @@ class StoreMismatch(StreamError):
 
 
 class GroupError(StreamError):
-    """Base class of errors about a subscriber group.
+    """Base class for errors about a subscriber group.
 
     ``group`` is None for an ungrouped subscriber.
     """
@@ -245,7 +245,7 @@ class GroupNotFound(GroupError):
 class GroupActive(GroupError):
     """A member holds the group's lease, or (``shared``) a shared group has live consumers.
 
-    ``owner`` is the name of the member, or of one of the consumers.
+    ``owner`` names the member, or one of the consumers.
     """
 
     retriable = True
@@ -272,9 +272,9 @@ class GroupConfigMismatch(GroupError):
 class Fenced(GroupError):
     """The records ``offsets`` of a shared group no longer belong to this consumer.
 
-    Its lease expired or it left the group, unless this is a ``Rewound`` or an ``AckTimeout``. The
-    records have been, or will be, delivered again; settling them here was refused and changed
-    nothing.
+    The consumer's lease expired or it left the group, unless this is a ``Rewound`` or an
+    ``AckTimeout``. The records have been, or will be, delivered again. Settling them here was
+    refused and changed nothing.
     """
 
     def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
@@ -319,7 +319,7 @@ class NotGrouped(GroupError):
 
 
 class PublishError(_OfStream):
-    """Base class of errors about publishing a record."""
+    """Base class for errors about publishing a record."""
 
 
 class RecordTooLarge(PublishError, ValueError):
@@ -355,14 +355,14 @@ class NotReplicated(PublishError):
         self.offset = offset
 
     def at(self, offset: int) -> NotReplicated:
-        """Return the same error for another record of the batch."""
+        """Return the same error for another record in the batch."""
         error = NotReplicated(self.why, stream=self.stream, offset=offset)
         error.__cause__ = self.__cause__
         return error
 
 
 class PeerError(MeteorError):
-    """Base class of errors about the peer group ``group``."""
+    """Base class for errors about the peer group ``group``."""
 
     def __init__(self, message: str, *, group: str) -> None:
         super().__init__(message)
@@ -440,8 +440,8 @@ class NoHandler(MessageFailed):
 class MessageExpired(MessageFailed):
     """No reply arrived in time.
 
-    ``timeout`` is how many seconds the sender waited; None if the message was never sent, or the
-    member found that it had expired.
+    ``timeout`` is the number of seconds that the sender waited; None if the message was never sent,
+    or the member found that it had expired.
     """
 
     retriable = True
@@ -484,7 +484,7 @@ class PartialFailure(MessageFailed):
 
 
 class ReadError(_OfStream):
-    """Base class of errors about reading records."""
+    """Base class for errors about reading records."""
 
 
 class _OfRange(ReadError):

@@ -45,7 +45,7 @@ _HOLD_S = 0.5
 #: Seconds after which an archiver whose append hangs loses its lease.
 _HANG_S = 600.0
 #: Pauses after failures, in seconds: the first, which doubles each time; the longest; and the
-#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms of an epoch.
+#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms in an epoch.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
 #: Seconds between two checks of whether a flush is done.
@@ -388,7 +388,7 @@ def run_archive_script(
 
 
 def _error_of(handle: StreamHandle) -> Exception | None:
-    """Return the error of an archiver of the stream in this process, if any."""
+    """Return the error of this process's archiver for the stream, if any."""
     archivers = (x for x in _opened.objects() if x._handle.incarnation == handle.incarnation)
     return next((x.error for x in archivers if x.error is not None), None)
 
@@ -426,7 +426,7 @@ def _after_fork(_: Sequence[Archiver]) -> None:
     _running.clear()
 
 
-#: Archivers of this process that were started and not closed.
+#: Archivers in this process that were started and not closed.
 _opened: Registry[Archiver] = Registry(
     ClosingOrder.ARCHIVERS,
     owner=lambda archiver: archiver._handle.connector,

@@ -1,4 +1,4 @@
-"""Deleting the oldest records from a store, on request or by the ``retain`` policy."""
+"""Deletes the oldest records from a store, on request or by the ``retain`` policy."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def delete_below(
 
 
 class RetainPolicy:
-    """Enforces ``retain`` and ``retain_bytes`` of a stream, for its archiver."""
+    """Enforces a stream's ``retain`` and ``retain_bytes`` settings, for its archiver."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ _FIELDS = ("incarnation", "epoch", "next")
 
 
 class LogReader:
-    """Fetches records from any offset of a stream, and detects missing ones.
+    """Fetches records from any offset in a stream, and detects missing ones.
 
     The caller keeps track of its offset. The reader keeps track of the incarnation and epoch of the
     fetched records, and owns its connection. Not thread-safe.
@@ -82,7 +82,7 @@ class LogReader:
         Args:
             offset: Offset of the first record, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
-            records: How many records the caller needs. This is a hint: the result may hold more.
+            records: Number of records that the caller needs. A hint: the result may hold more.
             anywhere: If the record at ``offset`` is gone, start at the first existing record.
 
         Raises:
@@ -218,7 +218,7 @@ class LogReader:
             self._store.close()
 
     def _check_fetched(self, meta: list[Any], offset: int) -> None:
-        """Do the same as ``_check``, but with less work if nothing has changed."""
+        """Like ``_check``, but with less work if nothing has changed."""
         if (
             meta[0] == self._expected[0]
             and meta[1] == self._expected[1]

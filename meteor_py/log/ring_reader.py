@@ -39,7 +39,7 @@ class OwnerChanged(Exception):
 
 
 class RingReader:
-    """Fetches frames, and fields of meta in the same pipeline. Not thread-safe.
+    """Fetches frames, and meta fields in the same pipeline. Not thread-safe.
 
     The first two fields are the stream's incarnation and epoch. The reader's owner closes
     ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
@@ -72,7 +72,7 @@ class RingReader:
         return b"".join(encode(commands))
 
     def fetch(self, offset: int, block_s: float, records: int) -> tuple[list[Any], list[Any]]:
-        """Return entries, starting at ``offset``, and the fields of meta as read after them.
+        """Return entries, starting at ``offset``, and the meta fields as read after them.
 
         Raises:
             OwnerChanged: The group's nonce has changed.
@@ -123,7 +123,7 @@ class RingReader:
         return entries
 
     def read_meta(self, *, guarded: bool) -> list[Any]:
-        """Return the fields of meta; if ``guarded``, check the group's nonce like ``fetch``."""
+        """Return the meta fields; if ``guarded``, check the group's nonce like ``fetch``."""
         connection = self.connection
         replies = connection.retry_idle(
             connection.pipeline_encoded, [self._look], self._replies - 1, connection.timeout_s
@@ -133,7 +133,7 @@ class RingReader:
         return self._note_sizes(replies[0])
 
     def epochs(self) -> str:
-        """Return the stream's table of epochs, for ``diverged_at``."""
+        """Return the stream's epoch table, for ``diverged_at``."""
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
@@ -174,7 +174,7 @@ class RingReader:
         except ConnectionFailed:
             pass  # the caller fetches again
         except MeteorError:
-            raise  # all replies were read
+            raise  # all replies were read, so the connection is still usable
         except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
@@ -184,7 +184,7 @@ class RingReader:
 
     @property
     def _replies(self) -> int:
-        """How many replies a request gets: the frames, meta, and the nonce in a group."""
+        """Number of replies to a request: the frames, meta, and in a group the nonce."""
         return 2 if self._nonce is None else 3
 
     def _request(self, offset: int, records: int, block_s: float = 0.0) -> bytes:
@@ -211,7 +211,7 @@ class RingReader:
         )
 
     def _note_sizes(self, meta: list[Any]) -> list[Any]:
-        """Note how far the sizes of frames are known; return the fields for the caller."""
+        """Note how far frame sizes are known; return the fields for the caller."""
         large = meta.pop()
         self._next = int(meta.pop() or 0)
         # If only older releases have written to the stream, the field is missing.
@@ -233,7 +233,7 @@ class RingReader:
         """
         connection = self.connection
         request = self._request(offset, records, block_s)
-        # Whole seconds: changing the timeout of a socket is a system call.
+        # Whole seconds: changing a socket's timeout is a system call.
         timeout_s = math.ceil(block_s) + connection.timeout_s
         arguments = ([request], self._replies, timeout_s)
         if block_s:

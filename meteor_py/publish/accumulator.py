@@ -599,8 +599,8 @@ def _extend(
 ) -> tuple[Any, Any]:
     """Return a batch's optional column, and the cells to append to it.
 
-    A column that the batch lacks starts with ``index`` None cells. If the records lack a column that
-    the batch has, their cells are None. If both lack the column, the result is None.
+    A column that the batch lacks starts with ``index`` None cells. If the new records lack a column
+    that the batch has, their cells are None. If both lack the column, it stays None.
     """
     if column is None and cells is None:
         return None, None

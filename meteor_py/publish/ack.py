@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Outcome(msgspec.Struct, gc=False, eq=False):
-    """Base class of Ack and ManyAck. It is done when its last batch is settled."""
+    """Base class for Ack and ManyAck. An outcome is done when its last batch is settled."""
 
     _completion: Completion
 

@@ -119,7 +119,7 @@ class Publisher(Closeable):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, is not from 1970 to 9999, or is in seconds
+            ValueError: The timestamp has no time zone, is not from 1970 to 9999, or is in seconds
                 instead of ms; or the record's ordering key is longer than 256 bytes.
             RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (1 MiB).
             PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``

@@ -59,7 +59,7 @@ class VersionPassed(PublishError):
 
     def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"Version {version} from writer {writer} was not written to stream {stream!r}: the "
             f"stream already has version {known}.",
             stream=stream,
         )
@@ -73,7 +73,7 @@ class VersionDiffers(PublishError):
 
     def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"Version {version} from writer {writer} was not written to stream {stream!r}: the "
             f"stream already has it, with {known} records instead of {records}.",
             stream=stream,
         )
@@ -471,7 +471,7 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
 
 def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
     return PublishError(
-        f"Version {version} of the writer {writer} was in stream {stream.name!r}, but the server "
+        f"Version {version} from writer {writer} was in stream {stream.name!r}, but the server "
         "lost it in a failover to a lagging replica. This commit wrote nothing. Write the whole "
         "version again.",
         stream=stream.name,

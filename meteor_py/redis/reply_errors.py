@@ -28,7 +28,7 @@ from meteor_py.errors import (
 
 def stream_full(stream: str, archived: int) -> StreamFull:
     return StreamFull(
-        f"Stream {stream!r} has reached its limit of unarchived records; only the records below "
+        f"Stream {stream!r} has reached its limit on unarchived records: only the records below "
         f"{archived} are in the store.",
         stream=stream,
         hint="Is an archiver running?",
@@ -42,7 +42,7 @@ def stream_gone(
 
     Args:
         stream: The name of the stream.
-        code: The code that the server replied.
+        code: The code in the server's reply.
         last: The last known offset of the old stream.
         data_lost: Whether the server is known to have lost all its data.
     """
@@ -209,7 +209,7 @@ def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> Outc
 def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
     return Rewound(
         f"This consumer of shared group {group!r} of stream {stream!r} has returned "
-        f"{_shown(offsets)} together with an earlier record of the same ordering key. The group "
+        f"{_shown(offsets)} together with an earlier record that has the same ordering key. The group "
         "delivers them again, in order: skip them here.",
         stream=stream,
         group=group,
@@ -239,7 +239,7 @@ def _shown(offsets: Sequence[int]) -> str:
 def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
         f"This subscriber has lost or released the lease of group {group!r} of stream {stream!r}, "
-        "so it cannot confirm. The owner of the lease will read the records again.",
+        "so it cannot confirm. The lease's owner will read the records again.",
         stream=stream,
         group=group,
     )
@@ -254,8 +254,8 @@ def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
 
 def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
     return LeaseLost(
-        f"The server of stream {stream!r} failed over and may have lost dead letters of group "
-        f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
+        f"The server of stream {stream!r} failed over and may have lost dead letters from group "
+        f"{group!r} that it had acknowledged. The group will read its records from {first} on again.",
         stream=stream,
         group=group,
     )
@@ -311,7 +311,7 @@ def corrupt_stream(stream: str) -> CorruptStream:
 def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
         f"The position of group {group!r} of stream {stream!r} cannot be read: another program has "
-        "written to its key. Delete the group, and let only its members write the key "
+        "written to its key. Delete the group, and let only its members write to the key "
         "(docs/acl.md).",
         stream=stream,
     )

@@ -66,7 +66,7 @@ class Completion:
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Call the callbacks of a settled completion, each once."""
+        """Call each callback of a settled completion once."""
         callbacks = self._callbacks
         while callbacks:
             self.observed = True
@@ -131,5 +131,5 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-# In a forked child: a thread of the parent may have held the lock.
+# In a forked child: a parent thread may have held the lock.
 os.register_at_fork(after_in_child=_replace_lock)

@@ -12,7 +12,7 @@ from meteor_py.runtime.locks import SignalSafeEvent
 
 #: Seconds between two checks that the thread is still running, in case its lock stays locked.
 _CHECK_S = 1.0
-#: Seconds between calls of ``push``.
+#: Seconds between calls to ``push``.
 _PUSH_S = 0.02
 
 

@@ -283,7 +283,7 @@ class Subscriber(Closeable):
 
         Raises:
             LogTruncated: The server has lost records before that checkpoint.
-            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
             GroupError: The subscriber is in a group, which starts at its confirmed offset.
         """
         self._check_reader()

@@ -97,7 +97,7 @@ def test_half_archived_transaction_is_reported_after_a_resume(
     stored.archive()
     lose_server(stored)
     assert contents(stored.stream) == "a b"
-    with pytest.raises(meteor.PublishError, match="1 of 2 frames are in the log"):
+    with pytest.raises(meteor.PublishError, match="1 of the 2 frames in version 1 are in the log"):
         write(stored.stream, 1, "b", "c")
     assert contents(stored.stream) == "a b"
 

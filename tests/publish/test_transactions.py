@@ -116,7 +116,7 @@ def test_a_version_is_finished_without_a_comparison_if_its_fence_has_no_record_c
 def test_a_begun_version_is_finished_or_its_loss_is_reported(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
-    with pytest.raises(meteor.PublishError, match=r"^Version 1 of the writer w was in stream 's'"):
+    with pytest.raises(meteor.PublishError, match=r"^Version 1 from writer w was in stream 's'"):
         commit(stream._handle, "w", 1, [], begun=True)
     assert fence(stream) is None, "the version does not count as committed"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
@@ -299,7 +299,7 @@ def test_a_plan_whose_frames_are_gone_is_reported_and_can_be_resolved(
     begin(stream, 1, a, moves=moves)
     stream.client.redis.delete(key)
     for version in (1, 2):  # a later version must not be written first
-        words = f"{moves} of 3 frames are in the log"
+        words = f"{moves} of the 3 frames in version 1 are in the log"
         with pytest.raises(meteor.PublishError, match=words) as caught:
             commit(stream._handle, "w", version, [stage(stream, "b", "x")])
     assert fence(stream) == b"1:%d:3:5" % moves

@@ -419,7 +419,7 @@ def test_key_of_another_type_is_refused_with_a_clear_error(
     plain.hset(keys.meta("newer"), mapping={"version": "2"})
     for name, error, words in (
         ("text", meteor.ServerRefused, "WRONGTYPE"),
-        ("hash", meteor.CorruptStream, "is not the meta of a stream"),
+        ("hash", meteor.CorruptStream, "is not a stream's meta"),
         ("newer", meteor.CorruptStream, "upgrade"),
     ):
         for create in (True, False):

@@ -47,7 +47,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   local bytes, marks, known
   if m[9] then
     -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark is
-    -- 48 digits: the offset of a frame, the value of 'bytes' after it, and its append time. Records
+    -- 48 digits: a frame's offset, the value of 'bytes' after it, and its append time. Records
     -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
     -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
     -- are at most 128. A call drops at most about 10,000 records, so that other clients do not wait
@@ -106,7 +106,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     call('HSET', KEYS[2], 'bytes', format('%d', bytes))
     if marks ~= known then call('HSET', KEYS[2], 'marks', marks) end
   end
-  -- 'large' tells readers how many frames they may fetch at once (log/ring_reader.py): the offset
+  -- 'large' tells readers how many frames to fetch at once (log/ring_reader.py): the offset
   -- after the last frame of more than 512 KiB, and the bytes of the largest frame before that.
   local size = #payload
   if size > 524288 or not m[10] then

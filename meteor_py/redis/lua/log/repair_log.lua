@@ -16,7 +16,7 @@ if meta[1] ~= ARGV[1] then return {meta[1] and 'INCARNATION' or 'NOSTREAM'} end
 local copied, after = tonumber(ARGV[4]), ARGV[3]
 if copied and copied > 0 and redis.call('XLEN', KEYS[3]) ~= copied then return {'GONE'} end
 
--- Return whether meteor_py wrote this entry: a frame in the log, or an entry of the index.
+-- Return whether meteor_py wrote this entry: a frame in the log, or an index entry.
 local function is_ours(id, fields)
   local last, n = string.match(id, '^(%d+)-(%d+)$')
   last, n = tonumber(last), tonumber(n)
