@@ -209,8 +209,8 @@ def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> Outc
 def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
     return Rewound(
         f"This consumer of shared group {group!r} of stream {stream!r} has returned "
-        f"{_shown(offsets)} together with an earlier record that has the same ordering key. The group "
-        "delivers them again, in order: skip them here.",
+        f"{_shown(offsets)} together with an earlier record that has the same ordering key. The "
+        "group delivers them again, in order: skip them here.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -255,7 +255,7 @@ def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
 def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
     return LeaseLost(
         f"The server of stream {stream!r} failed over and may have lost dead letters from group "
-        f"{group!r} that it had acknowledged. The group will read its records from {first} on again.",
+        f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
         stream=stream,
         group=group,
     )

@@ -32,7 +32,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 
 def write(stream: meteor.Stream, version: int, *frames: str) -> bool:
-    """Commit a version of the writer w; returns whether this call wrote anything."""
+    """Commit a version from writer w; return whether this call wrote anything."""
     staged = stage(stream, f"{version}", *frames)
     return commit(stream._handle, "w", version, [staged], records=staged.records)
 

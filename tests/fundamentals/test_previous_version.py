@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def m(any_url: str, store: Path) -> Iterator[meteor.Client]:
-    """A client of a server that holds data written by version 0.1."""
+    """A client for a server that holds data written by version 0.1."""
     V0_1.load(any_url, store=store)
     with meteor.connect(any_url) as m:
         yield m
@@ -197,7 +197,7 @@ def process(sub: meteor.SharedSubscriber, count: int) -> list[meteor.SharedRecor
 
 
 def offsets_by_key(records: list[meteor.SharedRecord]) -> dict[bytes | None, list[int]]:
-    """Returns the offsets of each key in the order of delivery."""
+    """Returns each key's offsets in delivery order."""
     return {key: [r.offset for r in records if r.key == key] for key in {r.key for r in records}}
 
 
@@ -312,7 +312,7 @@ def test_archiver_continues_where_0_1_stopped(m: meteor.Client, store: Path) -> 
     assert values(trades) == [b"trade %d" % n for n in range(60)]
 
 
-def test_stream_of_0_1_is_resumed_from_its_store_after_its_server_was_lost(
+def test_stream_written_by_0_1_is_resumed_from_its_store_after_its_server_was_lost(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     m.redis.flushall()

@@ -124,7 +124,7 @@ class Model:
 
 
 class Machine(RuleBasedStateMachine):
-    """Runs with a store in files or in memory."""
+    """Runs with a file-based or in-memory store."""
 
     url: str
     in_files: bool

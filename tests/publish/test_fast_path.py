@@ -31,7 +31,7 @@ def grant(path: FastPath, batch: Batch, values: list[bytes], nbytes: int) -> Non
     path.granted = path.left = nbytes
 
 
-def test_nothing_is_granted_initially_and_after_a_grant_was_revoked(path: FastPath) -> None:
+def test_nothing_is_granted_initially_or_after_a_grant_was_revoked(path: FastPath) -> None:
     assert path.put(b"", 0) is SLOW
     grant(path, Batch(0.0, 0.0), [], 1000)
     path.granted = path.left = 0

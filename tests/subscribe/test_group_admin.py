@@ -1,4 +1,4 @@
-"""Administration of groups: listing, moving and deleting, with and without an active member."""
+"""Group administration: listing, moving and deleting, with and without an active member."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_more_groups_than_fit_into_one_request_are_listed(harness: GroupHarness)
 # Moving
 
 
-def test_idle_group_continues_at_the_offset_to_which_it_was_moved(harness: GroupHarness) -> None:
+def test_moved_idle_group_continues_at_the_new_offset(harness: GroupHarness) -> None:
     harness.fill(10)
     with harness.subscriber() as sub:
         sub.poll(5)
@@ -156,7 +156,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     sub = proxied.stream.subscriber(group=GROUP)
 
     def confirm(stop: threading.Event) -> None:
-        """Confirm between the first request and its repeat."""
+        """Confirm between the first request and its retry."""
         eventually(lambda: _events(proxied) == ["sought"])
         assert check_values(sub.poll(5)) == list(range(4, 10))
         assert sub.confirm().result(5) == 10
@@ -165,7 +165,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     with sub, background(confirm):
         proxied.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
         proxied.proxy.refuse()
-        # The proxy refuses until then, so the call fails. The repeat follows below, by hand.
+        # The proxy refuses until then, so the call fails. The retry follows below, by hand.
         with pytest.raises(meteor.ConnectionFailed):
             through.seek_group(GROUP, 4)
     sought = proxied.direct.hget(keys.group(STREAM, GROUP), "sought")

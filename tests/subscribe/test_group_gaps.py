@@ -36,7 +36,7 @@ def truncated(sub: meteor.Subscriber) -> tuple[int, int]:
 # The ring has moved on
 
 
-def test_gap_of_a_group_is_reported_by_every_poll_until_it_is_skipped(
+def test_group_gap_is_reported_by_every_poll_until_it_is_skipped(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)
@@ -196,7 +196,7 @@ def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
         assert truncated(sub) == (10, 19)
     with pytest.raises(meteor.LogTruncated):
         sub.confirm().result(10)
-    assert _confirmed(proxied) == 6  # a reader of the old branch cannot confirm records of the new
+    assert _confirmed(proxied) == 6  # a reader on the old branch cannot confirm records on the new
     sub.skip_gap()
     batch = sub.poll(20)
     assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed there
@@ -270,7 +270,7 @@ def test_members_of_a_recreated_stream_get_log_truncated_and_join_its_group(
     assert check_values(waiter.poll(5)) == [3]
 
 
-def test_group_of_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness) -> None:
+def test_group_from_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness) -> None:
     harness.fill(5)
     old = harness.subscriber(lease_ttl=60)
     old.poll(5)
