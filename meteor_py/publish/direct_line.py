@@ -139,7 +139,7 @@ class DirectLine:
         self.acknowledged_at = 0.0
         self._reader = 0  # the READING thread, and its deadline
         self._read_until = 0.0
-        self._usable_until = 0.0  # by the monotonic clock
+        self._usable_until = 0.0  # on the monotonic clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
         self._lent = 0  # how many times the line was lent
@@ -168,7 +168,7 @@ class DirectLine:
             command: The publish command, up to and including the producer epoch.
             ordering: The stream's ordering rule, if it has an ordering key.
             stream_epoch: The last stream epoch that the sender has read.
-            acknowledged_at: When the server last acknowledged a batch, by the monotonic clock.
+            acknowledged_at: When the server last acknowledged a batch, on the monotonic clock.
             valid_s: Seconds after an acknowledgement for which the line may be used.
             renew_at: When the sender must send a batch itself, to renew the producer's lifetime.
         """

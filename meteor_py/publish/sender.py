@@ -96,7 +96,7 @@ class Sender:
         self._acked: Position | None = None  # the position after the last acknowledged batch
         self._failures = 0  # consecutive failures
         self._reason: MeteorError | None = None  # the last failure's error
-        self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
+        self._acknowledged_at = 0.0  # time of the last acknowledgement, on the monotonic clock
         self._producer_renewed_at = 0.0
         self._overruns = OverrunWatch(handle)
         self._line = DirectLine(
@@ -106,7 +106,7 @@ class Sender:
             delivery_timeout_s=config.delivery_timeout,
         )
         accumulator.use_line(self._line)
-        #: When the last check for lost records must end, by the monotonic clock.
+        #: When the last check for lost records must end, on the monotonic clock.
         self.check_by = math.inf
         self._abandoned = SignalSafeEvent()
         self._thread = JoinableThread(self._run, f"{SENDER_PREFIX}-{handle.name}")

@@ -31,7 +31,7 @@ _REACT_S = 1.0
 #: The previously installed handlers, by signal.
 _before: dict[int, Any] = {}
 _timeout_s = 0.0
-#: When the first signal arrived, by the monotonic clock.
+#: When the first signal arrived, on the monotonic clock.
 _received_at: float | None = None
 
 

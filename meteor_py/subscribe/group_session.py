@@ -115,10 +115,10 @@ class GroupSession:
         self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
     ) -> None:
         self.lease = lease
-        #: The time, by ``now()``, until which the lease is trusted. Read without a lock.
+        #: The time, on the ``now()`` clock, until which the lease is trusted. Read without a lock.
         self.valid_until = 0.0
-        #: When the application last showed that it is alive, by ``now()``, and whether it is
-        #: currently polling.
+        #: When the application last showed that it is alive, on the ``now()`` clock, and whether it
+        #: is currently polling.
         self.alive_at = now()
         self.polling = False
         #: The position after the last fetch. Confirms carry its epoch.
@@ -135,7 +135,7 @@ class GroupSession:
         self._pid = os.getpid()
         self._mode = _Mode.ACTIVE
         self._interrupted = False
-        self._leave_by: float | None = None  # by ``now()``; see ``start_closing``
+        self._leave_by: float | None = None  # on the ``now()`` clock; see ``start_closing``
         # Never modify a state, replace it: a signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
         # Last offset of this term's dead letters on the group's server, by replication history.
@@ -508,7 +508,7 @@ class GroupSession:
         """Return the job that is due, or the seconds to wait. The caller holds the lock.
 
         Args:
-            retry_at: The earliest time, by ``now()``, at which a job may run.
+            retry_at: The earliest time, on the ``now()`` clock, at which a job may run.
         """
         state = self._state
         at = now()

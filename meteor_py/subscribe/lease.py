@@ -62,7 +62,7 @@ class Term(NamedTuple):
 class LeaseUnavailable(NamedTuple):
     """The reply if another member holds the lease, or held it until it expired a moment ago."""
 
-    #: When to ask again if no event arrives earlier, by ``now()``.
+    #: When to ask again if no event arrives earlier, on the ``now()`` clock.
     retry_at: float
     #: The ID of the last event seen.
     event: bytes

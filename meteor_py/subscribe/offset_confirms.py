@@ -136,7 +136,7 @@ class OffsetConfirms:
 
     @property
     def due(self) -> float | None:
-        """When to send, by ``now()``; None if nothing is pending. The caller holds the lock."""
+        """When to send, on the ``now()`` clock; None if none is pending. The caller holds the lock."""
         if self.wanted <= self.confirmed:
             return None
         return 0.0 if self._urgent else self._send_at

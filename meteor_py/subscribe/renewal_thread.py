@@ -38,7 +38,7 @@ class RenewalThread(JoinableThread):
         super().__init__(self._work, f"{SESSION_PREFIX}-{lease.stream}-{lease.group}")
         self._session = session
         self._failures = 0  # consecutive failures
-        self._retry_at = 0.0  # by ``now()``
+        self._retry_at = 0.0  # on the ``now()`` clock
 
     def _work(self) -> None:
         session = self._session

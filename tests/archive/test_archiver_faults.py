@@ -39,8 +39,8 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 # Killed
 
-#: Steps in a commit of 25,000 records, which takes three calls to advance. For each step, the number
-#: of segments and the archived offset after a kill at that step.
+#: Steps in a commit of 25,000 records, which takes three calls to advance. For each step, the
+#: number of segments and the archived offset after a kill at that step.
 KILLS = {
     "before fsync": (0, 0),  # the folder exists
     "before fsync 2": (0, 0),  # the state is written, but not synced
@@ -149,7 +149,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     other.mkdir()
     with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
         stored.process(bind={str(stored.root): str(other)}).ready()
-    with meteor.connect("fake://") as elsewhere:  # a stream with the same name has claimed the folder
+    with meteor.connect("fake://") as elsewhere:  # its stream claims the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
     with pytest.raises(Refused, match=r"StoreMismatch.*history of another"):

@@ -305,7 +305,7 @@ time.sleep(60)
     assert values(url) == [b"child", b"parent"]
 
 
-def test_process_1_of_a_container_exits_with_status_143(url: str, tmp_path: Path) -> None:
+def test_process_1_in_a_container_exits_with_status_143(url: str, tmp_path: Path) -> None:
     namespace = ["unshare", "--pid", "--fork"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("PID namespaces are not permitted here.")

@@ -1,7 +1,7 @@
-"""A sequential reader of a store prefetches the next batch and nothing beyond it.
+"""A reader that reads a store sequentially prefetches the next batch and nothing beyond it.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
-close or a change of the stream.
+close or a change to the stream.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_an_error_while_prefetching_is_raised_when_its_batch_is_due(
         assert drain(sub) == list(range(10, END))
 
 
-def test_two_subscribers_of_one_stream_object_do_not_interfere(
+def test_two_subscribers_on_one_stream_object_do_not_interfere(
     stream: meteor.Stream, rng: random.Random
 ) -> None:
     subs = [stream.subscriber(initial_offset="earliest") for _ in range(2)]

@@ -72,7 +72,7 @@ def test_a_batch_acknowledged_by_a_demoted_server_and_then_refused_ends_as_unkno
     assert proxied.values() == [b"first"]
 
 
-def test_record_whose_server_dies_while_waiting_for_replicas_is_unknown(
+def test_outcome_is_unknown_if_the_server_dies_while_the_record_waits_for_replicas(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -284,7 +284,7 @@ def test_a_hung_server_does_not_extend_the_timeouts_of_flush_and_close(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_record_whose_server_is_demoted_while_it_waits_for_replicas_is_unknown(
+def test_outcome_is_unknown_if_the_server_is_demoted_while_the_record_waits_for_replicas(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
     with ProxiedStream(private_server(kind=kind)) as proxied:

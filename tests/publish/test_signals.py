@@ -165,7 +165,7 @@ def test_record_whose_publish_is_interrupted_by_close_is_in_the_log_or_refused(
         pub.close()
         if not more:
             break
-    assert all(ack.done() for _, ack in acks), "an ack stays pending although its publisher is closed"
+    assert all(ack.done() for _, ack in acks), "an ack is pending after its publisher closed"
     assert [value_at(stream, ack.result()) for _, ack in acks] == [value for value, _ in acks]
     assert refused > 10
     assert len(acks) > 5
@@ -242,7 +242,7 @@ def test_publish_in_another_thread_during_a_handler_keeps_both_records(
 def test_handler_may_close_the_publisher_while_a_thread_starts_to_wait_for_an_ack(
     proxied: ProxiedStream, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupted code holds the lock that all completions share. The sender must not need it."""
+    """The interrupted code holds the completions' shared lock, which the sender must not need."""
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     ack = pub.publish(b"x")

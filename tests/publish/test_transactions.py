@@ -521,7 +521,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
     assert write("t0", 100.0), "the fence has expired"
 
 
-def test_fence_of_a_deleted_stream_leaves_nothing(stream: meteor.Stream) -> None:
+def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:
     handle = stream._handle
     let_expire(handle, "w", 1.0)
     stream.delete()

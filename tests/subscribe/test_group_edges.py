@@ -361,7 +361,9 @@ def test_close_does_not_raise_for_a_failed_ack_that_was_checked(
 
 
 @pytest.mark.parametrize("what", ["deactivate", "close"])
-def test_confirm_callback_cannot_leave_the_group(harness: GroupHarness, what: str) -> None:
+def test_confirm_callback_cannot_make_the_member_leave_the_group(
+    harness: GroupHarness, what: str
+) -> None:
     harness.fill(5)
     sub = harness.subscriber(lease_ttl=0.6)
     sub.poll(5)
