@@ -465,7 +465,7 @@ class InboxFull(MessageFailed):
 
 
 class PartialFailure(MessageFailed):
-    """Some targets of a message failed: ``failed`` maps each to its error.
+    """A message failed for some of its targets: ``failed`` maps each of these to its error.
 
     ``values`` maps each other target to its reply; None if it only acknowledged the message.
     """
@@ -513,7 +513,7 @@ class LogTruncated(_OfRange):
 
 
 class CorruptFrame(_OfRange):
-    """The bytes of this frame have changed since a publisher wrote them."""
+    """This frame's bytes have changed since a publisher wrote them."""
 
 
 class UnsupportedFrame(_OfRange):

@@ -169,7 +169,7 @@ class Archive:
             progress: Called with the number of records examined so far, and the total.
 
         Returns:
-            How many fewer files the store uses after this call.
+            The reduction in the number of files.
         """
         return self._parquet("compact()").compact(
             self._stream.incarnation,

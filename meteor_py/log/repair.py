@@ -19,7 +19,7 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import REPAIR_LOG
 
-#: Lifetime of an unfinished copy whose process has died, in milliseconds.
+#: Lifetime of an unfinished copy in milliseconds, in case the process that makes it dies.
 _COPY_TTL_MS = 3_600_000
 #: Maximum number of foreign entries that a report lists.
 _LISTED = 100

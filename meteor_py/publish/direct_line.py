@@ -76,7 +76,7 @@ BYTES_MAX = 16_384
 _COMPRESSED_BYTES_MAX = 511
 #: Seconds that a thread waits for a reply before it leaves the record to the sender.
 _READ_S = 1.0
-#: Seconds between the sender's checks of a lent line. If no thread has read a reply for two checks,
+#: Seconds between the sender's checks on a lent line. If no thread has read a reply for two checks,
 #: the sender reads it.
 _LOOK_S = 0.05
 #: Seconds for which the sender lends the line before it checks whether other work is due.

@@ -86,7 +86,7 @@ class OverrunWatch:
         return entry_span(self._stream.name, first_id)[0]
 
     def _groups_behind(self, connection: Connection, first: int) -> dict[str, int]:
-        """Return the next offset of each group for which it is below ``first``.
+        """Return the groups whose next offset is below ``first``, each with that next offset.
 
         The caller has read ``first`` before this call reads the positions, so a group below
         ``first`` had not confirmed the dropped records.

@@ -71,7 +71,7 @@ _BACKOFF_S = (0.02, 0.5)
 
 
 class Sender:
-    """The sending half of a publisher. The publisher starts and joins its thread."""
+    """A publisher's sending half. The publisher starts and joins the sender's thread."""
 
     def __init__(
         self, handle: StreamHandle, config: PublisherConfig, accumulator: Accumulator
@@ -476,7 +476,7 @@ class Sender:
         """Read the stream's epochs.
 
         Returns:
-            The stream's incarnation, and the first acknowledged offset that is lost, or None.
+            The stream's incarnation, and the first acknowledged offset that was lost, or None.
         """
         fields = ("incarnation", "epochs", "next")
         incarnation, epochs, end = self._connection.call("HMGET", self._keys[1], *fields)

@@ -31,7 +31,7 @@ RECORD_BYTES_LIMIT = 32 * 1_048_576
 OFFSET_MAX = 2**53 - 1
 #: The longest delivery timeout in seconds: half the time that a server remembers an idle publisher.
 DELIVERY_TIMEOUT_MAX_S = 12 * 3600
-#: Bounds of a lease's TTL in seconds; the owner renews the lease every third of its TTL.
+#: Bounds for a lease's TTL in seconds; the owner renews the lease every third of its TTL.
 LEASE_TTL_S = (0.1, 86_400.0)
 
 Compression = Literal["none", "lz4", "zstd"]
@@ -39,7 +39,7 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 OnGap = Literal["raise", "skip"]
 
 
-#: Fields of the hash ``settings``, as in lua/log/_settings.lua; ``meta`` has copies of them.
+#: Fields in the ``settings`` hash, as in lua/log/_settings.lua; ``meta`` has copies of them.
 ADMIN_FIELDS = (
     "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
     "retain_bytes",
@@ -139,7 +139,7 @@ class StreamConfig:
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hashes ``meta`` and ``settings``."""
+        """Return the fields for the ``meta`` and ``settings`` hashes."""
         fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
@@ -163,7 +163,7 @@ class StreamConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
-        """Parse fields of the hashes ``meta`` and ``settings``."""
+        """Parse fields from the ``meta`` and ``settings`` hashes."""
         age, _, size = fields.get("keep", ":").partition(":")
         return cls(
             capacity=int(fields["capacity"]),

@@ -329,7 +329,7 @@ def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) ->
 
 
 def _refuse_compression_inside(message: bytes) -> None:
-    """Raise if the buffers of an Arrow message are compressed: they could be a decompression bomb.
+    """Raise if an Arrow message's buffers are compressed: they could be a decompression bomb.
 
     Parses the flatbuffer directly. The message table's ``header`` (field 2) is a record batch
     table, whose field 3 is ``compression``. pyarrow also reads older formats, which lack the marker

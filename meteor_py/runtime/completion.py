@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from meteor_py.runtime.locks import SignalSafeEvent
 
-#: Name prefixes of the threads that settle operations. A callback that runs in such a thread must
+#: Name prefixes for the threads that settle operations. A callback that runs in such a thread must
 #: not wait for an operation.
 SENDER_PREFIX = "meteor-sender"
 SESSION_PREFIX = "meteor-session"

@@ -50,7 +50,7 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | da
 
 
 def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
-    """Return all groups of a stream that ends at ``end``, sorted by name."""
+    """Return a stream's groups, sorted by name. ``end`` is the end of the stream."""
     # meteor_py writes only UTF-8 names. Any other name is escaped here, matches no key, and is
     # skipped.
     members = stream.connector.call("SMEMBERS", keys.groups(stream.name))

@@ -332,8 +332,8 @@ class Subscriber(Closeable):
                 record.
             on_error: What to do with a record for which the handler raises: "stop" the receiver,
                 "skip" the record, "retry" it, or a stream that takes it as a dead letter.
-            tries: How many times to call the handler with a record before ``on_error`` applies. The
-                default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
+            tries: Number of times to call the handler with a record before ``on_error`` applies.
+                The default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no
                 failover can keep the confirm and lose the letter.
