@@ -119,7 +119,7 @@ class Archiver(Closeable):
         with self._condition:
             if self._state is not _State.NEW:
                 raise MeteorError(
-                    f"This archiver of stream {self.stream.name!r} has already been started or "
+                    f"This archiver for stream {self.stream.name!r} has already been started or "
                     "closed. Get another with stream.archiver()."
                 )
             self._enter(_State.RUNNING)
@@ -179,7 +179,7 @@ class Archiver(Closeable):
         if self._runner != threading.get_ident():
             if not self._wait_for(_State.ENDED, timeout):
                 raise TimeoutError(
-                    f"The archiver of stream {self.stream.name!r} did not end within {timeout:g} "
+                    f"The archiver for stream {self.stream.name!r} did not end within {timeout:g} "
                     "seconds. Close it again with a longer timeout."
                 )
             if self._thread is not None and self._thread.ident is not None:
@@ -242,7 +242,7 @@ class Archiver(Closeable):
         except (StreamNotFound, LogTruncated) as error:
             _log.info("The archiver has ended: %s", error)
         except Exception as error:
-            _log.error("The archiver of stream %r has ended: %s", self.stream.name, error)
+            _log.error("The archiver for stream %r has ended: %s", self.stream.name, error)
             self._failure = error
 
     def _serve_term(self) -> None:
@@ -311,7 +311,7 @@ class Archiver(Closeable):
     def _note(self, error: BaseException) -> None:
         """Store the error, and log it unless it was logged since archiving last worked."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
-            _log.info("Another archiver of stream %r has taken over.", self.stream.name)
+            _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return
         if isinstance(error, Exception):
             self.error = error

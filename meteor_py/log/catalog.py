@@ -171,6 +171,6 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
     except (AccessDenied, ConnectionFailed) as error:
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
-        return meta  # this client may not convert it, or the server is a replica
+        return meta  # this client is not allowed to convert it, or the server is a replica
     # If the stream was recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

@@ -65,7 +65,7 @@ def _walk(
                 raise reply_errors.stream_gone(stream.name, reply[0])
             if reply[0] == b"GONE":
                 raise MeteorError(
-                    f"The repair of stream {stream.name!r} took too long, so its copy of the log "
+                    f"Repairing stream {stream.name!r} took too long, so its copy of the log "
                     "expired. Nothing was changed. Try again."
                 )
             after, frames = reply[1].decode(), frames + int(reply[2])

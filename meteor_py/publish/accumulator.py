@@ -612,6 +612,6 @@ def _extend(
 
 def closed_error(stream: str) -> PublisherClosed:
     return PublisherClosed(
-        f"The publisher of stream {stream!r} is closed. Open another with stream.publisher().",
+        f"The publisher for stream {stream!r} is closed. Open another with stream.publisher().",
         stream=stream,
     )

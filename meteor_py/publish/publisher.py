@@ -262,7 +262,7 @@ class Publisher(Closeable):
     def _abandon(self) -> None:
         """Settle all records in a forked child. The child has no sender; the parent sends them."""
         reason = PublisherClosed(
-            f"This publisher of stream {self.stream.name!r} belongs to the parent process. Open "
+            f"This publisher for stream {self.stream.name!r} belongs to the parent process. Open "
             "another here with stream.publisher().",
             stream=self.stream.name,
         )
@@ -303,7 +303,7 @@ def _at_exit(publishers: Sequence[Publisher]) -> None:
             publisher._close_finally()
         except (MeteorError, TimeoutError) as error:
             _log.error(
-                "Closing the publisher of stream %r at exit failed: %s",
+                "Closing the publisher for stream %r at exit failed: %s",
                 *(publisher.stream.name, error),
             )
 

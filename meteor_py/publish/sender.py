@@ -143,7 +143,7 @@ class Sender:
                         self._overruns.check(self._connection, self._end())
                     break
         except BaseException as error:
-            _log.exception("The sender of stream %r died.", self._stream)
+            _log.exception("The sender for stream %r died.", self._stream)
             self._accumulator.close(reply_errors.publisher_failed(self._stream, error))
         finally:
             self._fail_rest()

@@ -44,7 +44,7 @@ _EXPIRE_MAX = 20
 MOVE_BYTES = 4 * 1024 * 1024
 #: Bytes of frames to collect before they are sent to a stage.
 _SEND_BYTES = 1024 * 1024
-#: Seconds that a commit waits for the archiver of a full stream, and for replicas.
+#: Seconds that a commit waits for the archiver when the stream is full, and for replicas.
 _FULL_S = 30.0
 _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)

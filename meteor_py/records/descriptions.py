@@ -44,7 +44,7 @@ class Meta:
     def parse(cls, name: str, flat: list[bytes], settings: list[bytes]) -> Meta:
         """Parse the replies to HGETALL for ``meta`` and ``settings``.
 
-        ``settings`` is empty if the key does not exist, or this client may not read it.
+        ``settings`` is empty if the key does not exist, or this client is not allowed to read it.
 
         Raises:
             CorruptStream: The hash is not a stream's meta, or a newer version wrote it.

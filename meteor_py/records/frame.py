@@ -352,7 +352,7 @@ def _table(data: bytes, pointer: int) -> dict[int, int]:
     position = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = position - struct.unpack_from("<i", data, position)[0]
     if vtable < 0:
-        raise ValueError("the message's table points before its start")
+        raise ValueError("the table points before the start of the message")
     (size,) = struct.unpack_from("<H", data, vtable)
     fields = struct.unpack_from(f"<{max(size - 4, 0) // 2}H", data, vtable + 4)
     return {number: position + at for number, at in enumerate(fields) if at}

@@ -122,7 +122,7 @@ def records_lost(stream: str, first: int, last: int) -> RecordsLost:
 
 def opened_before_fork(stream: str) -> MeteorError:
     return MeteorError(
-        f"This shared subscriber of stream {stream!r} belongs to the parent process. Open another "
+        f"This shared subscriber for stream {stream!r} belongs to the parent process. Open another "
         "one here with stream.shared_subscriber()."
     )
 
@@ -188,7 +188,7 @@ def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
 
 def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     return Fenced(
-        f"This consumer of shared group {group!r} of stream {stream!r} no longer holds "
+        f"This consumer in shared group {group!r} of stream {stream!r} no longer holds "
         f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
         "delivers them again.",
         stream=stream,
@@ -199,7 +199,7 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
 
 def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"The lease of this consumer of shared group {group!r} of stream {stream!r} expired before "
+        f"The lease of this consumer in shared group {group!r} of stream {stream!r} expired before "
         f"the server replied about {_shown(offsets)}, and the server no longer remembers whether "
         "these settlements counted. If not, the records will be delivered again.",
         stream=stream,
@@ -208,7 +208,7 @@ def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> Outc
 
 def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
     return Rewound(
-        f"This consumer of shared group {group!r} of stream {stream!r} has returned "
+        f"This consumer in shared group {group!r} of stream {stream!r} has returned "
         f"{_shown(offsets)} together with an earlier record that has the same ordering key. The "
         "group delivers them again, in order: skip them here.",
         stream=stream,
@@ -221,7 +221,7 @@ def records_timed_out(
     stream: str, group: str, offsets: Sequence[int], setting: str, seconds: float
 ) -> AckTimeout:
     return AckTimeout(
-        f"This consumer of shared group {group!r} of stream {stream!r} did not settle "
+        f"This consumer in shared group {group!r} of stream {stream!r} did not settle "
         f"{_shown(offsets)} within {seconds:g} seconds ({setting}). The group delivers them again. "
         "Settle records sooner, or call record.extend() in time.",
         stream=stream,
@@ -254,7 +254,7 @@ def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
 
 def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
     return LeaseLost(
-        f"The server of stream {stream!r} failed over and may have lost dead letters from group "
+        f"The server for stream {stream!r} failed over and may have lost dead letters from group "
         f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
         stream=stream,
         group=group,
@@ -328,7 +328,7 @@ def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
 
 def publisher_failed(stream: str, error: BaseException) -> PublishError:
     failure = PublishError(
-        f"The publisher of stream {stream!r} failed unexpectedly: {error!r}.", stream=stream
+        f"The publisher for stream {stream!r} failed unexpectedly: {error!r}.", stream=stream
     )
     failure.__cause__ = error
     return failure

@@ -136,7 +136,7 @@ class GroupSession:
         self._mode = _Mode.ACTIVE
         self._interrupted = False
         self._leave_by: float | None = None  # on the ``now()`` clock; see ``start_closing``
-        # Never modify a state, replace it: a signal handler may run between any two statements.
+        # Never modify a state; replace it. A signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
         # Last offset of this term's dead letters on the group's server, by replication history.
         self._letters: dict[str, int] = {}
@@ -224,7 +224,7 @@ class GroupSession:
 
     def _opened_before_fork(self) -> MeteorError:
         return MeteorError(
-            f"This subscriber of group {self.lease.group!r} belongs to the parent process. Open "
+            f"This subscriber in group {self.lease.group!r} belongs to the parent process. Open "
             "another in this process with stream.subscriber()."
         )
 
@@ -570,7 +570,7 @@ class GroupSession:
             self._state = Lapsed(term, 0.0)
             self.valid_until = 0.0
         _log.warning(
-            "The subscriber of %s was not polled for %g seconds (max_poll_interval), so its lease "
+            "The subscriber in %s was not polled for %g seconds (max_poll_interval), so its lease "
             "was released.",
             *(self.lease, self._max_poll_interval_s),
         )

@@ -196,7 +196,7 @@ class Receiver:
                 if not left and not getattr(error, "retriable", False):
                     self._fail(error)
                     return
-                _log.warning("The receiver of stream %r will retry: %s", self._stream, error)
+                _log.warning("The receiver for stream %r will retry: %s", self._stream, error)
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
@@ -266,7 +266,7 @@ class Receiver:
         return connector.use(Connection.refresh_history) == history
 
     def _fail(self, error: BaseException) -> None:
-        _log.error("The receiver of stream %r has ended.", self._stream, exc_info=error)
+        _log.error("The receiver for stream %r has ended.", self._stream, exc_info=error)
         self._error = error
         self._stop.set()
 

@@ -333,7 +333,7 @@ class Subscriber(Closeable):
             on_error: What to do with a record for which the handler raises: "stop" the receiver,
                 "skip" the record, "retry" it, or a stream that takes it as a dead letter.
             tries: Number of times to call the handler with a record before ``on_error`` applies.
-                The default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
+                Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no
                 failover can keep the confirm and lose the letter.
@@ -345,7 +345,7 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None:
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} already has a receiver. Open "
+                f"This subscriber for stream {self.stream.name!r} already has a receiver. Open "
                 "another subscriber."
             )
         self._receiver = Receiver(self, self._fetcher, self._codec, handler, on_error, tries, acks)
@@ -400,7 +400,7 @@ class Subscriber(Closeable):
         session = self._fetcher.session
         if session is None:
             raise NotGrouped(
-                f"{what} needs a group, but this subscriber of stream {self.stream.name!r} is not "
+                f"{what} needs a group, but this subscriber for stream {self.stream.name!r} is not "
                 "in one. Open it with stream.subscriber(group=...).",
                 stream=self.stream.name,
                 group=None,
@@ -412,14 +412,14 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None and not self._receiver.is_current_thread():
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} passes its records to a receiver. "
+                f"This subscriber for stream {self.stream.name!r} passes its records to a receiver. "
                 "Open another subscriber to read them yourself."
             )
 
     def _check_open(self) -> None:
         if self._closed:
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} is closed. Open another with "
+                f"This subscriber for stream {self.stream.name!r} is closed. Open another with "
                 "stream.subscriber()."
             )
         if self._fetcher.session is not None:

@@ -348,7 +348,7 @@ def test_only_admin_may_use_another_stream_or_server_commands(guarded: Server, r
 
 def test_a_subscriber_cannot_write(guarded: Server) -> None:
     with connect(guarded, "subscriber") as m, warnings.catch_warnings():
-        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role cannot call INFO
         stream = m.stream("orders", create=False)
         with pytest.raises(meteor.AccessDenied):
             stream.configure(capacity=1)

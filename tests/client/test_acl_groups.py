@@ -78,7 +78,7 @@ def test_a_consumer_can_neither_publish_configure_delete_nor_join_an_exclusive_g
 ) -> None:
     before = contents(grouped)
     with connect(grouped, "consumer") as m, warnings.catch_warnings():
-        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role cannot call INFO
         stream = m.stream("orders", create=False)
         with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
             pub.publish(b"x").result()

@@ -338,7 +338,7 @@ class CountingFile(io.FileIO):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of opened segments, appended at each open; see also ``Counted``."""
+    """The paths of opened segments, appended at each open; see also ``CountingFile``."""
     paths: list[str] = []
 
     def open_counted(folder: LocalStorage, path: str) -> Any:

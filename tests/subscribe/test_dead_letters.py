@@ -365,7 +365,7 @@ def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
             assert diverged_at(seen, epochs.decode(), 1) == 0
 
 
-# A record whose letter may be lost is not confirmed
+# A record whose letter may have been lost is not confirmed
 
 
 def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(

@@ -117,7 +117,7 @@ def test_expired_lease_is_taken_over_and_renewed(harness: GroupHarness) -> None:
     eventually(lambda: sub.is_assigned)
 
 
-def test_polling_often_does_not_renew_often(harness: GroupHarness) -> None:
+def test_frequent_polling_does_not_cause_frequent_renewals(harness: GroupHarness) -> None:
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(0)
     left_ms = harness.lease_left_ms

@@ -8,7 +8,7 @@
 --   {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
 -- Atomic because the copy must also contain frames that publishers append during the repair.
 --
--- Only a copy helps: the server never accepts an ID below the highest ID that a stream has ever had,
+-- Only a copy works: the server never accepts an ID below the highest ID that a stream has ever had,
 -- even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
 
 local meta = redis.call('HMGET', KEYS[2], 'incarnation', 'next')
