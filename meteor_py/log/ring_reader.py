@@ -1,11 +1,11 @@
-"""Reading frames from a stream's ring.
+"""Reads frames from a stream's ring.
 
 The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
 32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.
-It uses the field ``large`` in meta, which the appending scripts maintain: the offset after the last
-frame of more than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
-nothing about frames that are appended later. So a fetch of many frames stops at the end of the log
-that was read together with the field. Beyond that end, a fetch asks for only a few frames.
+It uses the ``large`` field in meta, which the appending scripts maintain: the offset after the last
+frame larger than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
+nothing about frames that are appended later. A fetch of many frames therefore stops at the end of
+the log, as read together with the field. Beyond that end, a fetch asks for only a few frames.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def corrupt_group(stream: str, group: str) -> CorruptStream:
 
 
 def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
-    because = f" The reason: {reason}" if reason else ""
+    because = f" Reason: {reason}" if reason else ""
     return OutcomeUnknown(
         f"The record was sent to stream {stream!r}, but it is unknown whether it arrived. "
         f"Publishing it again may duplicate it.{because}",

@@ -67,7 +67,7 @@ class JoinableThread(threading.Thread):
         """Wait for the thread to end, calling ``push`` repeatedly to interrupt its waits.
 
         Returns:
-            Whether it ended within ``timeout_s`` seconds; True if called in the thread itself.
+            Whether the thread ended within ``timeout_s`` seconds; True if called in that thread.
         """
         until = time.monotonic() + timeout_s
         while self.is_alive() and self is not threading.current_thread():

@@ -11,7 +11,7 @@ writes in order. So if the confirm follows the letter on the same server and in 
 history, no replica has the confirm without the letter. ``bury`` returns that history, and its
 callers confirm the record only if the server's history has not changed.
 
-A letter has the value, key, timestamp and headers of its record, plus the text headers below. If
+A letter has its record's value, key, timestamp and headers, plus the text headers below. If
 the record already has headers with these names (it may be a dead letter itself), they are replaced.
 """
 
@@ -117,7 +117,7 @@ def bury(
             acknowledge the letter before the timeout or ``stop``. The letter may have been stored.
         StreamNotFound: The target was deleted.
         LogTruncated: The target was recreated. Open it again.
-        ServerRefused: The server refuses the letter, and a retry would not help.
+        ServerRefused: The server refused the letter, and a retry would not help.
     """
     headers = _headers(source, group, record.offset, reason, tries)
     reader = f"{group or member}\0{incarnation}" if incarnation else group or member

@@ -191,7 +191,7 @@ class Subscriber(Closeable):
         if offset > self.position:
             if offset > self._fetcher.handed_out:
                 raise ValueError(
-                    f"Record {record} was not delivered yet: the position is {self.position}. "
+                    f"Record {record} has not been delivered yet: the position is {self.position}. "
                     "Confirm only records that this subscriber has delivered."
                 )
             raise LeaseLost(
@@ -412,8 +412,8 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None and not self._receiver.is_current_thread():
             raise MeteorError(
-                f"This subscriber for stream {self.stream.name!r} passes its records to a receiver. "
-                "Open another subscriber to read them yourself."
+                f"This subscriber for stream {self.stream.name!r} passes its records to a "
+                "receiver. Open another subscriber to read them yourself."
             )
 
     def _check_open(self) -> None:

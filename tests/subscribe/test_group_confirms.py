@@ -297,7 +297,7 @@ def test_records_from_an_earlier_term_cannot_be_confirmed(harness: GroupHarness)
     with pytest.raises(meteor.LeaseLost, match="earlier term"):
         sub.confirm(old[5])
     assert sub.confirm(old[4]).result(5) == 5  # the record was returned again
-    with pytest.raises(ValueError, match="not delivered yet"):
+    with pytest.raises(ValueError, match="not been delivered yet"):
         sub.confirm(10)
     assert harness.confirmed == 5
 
