@@ -202,7 +202,7 @@ class Archiver(Closeable):
             )
 
     def stop(self) -> None:
-        """Make the archiver end soon, without waiting for it."""
+        """Tell the archiver to end, without waiting for it."""
         self._enter(_State.ENDED if self._state is _State.NEW else _State.STOPPING)
         session, archive_term = self._session, self._archive_term
         if session is not None:

@@ -20,7 +20,7 @@ class ArchiverConfig:
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
 
-    #: Maximum records in a segment. Half of ``max_unarchived`` is also a limit.
+    #: Maximum records in a segment; also limited to half of ``max_unarchived``.
     segment_records: int = 1_000_000
     #: Maximum bytes of a segment's records in memory. The file is smaller: it is compressed.
     segment_bytes: int = 64 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Reading a stream as one log: from the ring, and older records from the store.
+"""Reads a stream as one log: newer records from the ring, and older records from the store.
 
 A fetch first asks for frames. In the same pipeline it then asks for the stream's incarnation, epoch
 and end, and in a group for the owner's nonce. A new epoch begins before any record is written in

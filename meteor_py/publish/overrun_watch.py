@@ -52,7 +52,7 @@ class OverrunWatch:
         return last or time.monotonic() >= self._next_check
 
     def check(self, connection: Connection, end: int) -> None:
-        """Warn about groups that have lost records. No batch may be in flight on the connection."""
+        """Warn about groups that have lost records. The connection must have no batch in flight."""
         self._next_check = time.monotonic() + _INTERVAL_S
         self._checked = end
         connection.timeout_s = _TIMEOUT_S

@@ -125,7 +125,7 @@ class Publisher(Closeable):
             PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
                 seconds.
             PublisherClosed: The publisher is closed.
-            LogTruncated: The server has lost acknowledged records of this publisher; raised once.
+            LogTruncated: The server has lost this publisher's acknowledged records; raised once.
         """
         if self._codec is not None:
             value = self._codec.encode(value)
@@ -156,7 +156,7 @@ class Publisher(Closeable):
     ) -> ManyAck:
         """Publish many records, several times faster than a loop. Arrow arrays are faster still.
 
-        Not atomic: records of other publishers may be appended between these (see
+        Not atomic: other publishers' records may be appended between these (see
         :attr:`ManyAck.ranges`). All records are validated before the first is accepted. Arrow
         arrays of binary or string type bypass the codec.
 

@@ -336,7 +336,7 @@ def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = No
 def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
     """Delete the fence, the plan and the stages of a permanently failed writer.
 
-    Frames that were moved into the log stay there. No committer may be running for the writer.
+    Frames that were moved into the log stay there. The writer must have no running committer.
     """
     plan = keys.plan(stream.name, writer)
     planned = [name for name, _, _ in _spans(stream.connector.call("LRANGE", plan, 0, -1))]

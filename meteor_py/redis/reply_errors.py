@@ -199,7 +199,7 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
 
 def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"The lease of this consumer in shared group {group!r} of stream {stream!r} expired before "
+        f"This consumer's lease in shared group {group!r} of stream {stream!r} expired before "
         f"the server replied about {_shown(offsets)}, and the server no longer remembers whether "
         "these settlements counted. If not, the records will be delivered again.",
         stream=stream,

@@ -1,4 +1,4 @@
-"""Registries of this process's open objects, and the three events that close them.
+"""Registries for this process's open objects, and the three events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
 object has one ``Registry``. Three events close objects, in the order of ``ClosingOrder``: a client

@@ -553,7 +553,7 @@ class GroupSession:
         """End a term that is over on the server.
 
         Ask the server about a confirm whose reply was lost: it may have taken effect. The answer
-        is final, because the server refuses all later confirms of this term.
+        is final, because the server refuses all later confirms from this term.
         """
         if self.confirms.in_doubt:
             confirmed = self.lease.confirmed_in(connection, term)

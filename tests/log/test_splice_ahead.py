@@ -1,4 +1,4 @@
-"""A reader that reads a store sequentially prefetches the next batch and nothing beyond it.
+"""A reader that goes through a store sequentially prefetches only the next batch.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
 close or a change to the stream.

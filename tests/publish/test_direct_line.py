@@ -1,7 +1,7 @@
 """The direct line, one section for each invariant in publish/direct_line.py.
 
-A publisher's own thread sends a lone record and reads its reply. Nothing may be lost, published
-twice or out of order, whatever interrupts it.
+A publishing thread sends a lone record itself and reads the reply. No record may be lost,
+duplicated or reordered, whatever interrupts the thread.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def test_publish_error_names_an_entry_beyond_the_end_as_the_cause(url: str) -> N
             pub.publish(b"x").result()
 
 
-def test_publishers_of_a_closed_client_give_up_on_a_hung_server_together(
+def test_closed_clients_publishers_give_up_on_a_hung_server_together(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

@@ -215,7 +215,7 @@ def test_concurrent_committers_write_each_version_once(
     assert stream.client.redis.keys("*plan*") == []
 
 
-def test_a_late_committer_of_an_old_version_moves_nothing(
+def test_a_late_commit_of_an_old_version_moves_nothing(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     a = stage(stream, "a", "0", "1")

@@ -33,7 +33,7 @@ def wait_in_poll(harness: GroupHarness, member: Member, waiting: int = 1) -> Non
 
 
 @pytest.mark.parametrize("then", ["polls", "confirms"])
-def test_owner_of_a_moved_group_continues_at_the_new_offset(
+def test_owner_continues_at_the_new_offset_if_the_group_is_moved(
     harness: GroupHarness, then: str
 ) -> None:
     singles(harness, 10)

@@ -478,7 +478,7 @@ def test_subscriber_raises_stream_not_found_if_the_server_lost_everything(
 
 
 def test_frames_of_every_format_can_be_mixed(client: meteor.Client, plain: redis.Redis) -> None:
-    """Includes sequences that no publisher of this version would write."""
+    """Includes sequences that no publisher in this version would write."""
     stream = client.stream("s", capacity=10_000)
     first = 0
     for n in (1, 40, 1, 33, 32, 1):

@@ -224,7 +224,7 @@ def test_active_group_is_not_deleted_without_force(harness: GroupHarness) -> Non
     assert sub.confirm().result(5) == 10
 
 
-def test_members_of_a_deleted_group_get_group_not_found(harness: GroupHarness) -> None:
+def test_members_get_group_not_found_if_the_group_is_deleted(harness: GroupHarness) -> None:
     harness.fill(10)
     owner, waiter = harness.subscriber(lease_ttl=0.5), harness.subscriber(lease_ttl=0.5)
     owner.poll(5)
@@ -239,7 +239,7 @@ def test_members_of_a_deleted_group_get_group_not_found(harness: GroupHarness) -
     assert drain(harness.subscriber()) == list(range(10))
 
 
-def test_waiting_member_of_a_deleted_group_is_woken_at_once(url: str) -> None:
+def test_waiting_member_is_woken_at_once_if_the_group_is_deleted(url: str) -> None:
     with GroupHarness(url) as harness:
         owner, waiter = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
         owner.poll(0)

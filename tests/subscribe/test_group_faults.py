@@ -437,7 +437,7 @@ def drain_once(sub: meteor.Subscriber) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["member", "receiver", "in doubt"])
-def test_members_of_a_closed_client_leave_a_hung_server_together(
+def test_closed_clients_members_leave_a_hung_server_together(
     private_server: ServerFactory, kind: str
 ) -> None:
     server = private_server()
@@ -467,7 +467,7 @@ def test_members_of_a_closed_client_leave_a_hung_server_together(
     server.resume()
 
 
-def test_members_of_a_closed_client_release_their_leases_at_once(url: str) -> None:
+def test_closed_clients_members_release_their_leases_at_once(url: str) -> None:
     with meteor.connect(url) as other:
         client = meteor.connect(url)
         stream = client.stream(STREAM, create=True)

@@ -156,7 +156,7 @@ def test_group_at_earliest_starts_even_while_the_ring_moves(harness: GroupHarnes
                 assert sub.poll(10).first_offset > 0
 
 
-def test_first_record_of_a_wrapped_ring_is_returned(harness: GroupHarness) -> None:
+def test_first_record_in_a_wrapped_ring_is_returned(harness: GroupHarness) -> None:
     harness.fill(10, 10)
     assert check_values(harness.subscriber(initial_offset="earliest").poll(5)) == list(
         range(10, 20)
@@ -230,7 +230,7 @@ def test_group_that_is_not_ahead_of_a_lagging_replica_continues(
 # The stream was deleted or recreated
 
 
-def test_members_of_a_deleted_stream_get_stream_not_found(harness: GroupHarness) -> None:
+def test_members_get_stream_not_found_if_the_stream_is_deleted(harness: GroupHarness) -> None:
     harness.fill(5)
     owner, waiter = harness.subscriber(lease_ttl=0.5), harness.subscriber(lease_ttl=0.5)
     owner.poll(5)
@@ -244,7 +244,7 @@ def test_members_of_a_deleted_stream_get_stream_not_found(harness: GroupHarness)
 
 
 @pytest.mark.parametrize("noticed_by", ["reader", "session"])
-def test_members_of_a_recreated_stream_get_log_truncated_and_join_its_group(
+def test_members_get_log_truncated_and_join_the_new_group_if_the_stream_is_recreated(
     harness: GroupHarness, noticed_by: str
 ) -> None:
     harness.fill(5)

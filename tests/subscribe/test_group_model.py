@@ -58,7 +58,7 @@ class Group:
         return self.start if self.confirmed is None else self.confirmed
 
     def end_term(self, nonce: str) -> None:
-        """End a term whose owner has not released the lease: another nonce replaces its own."""
+        """End a term whose owner has not released the lease: another nonce replaces the owner's."""
         if self.nonce and self.nonce != nonce:
             self.ended = f"{self.nonce}:{self.position},{self.ended or ''}"[:256]
 

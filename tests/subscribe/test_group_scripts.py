@@ -151,7 +151,7 @@ def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupScri
     assert ten.plain.pttl(ten.lease) > 1000
 
 
-def test_nonce_of_an_expired_lease_gets_a_new_term(ten: GroupScripts) -> None:
+def test_expired_leases_nonce_gets_a_new_term(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.expire()
     assert ok(ten.acquire("a")) > term

@@ -17,8 +17,8 @@
 -- first term received but did not confirm. The field holds the first term's number after that.
 --
 -- 'ended' lists the last terms that another member or a seek has ended, newest first, each as
--- 'nonce:position,'. An owner that lost the reply to its last confirm finds its final position
--- there. The comma after each entry shows that the entry is complete and was not cut off.
+-- 'nonce:position,'. If the reply to an owner's last confirm was lost, the owner finds its final
+-- position there. The comma after each entry shows that the entry is complete and was not cut off.
 
 local function last_event()
   local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]

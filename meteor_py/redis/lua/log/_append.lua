@@ -107,7 +107,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     if marks ~= known then call('HSET', KEYS[2], 'marks', marks) end
   end
   -- 'large' tells readers how many frames to fetch at once (log/ring_reader.py): the offset
-  -- after the last frame of more than 512 KiB, and the bytes of the largest frame before that.
+  -- after the last frame larger than 512 KiB, and the size of the largest frame before that.
   local size = #payload
   if size > 524288 or not m[10] then
     local largest = m[10] and tonumber(string.match(m[10], ':(%d+)')) or 0
