@@ -108,7 +108,7 @@ def fresh(error: _E) -> _E:
 
 
 class ConnectionFailed(MeteorError):
-    """The server could not be reached, or the connection ended before it replied."""
+    """The server could not be reached, or the connection ended before the server replied."""
 
     retriable = True
     #: Whether the server itself rejected the command, for example because it is loading its data.
@@ -283,7 +283,7 @@ class Fenced(GroupError):
 
 
 class Rewound(Fenced):
-    """This consumer returned an earlier record with the same ordering key, and these with it.
+    """This consumer returned these records with an earlier record of the same ordering key.
 
     The consumer's lease is intact: the group delivers the records again, in order.
     """
@@ -382,7 +382,7 @@ class PeerGroupActive(PeerError):
 
 
 class MemberTaken(PeerError):
-    """Another live member has that name, or it is the id of an unnamed member."""
+    """Another live member has that name, or the name is an unnamed member's id."""
 
 
 class MembershipLost(PeerError):

@@ -51,7 +51,7 @@ _MANY = 1_000
 #: Seconds between two checks of whether a flush is done.
 _FLUSH_CHECK_S = 0.02
 #: Errors that a retry cannot fix. StoreMismatch is not among them: the store was correct when the
-#: stream was opened, and its disk may be mounted again.
+#: stream was opened, and the store's disk may be mounted again.
 _FATAL = (StreamNotFound, AccessDenied)
 
 
@@ -83,7 +83,7 @@ class Archiver(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This archiver's name; ``stream.describe().archiver`` shows it while it holds the lease.
+        #: This archiver's name. While it holds the lease, ``stream.describe().archiver`` shows it.
         self.member = member_name()
         #: The last failure; reset to None once every record is archived.
         self.error: Exception | None = None

@@ -15,7 +15,9 @@ from meteor_py.records.config import (
 
 @dataclass(frozen=True)
 class ArchiverConfig:
-    """An archiver's settings. It writes a segment as soon as one of the three limits is reached.
+    """An archiver's settings.
+
+    The archiver writes a segment as soon as one of the three limits is reached.
 
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """

@@ -138,7 +138,7 @@ class LogReader:
 
     def _fetch_from_store(self, store: StoreReader, offset: int) -> list[Chunk]:
         """Fetch from the store. Return no records if the stream changes during the read."""
-        self._ring.forget_ahead()  # its replies may be out of date
+        self._ring.forget_ahead()  # replies to a fetch sent ahead may be out of date
         epoch, archived = store.epoch, store.archived
         chunks: list[Chunk] = []
         failure: MeteorError | None = None

@@ -54,7 +54,7 @@ class RingReader:
         # Commands that every fetch sends, and parts of them, encoded once.
         self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log.encode())
         self._look = self._encode_look()
-        self._frames = 16  # frames to ask for; adapts to their size
+        self._frames = 16  # number of frames to ask for; adapts to their sizes
         self._next = 0  # the end of the log, as of the last reply
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
@@ -162,7 +162,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to the fetch sent ahead; None if it was not for this offset."""
+        """Return the replies to the fetch sent ahead; None if that was not for this offset."""
         if self._ahead is None:
             return None
         try:

@@ -27,7 +27,7 @@ Invariants:
    the sender if need be. A record is also settled in one such series.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
-   record again under the same sequence number, which the server recognizes.
+   record again under the same sequence number, which the server recognises.
 5. The sender decides. Only the sender retries, fails records, closes connections, calls callbacks,
    and handles a reply that is not a bare offset.
 6. Exact counts. A record in flight here counts as pending, in bytes and as a batch, from the moment
@@ -380,7 +380,7 @@ class DirectLine:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Take the line from a READING thread. The sender closes the connection, which wakes it."""
+        """Take the line from a READING thread. It wakes when the sender closes the connection."""
         if self.state is _READING:
             self._reader = 0
             self.state = _BROKEN
@@ -389,13 +389,13 @@ class DirectLine:
     # -- for threads that wait for a record ----------------------------------------------------
 
     def look_for_reply(self, batch: Batch) -> None:
-        """Settle ``batch`` if its reply has arrived and no thread is reading it."""
+        """Settle ``batch`` if its reply has arrived and no thread is reading the reply."""
         if self.batch is batch:
             with self._lock:
                 self._settle_if_replied()
 
     def leave_to_sender(self, batch: Batch) -> None:
-        """Let the sender read the reply to ``batch`` without delay, to call its callbacks."""
+        """Let the sender read the reply to ``batch`` without delay and call the callbacks."""
         with self._lock:
             if self.state is _SENT and self.batch is batch:
                 self.state = _RETURNED

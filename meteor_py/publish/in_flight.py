@@ -23,7 +23,7 @@ WINDOW_BATCHES = 5
 
 
 class InFlightWindow:
-    """Unsettled batches, oldest first. Only the sender's thread changes it."""
+    """Unsettled batches, oldest first. Only the sender's thread changes the window."""
 
     def __init__(self) -> None:
         #: The producer epoch. Sequence numbers start at 0 in each epoch.

@@ -561,7 +561,7 @@ class Sender:
         self._accumulator.settle(batch, error)
 
     def _drain(self) -> None:
-        """Read the replies to the batches sent after a refused one, which must be sent again.
+        """Read the replies to the batches sent after a refused one; they must be sent again.
 
         Also settles the batches before the refused one, so that the refused one is the oldest.
         """

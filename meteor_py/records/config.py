@@ -240,9 +240,9 @@ class SubscriberConfig:
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called with the subscriber when it gets the lease, in the thread that polls. It may return
-    #: where to start: an offset, or better a ``checkpoint``. A program that stores the checkpoint
-    #: together with its results processes each record exactly once.
+    #: Called in the polling thread with the subscriber that got the lease. May return where to
+    #: start: an offset, or better a ``checkpoint``. A program that stores the checkpoint together
+    #: with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
     #: Whether each poll confirms the records that the previous poll returned.
     auto_confirm: bool = False

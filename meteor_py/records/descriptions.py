@@ -150,7 +150,7 @@ class RepairReport:
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing. It does so even after it is deleted.
+    #: Whether an entry beyond the end blocks publishing, as it does even after it is deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

@@ -107,7 +107,7 @@ def path_of(epochs: str) -> str:
 
 
 def with_epoch(epochs: str, number: int, first: int) -> str:
-    """Return a table with one more epoch, and without the oldest one if it is too long.
+    """Return a table with one more epoch. If the table is too long, omit the oldest epoch.
 
     >>> with_epoch("1:0,+2:100", 3, 150)
     '1:0,+2:100,+3:150'

@@ -113,7 +113,7 @@ class Completion:
 
 
 def in_callback() -> bool:
-    """Return whether this thread is one that settles operations and runs their callbacks."""
+    """Return whether this thread settles operations and runs their callbacks."""
     return threading.current_thread().name.startswith((SENDER_PREFIX, SESSION_PREFIX))
 
 

@@ -18,7 +18,7 @@ _LIST = 500
 
 
 def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | datetime) -> int:
-    """Create a group if it does not exist, and return its next offset to process.
+    """Create a group if it does not exist, and return the group's next offset to process.
 
     Raises:
         NoConfirmedOffset: ``start`` is NONE, and the group has no confirmed offset.

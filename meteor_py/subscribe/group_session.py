@@ -78,7 +78,7 @@ class Vacant:
 
     @property
     def to_release(self) -> str | None:
-        """The nonce with which this member may hold the lease; None if it cannot hold it."""
+        """The nonce with which this member may hold the lease; None if it cannot hold the lease."""
         return self.nonce if self.in_doubt else None
 
 
@@ -121,7 +121,7 @@ class GroupSession:
         #: is currently polling.
         self.alive_at = now()
         self.polling = False
-        #: The position after the last fetch. Confirms carry its epoch.
+        #: The position after the last fetch. Confirms carry this position's epoch.
         self.read_in = Position(lease.incarnation, 0, 0)
         self._max_poll_interval_s = max_poll_interval_s
         # Two attempts must fit into a lease's TTL.
@@ -153,7 +153,7 @@ class GroupSession:
         max_poll_interval_s: float,
         above: int = 0,
     ) -> GroupSession:
-        """Join an existing group as ``member``, without acquiring its lease yet.
+        """Join an existing group as ``member``, without acquiring the lease yet.
 
         Args:
             confirmed: The group's next offset to process.
@@ -563,7 +563,7 @@ class GroupSession:
         self._end_term(term, error)
 
     def lapse(self, connection: Connection, term: Term) -> None:
-        """Release the lease because the application stopped polling, so that others can take it."""
+        """Release the lease for other members, because the application stopped polling."""
         with self.condition:
             if self.polling or now() < self.alive_at + self._max_poll_interval_s:
                 return  # the application has just shown that it is alive

@@ -60,7 +60,10 @@ class Term(NamedTuple):
 
 
 class LeaseUnavailable(NamedTuple):
-    """The reply if another member holds the lease, or held it until it expired a moment ago."""
+    """The reply if the lease is not free.
+
+    Another member holds the lease, or held it until it expired a moment ago.
+    """
 
     #: When to ask again if no event arrives earlier, on the ``now()`` clock.
     retry_at: float

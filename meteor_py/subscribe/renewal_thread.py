@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.5)
 
-#: A call to make on the session's connection, under its term.
+#: A call to make on the session's connection, in the session's term.
 Job: TypeAlias = "Callable[[Connection, Term], object]"
 
 

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds that they wait at interpreter exit.
+#: The same limit at interpreter exit, in seconds.
 _EXIT_S = 1.0
 
 
@@ -452,7 +452,7 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     for subscriber in subscribers:
         subscriber._fetcher.stop()
     # Subscribers that were just garbage-collected also have leases, and threads that interpreter
-    # exit would kill before they release them.
+    # exit would kill before they release the leases.
     join_named(SESSION_PREFIX, _EXIT_S)
 
 
