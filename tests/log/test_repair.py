@@ -1,4 +1,4 @@
-"""``stream.repair()`` removes entries from a log that no publisher wrote.
+"""``stream.repair()`` removes log entries that no publisher wrote.
 
 A foreign entry beyond the end stops publishing, even after it is deleted. A repair keeps every
 frame with its offset, while publishers and subscribers stay open.

@@ -49,7 +49,7 @@ def lent_publisher(proxied: ProxiedStream, **options: Any) -> meteor.Publisher:
 
 
 def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes) -> meteor.Ack:
-    """Publish a record on the direct line, whose reply is stalled."""
+    """Publish a record on the direct line while replies are stalled."""
     wait_until_lent(pub)
     proxied.proxy.stall("replies")
     ack = pub.publish(value)

@@ -239,7 +239,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1, delivery_timeout=60)
     sending = pub._sender
-    with sending._accumulator._lock:  # the sender can take no batch meanwhile
+    with sending._accumulator._lock:  # meanwhile, the sender cannot take a batch
         batches = [Batch(0.0, time.monotonic() + 60) for _ in range(3)]
         for index, batch in enumerate(batches):
             batch.count, batch.base_offset = 1, 1 + index

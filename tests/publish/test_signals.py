@@ -117,7 +117,7 @@ def test_opening_a_publisher_may_be_interrupted_at_any_moment(stream: meteor.Str
         while opened:
             opened.pop().close()
     opened.pop().close()
-    stream.client.close()  # closes a publisher whose opening was interrupted in its last moment
+    stream.client.close()  # closes a publisher whose opening was interrupted at the last moment
     eventually(lambda: running_threads() <= before, 5, "a sender has no owner")
 
 

@@ -19,7 +19,7 @@ SLACK_S = 3.0
 
 
 def wait_for_lease(harness: GroupHarness, *members: Member) -> None:
-    """Make the members poll, and return once all are blocked in the server."""
+    """Make the members poll, and return once all are blocked on the server."""
     for number, member in enumerate(members, start=1):
         member.tell("poll", 40.0, 10_000)
         blocked(harness.redis, number)

@@ -24,7 +24,7 @@ def singles(harness: GroupHarness, number: int) -> None:
 
 
 def wait_in_poll(harness: GroupHarness, member: Member, waiting: int = 1) -> None:
-    """Make the member poll, and return once ``waiting`` clients are blocked in the server."""
+    """Make the member poll, and return once ``waiting`` clients are blocked on the server."""
     member.tell("poll", 40.0, 10_000)
     blocked(harness.redis, waiting)
 

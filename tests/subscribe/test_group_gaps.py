@@ -279,7 +279,7 @@ def test_group_from_an_earlier_incarnation_is_not_taken_over(harness: GroupHarne
     lease = harness.redis.get(keys.lease(STREAM, GROUP))
     harness.stream.delete()
     harness.stream = harness.client.stream(STREAM, capacity=10)
-    # As after a delete during another client's call: keys of the old group remain.
+    # As after a delete during another client's call: the old group's keys remain.
     harness.redis.hset(keys.group(STREAM, GROUP), mapping=left)  # type: ignore[arg-type]
     harness.redis.set(keys.lease(STREAM, GROUP), lease)  # type: ignore[arg-type]
     harness.redis.sadd(keys.groups(STREAM), GROUP)
