@@ -41,7 +41,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """
         error = self.exception(timeout)
         if error is not None:
-            raise fresh(error)  # a copy: all records of the batch share this error
+            raise fresh(error)  # a copy: all records in the batch share this error
         offset = self.offset
         assert offset is not None, "settled without an error"
         return offset

@@ -172,7 +172,7 @@ class Stage:
                 commands.append(("HDEL", index, self._name))
             self._stream.connector.pipeline(commands)
         except MeteorError:
-            pass  # the error that made the caller abandon the stage says more
+            pass  # the error that made the caller abandon the stage matters more
 
     def _send(self) -> None:
         if self._fields:

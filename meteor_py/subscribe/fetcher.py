@@ -257,7 +257,7 @@ class Fetcher:
             assert self.session is not None, "only groups are guarded"
             self.session.distrust()
         finally:
-            if self.session is not None:  # confirms carry the epoch of the records
+            if self.session is not None:  # confirms carry the records' epoch
                 self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------
