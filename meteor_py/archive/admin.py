@@ -213,6 +213,6 @@ class Archive:
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
             raise TypeError(
-                f"{method} needs a store of files, such as a ParquetStore, not {self.backend!r}."
+                f"{method} needs a file-based store, such as a ParquetStore, not {self.backend!r}."
             )
         return self.backend

@@ -230,7 +230,7 @@ class Publisher(Closeable):
         ended = self._accumulator.wait_sender_ended(JOIN_TIMEOUT_S)
         if not (ended and self._sender.join(JOIN_TIMEOUT_S)):
             raise TimeoutError(
-                f"The sender thread of stream {self.stream.name!r} did not end within "
+                f"The sender thread for stream {self.stream.name!r} did not end within "
                 f"{JOIN_TIMEOUT_S:g} seconds: it is still connecting, or a callback is blocking."
             )
         self._ended = True

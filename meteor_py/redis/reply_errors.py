@@ -150,7 +150,7 @@ def no_store(stream: str) -> StoreMismatch:
 
 def store_continued_elsewhere(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Another archiver has continued the archive of stream {stream!r} after a failover that "
+        f"Another archiver has continued archiving stream {stream!r} after a failover that "
         "this server has not seen. Is this server still the primary?",
         stream=stream,
     )
@@ -178,7 +178,7 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
 
 def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
-        f"The lease of group {group!r} of stream {stream!r} was lost: another member has taken it, "
+        f"The lease for group {group!r} of stream {stream!r} was lost: another member has taken it, "
         f"or seek_group() has moved the group (term {term}). Unconfirmed records will be read "
         "again. poll() waits until it can acquire the lease again.",
         stream=stream,
@@ -238,7 +238,7 @@ def _shown(offsets: Sequence[int]) -> str:
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
-        f"This subscriber has lost or released the lease of group {group!r} of stream {stream!r}, "
+        f"This subscriber has lost or released the lease for group {group!r} of stream {stream!r}, "
         "so it cannot confirm. The lease's owner will read the records again.",
         stream=stream,
         group=group,
@@ -263,7 +263,7 @@ def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
 
 def confirm_unknown(stream: str, group: str) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"The lease of group {group!r} of stream {stream!r} was lost before the server replied to "
+        f"The lease for group {group!r} of stream {stream!r} was lost before the server replied to "
         "this confirm, so its outcome is unknown. If it had no effect, the records will be read "
         "again.",
         stream=stream,

@@ -255,7 +255,7 @@ class GroupSession:
         if isinstance(reply, LeaseUnavailable):
             vacant.in_doubt = False
             if vacant.unavailable is None:
-                _log.info("Waiting for the lease of %s, held by %s.", self.lease, reply.owner)
+                _log.info("Waiting for the lease for %s, held by %s.", self.lease, reply.owner)
             vacant.unavailable = reply
             return None
         state = self._state
@@ -276,7 +276,7 @@ class GroupSession:
                 self._trust(reply, sent_at)
         self._events.close()
         start = reply.start.offset
-        _log.info("Acquired the lease of %s: term %d, offset %d.", self.lease, reply.number, start)
+        _log.info("Acquired the lease for %s: term %d, offset %d.", self.lease, reply.number, start)
         return self._state.term
 
     def _wait_for_lease(self, left_s: float) -> None:
@@ -436,7 +436,7 @@ class GroupSession:
             ended = self.condition.wait_for(lambda: self._thread is None, _JOIN_S)
         if not ended:
             raise TimeoutError(
-                f"The thread that renews the lease of {self.lease} did not end within {_JOIN_S:g} "
+                f"The thread that renews the lease for {self.lease} did not end within {_JOIN_S:g} "
                 "seconds. Check that no callback on a confirm's Ack is blocking."
             )
         thread.join(_JOIN_S)
@@ -498,7 +498,7 @@ class GroupSession:
         try:
             self.lease.release(connection, nonce)
         except MeteorError as error:
-            _log.info("Cannot release the lease of %s, so it will expire: %s", self.lease, error)
+            _log.info("Cannot release the lease for %s, so it will expire: %s", self.lease, error)
             return False
         return True
 
@@ -600,7 +600,7 @@ class GroupSession:
             try:  # the subscriber was garbage-collected
                 self._send_confirm(connection, term)
             except MeteorError as error:
-                _log.warning("The last confirm of %s was lost: %s", self.lease, error)
+                _log.warning("The last confirm in %s was lost: %s", self.lease, error)
         self._release(connection)
 
     def _send_confirm(self, connection: Connection, term: Term) -> None:

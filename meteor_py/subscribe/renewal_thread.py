@@ -52,9 +52,9 @@ class RenewalThread(JoinableThread):
                         continue
                 session.connection.use(partial(self._do, job))
         except BaseException as error:
-            _log.exception("The thread that renews the lease of %s failed.", session.lease)
+            _log.exception("The thread that renews the lease for %s failed.", session.lease)
             failure = MeteorError(
-                f"The thread that renews the lease of {session.lease} failed unexpectedly: "
+                f"The thread that renews the lease for {session.lease} failed unexpectedly: "
                 f"{error!r}."
             )
             failure.__cause__ = error
@@ -75,9 +75,9 @@ class RenewalThread(JoinableThread):
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
             if not self._failures:  # once per outage
-                _log.warning("Cannot renew the lease of %s; retrying: %s", session.lease, error)
+                _log.warning("Cannot renew the lease for %s; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # the group is gone, or access denied: a retry will not help
-            _log.warning("Lost the lease of %s: %s", session.lease, error)
+            _log.warning("Lost the lease for %s: %s", session.lease, error)
             session.give_up_term(connection, term, error)

@@ -113,5 +113,5 @@ def test_segments_show_only_the_live_part_of_a_file(stored: StoredStream) -> Non
 def test_segments_of_a_memory_store_raise_type_error(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", store=meteor.MemoryStore("s"), archive=False)
-        with pytest.raises(TypeError, match=r"segments\(\) needs a store of files"):
+        with pytest.raises(TypeError, match=r"segments\(\) needs a file-based store"):
             stream.store.segments()

@@ -112,7 +112,7 @@ def test_server_believed_lost_cannot_continue_a_resumed_history(
         fill(new, 30)
         archive(new)
         assert offsets(new) == list(range(90))
-        with pytest.raises(meteor.StoreMismatch, match="continued the archive"):
+        with pytest.raises(meteor.StoreMismatch, match="continued archiving"):
             offsets(old)
         assert stored(found, tmp_path, resume=True).store.verify() == []
 
