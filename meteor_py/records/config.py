@@ -80,7 +80,7 @@ class StreamConfig:
     compression: Compression = "none"
     #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
-    #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
+    #: Name of the values' codec: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
     #: shared groups. Can be added later, but not changed.

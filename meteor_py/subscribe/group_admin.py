@@ -1,4 +1,4 @@
-"""Administration of subscriber groups: creates, lists, moves and deletes them."""
+"""Creates, lists, moves and deletes subscriber groups."""
 
 from __future__ import annotations
 

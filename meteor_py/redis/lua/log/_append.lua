@@ -2,7 +2,7 @@
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown.
 -- publish.lua runs once per frame, so this library is written for speed: it creates no tables and few
 -- functions, formats whole numbers with '%d', which takes half as long as '%.0f', and calls the
--- server only if it must. Each of these costs a few percent.
+-- server only if it must. Each of these measures saves a few percent.
 
 local format, call = string.format, redis.call
 
