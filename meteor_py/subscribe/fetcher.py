@@ -156,10 +156,10 @@ class Fetcher:
                 if session is not None:  # not a method: it would take a tenth of the loop's time
                     if self._config.auto_confirm:
                         self.confirm_handed_out()
-                    session.alive_at = at = now()
-                    if at >= session.valid_until:
-                        break
-                if self.interrupted:
+                    session.alive_at = now()
+                if (
+                    session is not None and session.alive_at >= session.valid_until
+                ) or self.interrupted:
                     break
 
     def confirm_handed_out(self) -> None:
