@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
         names.remove("spark")
         console.print("Java is missing, so Spark is skipped; make spark installs it.")
     rows: list[Row] = []
-    # Drawn only between measurements: a thread that draws would disturb them.
+    # Draw only between measurements: a drawing thread would disturb them.
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[family]}: {task.description}"),

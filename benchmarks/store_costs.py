@@ -1,8 +1,8 @@
 """Costs of stores: bytes read for few columns, and time with many segments.
 
 ``python -m benchmarks.store_costs`` starts a private server, fills two stores, and prints the
-figures of docs/history.md as a Markdown table. The bytes are those that the process reads from
-files (``rchar`` of /proc/self/io), so a busy machine does not disturb them.
+figures for docs/history.md as a Markdown table. The bytes are those that the process reads from
+files (``rchar`` in /proc/self/io), so a busy machine does not disturb them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import records
 
-#: Bytes of a value. Values are random, so compression does not reduce the bytes read.
+#: Bytes per value. Values are random, so compression does not reduce the bytes read.
 _VALUE = 10_000
 _RECORDS = 10_000
-#: Records of a small segment.
+#: Records per small segment.
 _SMALL = 10
 _TASKS = 100
 

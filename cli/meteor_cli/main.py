@@ -23,7 +23,7 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: Commands in the order of the help. Each is in the module ``commands.<name>``, which is imported
+#: Commands in help order. Each is in the module ``commands.<name>``, which is imported
 #: on demand, so that a command does not import the modules of the others.
 COMMANDS = (
     "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
@@ -70,7 +70,7 @@ def _accept_closed_pipe() -> Iterator[None]:
 def meteor() -> None:
     """Real-time streaming on Redis or Valkey: Kafka without the brokers.
 
-    These options are also accepted after the name of a command.
+    These options are also accepted after a command's name.
     """
 
 

@@ -81,9 +81,9 @@ def _repeat(number: int) -> None:
 def ended_once() -> Iterator[Callable[[bool], None]]:
     """Lets the first SIGINT or SIGTERM end the block, but only while signals are enabled.
 
-    Yields a function that enables and disables signals. A signal must not leave the terminal half
-    configured if it arrives while the terminal is being set up or restored, such as the second
-    Ctrl-C of an impatient user.
+    Yields a function that enables and disables signals. A signal that arrives while the
+    terminal is being set up or restored, such as an impatient user's second Ctrl-C, must not leave
+    it half configured.
     """
     received: list[int] = []
     is_enabled = False

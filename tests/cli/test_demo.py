@@ -82,7 +82,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
-def test_server_of_another_user_is_left_unchanged(url: str) -> None:
+def test_another_users_server_is_left_unchanged(url: str) -> None:
     with plain_client(url) as neighbour:
         neighbour.set("mine", "1")
         connection = neighbour.client_id()
@@ -191,7 +191,7 @@ def test_spark_ends_with_the_demo(ending: str | None, leftovers: Leftovers) -> N
             eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
 
 
-def test_java_that_is_too_old_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_java_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "java"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_402\"' >&2\n")
@@ -200,7 +200,7 @@ def test_java_that_is_too_old_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     assert spark.missing() == "Java 17 or newer"
 
 
-def test_missing_or_old_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_outdated_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> str:
         raise PackageNotFoundError(name)
 

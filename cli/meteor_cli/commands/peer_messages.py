@@ -37,7 +37,7 @@ def _text(what: str) -> options.Decorator:
     return options.flag("--text", "as_text", help=f"Send {what} as text, even if it is JSON.")
 
 
-#: The arguments of a message, and its first options.
+#: Arguments and first options of the message commands.
 _message = options.together(
     options.peer_group_name,
     click.argument("queue"),
@@ -58,7 +58,7 @@ def _timeout(help: str, default: float) -> options.Decorator:
     return options.seconds("--timeout", positive=True, max=86_400, default=default, help=help)
 
 
-#: The last options of a message.
+#: Last options of the message commands.
 _handling = options.together(
     options.count(
         "--priority",
@@ -141,7 +141,7 @@ def _deliver(
     as_text: bool,
     **settings: Any,
 ) -> Any:
-    """Delivers a message and returns the reply. Without a reply, the error suggests a reason."""
+    """Delivers a message and returns the reply. If none arrives, the error suggests a reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
     value = parse_body(body, "BODY", as_text=as_text)
@@ -193,7 +193,7 @@ meteor peers propose workers upgrade --kind consensus --timeout 30""",
     metavar="KIND",
     help="Votes needed: majority, consensus (all members), or a number. Default: majority.",
 )
-@_timeout("How long members may vote.", _VOTE_S)
+@_timeout("How long members can vote.", _VOTE_S)
 @options.json_object
 def propose(
     session: Session,

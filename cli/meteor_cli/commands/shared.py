@@ -195,7 +195,7 @@ def purge(
 ) -> None:
     """Settle the waiting records of an ordering key without processing them.
 
-    Does not affect records that a consumer holds. Other groups still get the records.
+    Does not affect records that a consumer holds. Other groups still receive the records.
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
@@ -345,7 +345,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
 
 
 def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns sentences about consumers that hold keys for which records wait."""
+    """Returns sentences about consumers that hold keys with waiting records."""
     owned = [key for key in keys if key.state == "owned"]
     owners = {key.owner or "a consumer" for key in owned}
     why: list[str] = []

@@ -29,7 +29,7 @@ meteor top --once --json | jq '{name, rate, unarchived}'"""
     "--sort",
     type=click.Choice(["name", "rate", "lag", "memory"]),
     default="name",
-    help="Order of streams. The last ones are hidden if the screen is too small. Default: name.",
+    help="Sort order. If the screen is too small, the last streams are hidden. Default: name.",
 )
 @options.count("-n", "--number", help="Show at most N streams.")
 @options.flag("--once", help="Measure for one second, print the table once, and exit.")

@@ -1,4 +1,4 @@
-"""Output of ``meteor watch``: a line for each change of streams and groups."""
+"""Output of ``meteor watch``: a line for each change to a stream or group."""
 
 from __future__ import annotations
 

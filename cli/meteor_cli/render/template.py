@@ -47,7 +47,7 @@ class Template:
 
     def __init__(self, text: str, stream: str) -> None:
         self._stream = stream
-        #: Whether the output contains unescaped bytes of records.
+        #: Whether the output contains unescaped record bytes.
         self.raw = False
         self._pieces: list[bytes | Piece] = []
         end = 0

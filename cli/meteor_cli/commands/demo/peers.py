@@ -1,4 +1,4 @@
-"""The peer group of the tour: kills the leader, then the others vote and act at the same time."""
+"""The peer group step of the tour: kills the leader; the others then vote and act together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AHEAD_S = 0.6
 
 
 class Done(NamedTuple):
-    """When a member acted, by the monotonic clock that all processes of a machine share."""
+    """When a member acted, on the monotonic clock that all processes on a machine share."""
 
     at_ns: int
     #: Maximum error, in seconds, of the group's clock in that process.

@@ -65,7 +65,7 @@ class Tour:
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""
 
     def run(self) -> None:
-        """Takes the tour, and leaves nothing behind even if it fails."""
+        """Takes the tour; leaves nothing behind, even if it fails."""
         began = time.perf_counter()
         with self._server() as (m, url):
             with self._stream(m, "orders", capacity=self._records + _FOLLOWED) as stream:
@@ -295,7 +295,7 @@ class Tour:
     # -- helpers ---------------------------------------------------------------------------------
 
     def _parts(self, advance: measure.Advance) -> Iterator[list[bytes]]:
-        """Yields all records, of a hundred bytes each, in lists."""
+        """Yields all records in lists; each record has a hundred bytes."""
         for first in range(0, self._records, measure.CALL):
             last = min(first + measure.CALL, self._records)
             numbers = range(first, last)
@@ -304,7 +304,7 @@ class Tour:
 
     @contextmanager
     def _stream(self, m: meteor.Client, name: str, **settings: Any) -> Iterator[meteor.Stream]:
-        """Creates a stream, and deletes it at the end."""
+        """Creates a stream and deletes it afterwards."""
         stream = m.stream(name + self._suffix, create=True, **settings)
         try:
             yield stream
@@ -313,7 +313,7 @@ class Tour:
 
     @contextmanager
     def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:
-        """Creates a peer group, and deletes it at the end."""
+        """Creates a peer group and deletes it afterwards."""
         group = m.peer_group(name + self._suffix, ttl=peers.TTL_S)
         try:
             yield group
