@@ -67,7 +67,7 @@ NOTES = (
     "  connection and reads every record itself. A separate run checks the order of records.",
     "- With idle groups: each group has a member in another process that holds its lease and",
     "  reads nothing. Medians of 16 runs each; four runs with groups alternate with four without.",
-    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s. Between polls,",
+    "- Requests by an idle group: scripts and blocking reads, with lease_ttl 10 s. Between polls,",
     "  the owner sends only renewals.",
     "- Archiver: one process publishes, and another archives into Parquet on the local disk.",
     "  History: 10 M records in files of up to 1 M, read after the ring has dropped them.",
@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         choices=FAMILIES,
         metavar="NAME",
-        help=f"only this one of {', '.join(FAMILIES)}; may be repeated",
+        help=f"only this one of {', '.join(FAMILIES)}; can be repeated",
     )
     parser.add_argument(
         "--server",

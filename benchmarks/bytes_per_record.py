@@ -143,7 +143,8 @@ def main() -> int:
         with plain_client(server.url) as client:
             info = client.info("server")
         rows = run(bench)
-    print(f"Valkey {info.get('valkey_version', info['redis_version'])}, bytes according to MEMORY USAGE:\n")
+    version = info.get("valkey_version", info["redis_version"])
+    print(f"Valkey {version}, bytes according to MEMORY USAGE:\n")
     print("| what | bytes |\n|---|---|")
     for row in rows:
         print(

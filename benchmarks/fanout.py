@@ -94,7 +94,7 @@ def run(bench: Bench) -> list[Row]:
             f"{what}, deliveries, one call per record",
             one_by_one["4 x 16, one call per record"] * SUBSCRIBERS,
             METEOR_DELIVERIES_2_CORES,
-            "Meteor, on 2 cores of another day",
+            "Meteor, on 2 cores, on another day",
             1,
         ),
     ]

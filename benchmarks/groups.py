@@ -186,7 +186,7 @@ def idle_traffic(bench: Bench) -> list[Row]:
             waiting.start()
             one_waits = requests_per_s(plain, seconds)
             waiting.join()
-    what = "requests of an idle group"
+    what = "requests by an idle group"
     return [
         within(f"{what}, its owner between polls", "/group/s", silent),
         within(f"{what}, its owner in a poll", "/group/s", in_poll),
@@ -197,7 +197,7 @@ def idle_traffic(bench: Bench) -> list[Row]:
 def requests_per_s(plain: Any, seconds: float) -> float:
     """Returns the rate of client requests: scripts, and blocking reads with their reads of meta.
 
-    Counts only commands that no script calls, because the statistics include commands called by scripts.
+    Counts only commands that no script calls, because the statistics include calls from scripts.
     """
     plain.config_resetstat()
     start = time.perf_counter()

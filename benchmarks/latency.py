@@ -163,7 +163,7 @@ def group_receiver(ready: Ready, url: str, pairs: int, ask: Any) -> list[list[Sa
         sub.poll(timeout=0)  # acquire the lease
         ready()
         while sub.poll(timeout=0.05) or plain.xreadgroup("g", "c", {"peer": ">"}):
-            pass  # the records of the sender's start
+            pass  # skip the sender's first records
         ids: list[bytes] = []
 
         def read() -> list[bytes]:

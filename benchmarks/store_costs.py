@@ -106,7 +106,7 @@ def many_segments(bench: Bench, count: int) -> list[Row]:
         rows = [within(f"{what}{name}", "s", timed(work)) for name, work in works.items()]
         merges, took = merge(folder, stream.incarnation, term, end)
         left = len(ParquetStore(folder, "many").files(stream.incarnation, 0, end))
-        rows.append(within(f"{what}merged by {merges} calls of the archiver", "s", took))
+        rows.append(within(f"{what}merged by {merges} archiver calls", "s", took))
         return [*rows, within(f"{what}left after that", "segments", left)]
 
 

@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [*JOBS, *EXTRAS]
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME",
-        help=f"only this one of {', '.join(names)}; may be repeated",
+        help=f"only this one of {', '.join(names)}; can be repeated",
     )  # fmt: skip
     return parser.parse_args(arguments)
 

@@ -204,9 +204,9 @@ def _check_count(system: System, expected: int) -> None:
 
 
 JOBS = {
-    "publish_loop": Job("`publish()` in a loop, until all is acknowledged", publish_loop, 500_000),
-    "publish_bulk": Job("Bulk calls of 10,000, until all is acknowledged", publish_bulk, 1_000_000),
-    "read": Job("Read everything there is", read_all, 1_000_000),
+    "publish_loop": Job("`publish()` in a loop, until all are acknowledged", publish_loop, 500_000),
+    "publish_bulk": Job("Bulk calls of 10,000, until all are acknowledged", publish_bulk, 1_000_000),
+    "read": Job("Read all existing records", read_all, 1_000_000),
     "one_to_one": Job("1 publisher (bulk) and 1 consumer at once", one_to_one, 1_000_000),
     "fan_out": Job("4 publishers x 16 consumers, each gets everything", fan_out, 200_000),
     "latency": Job("One record at a time, 500 per second", latency, 2_000, False),

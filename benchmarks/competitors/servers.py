@@ -112,7 +112,9 @@ def _nats(folder: Path, port: int) -> Iterator[Idle]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     binary = shutil.which("nats-server", path=path)
     if binary is None:
-        raise FileNotFoundError("nats-server was not found. Run `make bench-competitors`, which installs it.")
+        raise FileNotFoundError(
+            "nats-server was not found. Run `make bench-competitors`, which installs it."
+        )
     command = [binary, "-a", HOST, "-p", str(port), "-js", "-sd", str(folder / "nats")]
     with _server("NATS, JetStream", command, folder, lambda: _replies(port, b"")) as idle:
         yield idle

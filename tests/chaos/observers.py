@@ -1,6 +1,6 @@
-"""Observers of a run, which bypass the proxies: samples of the server's state, the log, the store.
+"""Observers of a run, which bypass the proxies: they record server state, the log and the store.
 
-One client takes the samples one after the other with plain commands, so they do not depend on the
+One client takes the samples one after another with plain commands, so they do not depend on the
 library.
 """
 
@@ -141,7 +141,7 @@ class Recorder(threading.Thread):
 
 
 def read_log(stream: meteor.Stream, writer: Writer, *, whole: bool) -> None:
-    """Record the log; if it must be `whole`, from offset 0 on."""
+    """Record the log, from offset 0 if it must be `whole`."""
     if whole:
         writer.add("reading", who="log", first=0)
     for batch in stream.read(0 if whole else "earliest"):
@@ -180,7 +180,7 @@ def is_in_order(stream: meteor.Stream) -> bool:
 
 
 def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:
-    """Sample until ``enough(sample)`` holds; returns whether it did in time."""
+    """Sample until ``enough(sample)`` is true; returns whether that happened in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         sample = sampler.sample()

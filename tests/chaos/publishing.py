@@ -47,7 +47,7 @@ class Publishing:
         try:
             self._publisher.close(SETTLE_S)
         except meteor.MeteorError:
-            pass  # the ack of the record reports it too
+            pass  # the record's ack reports it too
 
     def _publish(self) -> None:
         count = self._rng.choice((1, 2, 10, self._rng.randint(1, 50)))

@@ -1,8 +1,8 @@
-"""Spark queries survive outages of 30 seconds, restarts and failovers, and lose nothing.
+"""Spark queries survive 30-second outages, restarts and failovers, and lose nothing.
 
     pytest tests/chaos/spark_outages.py
 
-This takes minutes, so it is part of ``make chaos``. ``make test`` covers outages of one second, in
+This takes minutes, so it is part of ``make chaos``. ``make test`` covers one-second outages, in
 tests/spark/test_outages.py.
 """
 

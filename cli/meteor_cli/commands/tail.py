@@ -335,7 +335,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Once the time limit has passed, by our clock or the server's, converts it to an offset."""
+        """Once the time limit has passed, by our clock or the server's, turns it into an offset."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):

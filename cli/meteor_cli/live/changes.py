@@ -48,7 +48,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
 
 
 def _unreadable(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Reports streams that became unreadable, or readable again; their other changes are unknown."""
+    """Reports streams that became unreadable, or readable again; other changes are unknown."""
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
         if name not in before.unreadable:
