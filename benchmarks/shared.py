@@ -176,7 +176,7 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 
 
 def with_stuck_owner(bench: Bench) -> Row:
-    """Measure the rate for other keys while a stuck consumer owns the key of 90 % of the records."""
+    """Measure the rate for other keys while the owner of 90 % of the records is stuck."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
     others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]

@@ -205,7 +205,9 @@ def _check_count(system: System, expected: int) -> None:
 
 JOBS = {
     "publish_loop": Job("`publish()` in a loop, until all are acknowledged", publish_loop, 500_000),
-    "publish_bulk": Job("Bulk calls of 10,000, until all are acknowledged", publish_bulk, 1_000_000),
+    "publish_bulk": Job(
+        "Bulk calls of 10,000, until all are acknowledged", publish_bulk, 1_000_000
+    ),
     "read": Job("Read all existing records", read_all, 1_000_000),
     "one_to_one": Job("1 publisher (bulk) and 1 consumer at once", one_to_one, 1_000_000),
     "fan_out": Job("4 publishers x 16 consumers, each gets everything", fan_out, 200_000),

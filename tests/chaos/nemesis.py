@@ -223,9 +223,10 @@ class Nemesis:
         )
 
     def lose_reply_and_lease(self) -> bool:
-        """Lose the reply to an owner's next script, then pause the owner until its lease has expired.
+        """Lose the reply to an owner's next script, then pause the owner until its lease expires.
 
-        The owner must then find out whether its confirm took effect, although another member is reading.
+        The owner must then find out whether its confirm took effect, although another member has
+        taken over.
         """
         slot = self._idle_slot(
             [

@@ -2,9 +2,9 @@
 
 Some messages are poison, and the network loses requests and replies.
 
-Every message that was stored is handled. Messages from one sender to one named member are handled in
-order. A poison message kills no more processes than ``max_deliveries`` and becomes a dead letter;
-another message does so only if as many processes died while they handled it.
+Every message that was stored is handled. Messages from one sender to one named member are handled
+in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead letter. Any
+other message becomes one only if as many processes died while handling it.
 
 METEOR_CHAOS_S sets the duration of a run in seconds.
 """

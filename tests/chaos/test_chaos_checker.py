@@ -74,7 +74,9 @@ def test_unknown_outcomes_and_refused_confirms_are_not_violations(builder: Histo
 # The log
 
 
-def test_acknowledged_record_missing_from_the_log_is_reported_as_lost(builder: HistoryBuilder) -> None:
+def test_acknowledged_record_missing_from_the_log_is_reported_as_lost(
+    builder: HistoryBuilder,
+) -> None:
     builder.publish("p-6", at=6)
     finish(builder)
     assert builder.kinds() == {ViolationKind.LOST}
@@ -138,7 +140,9 @@ def test_hole_in_the_log_is_found(builder: HistoryBuilder) -> None:
 # Deliveries
 
 
-def test_offset_delivered_twice_in_a_term_is_reported_as_duplicated(builder: HistoryBuilder) -> None:
+def test_offset_delivered_twice_in_a_term_is_reported_as_duplicated(
+    builder: HistoryBuilder,
+) -> None:
     builder.deliver("m1", 10, 2, "p-2")
     finish(builder)
     assert builder.kinds() == {ViolationKind.DUPLICATED}
@@ -149,7 +153,9 @@ def test_offset_delivered_in_two_terms_is_not_a_violation(builder: HistoryBuilde
     assert builder.found() == []  # offset 2 is in both terms
 
 
-def test_delivery_before_the_start_of_its_term_is_reported_as_reordered(builder: HistoryBuilder) -> None:
+def test_delivery_before_the_start_of_its_term_is_reported_as_reordered(
+    builder: HistoryBuilder,
+) -> None:
     finish(builder)
     builder.deliver("m2", 20, 1, "p-1")
     assert builder.kinds() == {ViolationKind.REORDERED}
@@ -185,7 +191,9 @@ def test_delivery_missing_from_the_log_is_reported_as_lost(builder: HistoryBuild
     assert builder.kinds() == {ViolationKind.LOST}
 
 
-def test_records_confirmed_but_never_delivered_are_reported_as_skipped(builder: HistoryBuilder) -> None:
+def test_records_confirmed_but_never_delivered_are_reported_as_skipped(
+    builder: HistoryBuilder,
+) -> None:
     builder.assigned("m2", 20, 2)
     builder.confirm("m2", 20, 6)
     builder.add("healed")
@@ -305,7 +313,9 @@ def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 
     builder.log("p-4", "p-5", first=4)
 
 
-def test_gap_in_records_that_a_small_ring_dropped_is_not_a_violation(builder: HistoryBuilder) -> None:
+def test_gap_in_records_that_a_small_ring_dropped_is_not_a_violation(
+    builder: HistoryBuilder,
+) -> None:
     overtaken(builder, gone_to=3)
     assert builder.found(capacity=2) == []
 

@@ -31,9 +31,7 @@ def test_streams_are_listed_and_described(url: str, stream: Stream) -> None:
     assert "billing" in shown
 
 
-def test_info_shows_the_store_and_how_much_is_archived(
-    url: str, tmp_path: Path
-) -> None:
+def test_info_shows_the_store_and_how_much_is_archived(url: str, tmp_path: Path) -> None:
     with connect(url) as client:
         stream = client.stream("kept", capacity=2_000, store=tmp_path, archive=False)
         for count in (1_200, 34):

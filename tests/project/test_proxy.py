@@ -141,7 +141,9 @@ def test_request_sent_in_pieces_is_counted_once(
     assert direct.strlen("b") == 3_000_000
 
 
-def test_cut_mid_reply_passes_exactly_the_given_number_of_bytes(proxy: Proxy, direct: redis.Redis) -> None:
+def test_cut_mid_reply_passes_exactly_the_given_number_of_bytes(
+    proxy: Proxy, direct: redis.Redis
+) -> None:
     direct.set("key", "value")
     proxy.cut_mid_reply(after_bytes=6)
     with socket.create_connection((HOST, proxy.port), timeout=5) as raw:

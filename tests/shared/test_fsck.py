@@ -215,7 +215,7 @@ FIRST = [(0, b"A"), (1, b"B"), (2, b"C")]
 
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("options", [{}, {"keyless": "free"}, {"default_key": "rest"}])
-def test_keyless_records_and_dropped_index_entries_are_no_flaws(
+def test_keyless_records_and_dropped_index_entries_are_not_flaws(
     url: str, monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fsck, "_ENTRIES", size)
@@ -248,7 +248,7 @@ def test_deleted_group_or_stream_raises(url: str) -> None:
             shared.fsck()
 
 
-def test_last_try_and_reserved_key_are_no_flaws(url: str) -> None:
+def test_last_try_and_reserved_key_are_not_flaws(url: str) -> None:
     with Queue(url, "ABC", max_deliveries=2) as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5, max_records=2)

@@ -7,7 +7,7 @@
         first.kill()
         assert second.poll(10) == [0, 1, 2]
 
-A `Member` is a child process with one subscriber. It executes commands one after the other and
+A `Member` is a child process with one subscriber. It executes commands one after another and
 replies; every wait for a reply has a deadline. It always ends with the test.
 """
 
@@ -87,7 +87,7 @@ class Process:
         self._process.stdin.write(line.encode() + b"\n")
 
     def read(self, within_s: float = ANSWER_S) -> str:
-        """Returns the next line of its output."""
+        """Returns the next output line."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + within_s
         while b"\n" not in self._received:
@@ -122,7 +122,7 @@ class Process:
         return self._process.wait(ANSWER_S)
 
     def close(self) -> None:
-        """Kill it if it still runs. Idempotent."""
+        """Kill the process if it is still running. Idempotent."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -154,7 +154,7 @@ class Member(Process):
         """Execute a command and return the reply.
 
         Raises:
-            Refused: The library raised.
+            Refused: The library raised an exception.
         """
         self.tell(command, *args)
         return self.answer(within_s)
@@ -179,12 +179,12 @@ class Member(Process):
         return offsets
 
     def step(self, number: int = 1) -> list[int]:
-        """Returns the offsets of the next ``number`` records of its loop."""
+        """Returns the offsets of the next ``number`` records in its loop."""
         offsets: list[int] = self.ask("step", number)
         return offsets
 
     def confirm(self, offset: int | None = None) -> int:
-        """Confirm, and return the result of the Ack."""
+        """Confirm, and return the Ack's result."""
         confirmed: int = self.ask("confirm", offset)
         return confirmed
 
@@ -194,7 +194,7 @@ class Member(Process):
 
 
 class Event(NamedTuple):
-    """A change of the group, timed by the server's clock."""
+    """A change in the group, timed by the server's clock."""
 
     ms: int
     what: str
@@ -277,7 +277,7 @@ class GroupHarness:
 
     @property
     def lease_left_ms(self) -> int:
-        """The remaining time of the lease; -2 if it is free."""
+        """Milliseconds until the lease expires; -2 if it is free."""
         left: Any = self.redis.pttl(keys.lease(STREAM, self.group))
         return int(left)
 

@@ -1,4 +1,4 @@
-"""Handles of a peer group for tests of messages. Each has its own client, like a process.
+"""Peer group handles for message tests. Each has its own client, like a process.
 
     with Post(url) as post:
         group, other = post.group(), post.group()

@@ -43,7 +43,7 @@ PATIENCE_S = 30.0
 TARGETS = ("leader", "any", "all", "member")
 #: Seconds for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0
-#: Concurrent requests of one process.
+#: Concurrent requests per process.
 _OPEN = 8
 
 
@@ -197,7 +197,7 @@ class _Child:
     # -- joining and leaving
 
     def storm(self, group: str, members: int, times: int, seed: float) -> None:
-        """Let members join and leave ``times`` times each, in two threads."""
+        """Make members join and leave ``times`` times each, in two threads."""
         with ThreadPoolExecutor(2) as threads:
             halves = [
                 threads.submit(self._toggle, group, f"{seed}-{half}", members // 2, times)
@@ -257,7 +257,7 @@ class _Child:
         raise AssertionError  # count() never ends
 
     def _ask(self, group: str, questions: int, seed: float) -> list[list[Any]]:
-        """Send requests; returns target, body, and replies or error name of each."""
+        """Send requests; returns each request's target, body, and replies or error name."""
         rng = random.Random(-seed)
         asked: list[tuple[str, str, Future[Any]]] = []
         for number in range(questions):

@@ -1,4 +1,4 @@
-"""Helpers that call the scripts of peer groups directly: messages, votes and cleanup."""
+"""Helpers that call peer group scripts directly: messages, votes and cleanup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def entries(peers: Peers, part: str) -> list[dict[bytes, bytes]]:
 
 
 def settle(peers: Peers, member: str) -> None:
-    """Settle the first message of a member."""
+    """Settle a member's first message."""
     (place, flat), *_ = peers.client._connector.call(
         "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
     )

@@ -25,7 +25,7 @@ LATE_REPLY_S = 0.05
 
 @dataclass
 class Faults:
-    """Active faults, shared by all connections of a proxy."""
+    """Active faults, shared by all connections through a proxy."""
 
     stalled: set[Side] = field(default_factory=set)
     delay_s: dict[Side, float] = field(default_factory=lambda: {"requests": 0.0, "replies": 0.0})
@@ -51,7 +51,7 @@ class Faults:
         return cut
 
     def on_reply(self) -> Fault | None:
-        """Returns the random fault of this piece of reply, if any."""
+        """Returns the random fault for this piece of a reply, if any."""
         if self.chaos and self.rng.random() < self.probability:
             return self.rng.choice(self.chaos)
         return None
@@ -125,7 +125,7 @@ class Link:
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0
-        # After a fault on request n: how many replies pass, and after how many to cut.
+        # After a fault on request n: the replies to pass, and the replies after which to cut.
         self._replies_passing = math.inf
         self._replies_until_cut = math.inf
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of receivers: recording handlers, and programs that die."""
+"""Helpers for receiver tests: recording handlers, and programs that die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Message boundaries of the Redis protocol in a stream of bytes, for the proxy."""
+"""Finds Redis protocol message boundaries in a byte stream, for the proxy."""
 
 
 class Splitter:

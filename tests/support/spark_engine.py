@@ -1,7 +1,7 @@
 """A stand-in for Spark's engine, which calls a streaming source or a sink task as Spark does.
 
 Like Spark's, it asks for the initial offset repeatedly, plans twice, reads with a reader that was
-pickled before the run, commits late, and compares offsets as JSON. A test may let it crash between
+pickled before the run, commits late, and compares offsets as JSON. A test can make it crash between
 any two of these steps.
 """
 
@@ -75,7 +75,7 @@ class Engine:
         return same
 
     def begin(self) -> None:
-        """Run the first batch of a query, which only puts its start into the checkpoint."""
+        """Run the first batch of a query, which only saves its start in the checkpoint."""
         if not self.kept.planned:
             assert self._plan(), "the first batch is always planned"
         if not self.kept.done:
@@ -133,7 +133,7 @@ class Engine:
 
 
 class Task:
-    """A TaskContext. It is the same for all attempts of a task, even after a restart."""
+    """A TaskContext. It is the same for all attempts at a task, even after a restart."""
 
     def __init__(self, batch: int, partition: int = 0, run: str = "run") -> None:
         self._partition = partition
