@@ -81,7 +81,7 @@ NOTES = (
     "  there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
     "- Server CPU, total: CPU time of the server while records are published one by one, minus",
-    "  the CPU time of an idle server. Inside the command: usec_per_call of INFO commandstats.",
+    "  the CPU time of an idle server. Inside the command: usec_per_call from INFO commandstats.",
 )
 RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
 

@@ -24,7 +24,7 @@ from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
 #: Commands in help order. Each is in the module ``commands.<name>``, which is imported
-#: on demand, so that a command does not import the modules of the others.
+#: on demand, so that a command does not import other commands' modules.
 COMMANDS = (
     "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
     "top", "watch", "bench", "completion",

@@ -35,7 +35,7 @@ _TAIL = """\
 | 130 | ended by Ctrl-C |
 | 143 | ended by SIGTERM |
 
-Results go to stdout, everything else to stderr. `--debug` shows the traceback of an error.
+Results go to stdout, everything else to stderr. `--debug` shows an error's traceback.
 
 ## Environment
 

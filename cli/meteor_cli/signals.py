@@ -59,8 +59,8 @@ def _is_fragile(frame: FrameType | None) -> bool:
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
     """A ``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
 
-    A signal may arrive while a finalizer or a weak reference callback runs. Exceptions cannot leave
-    such code: Python would only print a traceback, and the command would never end.
+    A signal may arrive while a finalizer or a weak reference callback is running. Exceptions cannot
+    leave such code: Python would only print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)

@@ -163,7 +163,7 @@ def value_of(data: bytes) -> str:
 
 
 def author(value: str) -> tuple[str, int]:
-    """Returns the publisher and the counter of a value."""
+    """Returns a value's publisher and counter."""
     publisher, _, counter = value.rpartition("-")
     return publisher, int(counter) if counter.isdecimal() else -1
 

@@ -26,7 +26,7 @@ from tests.support.proxy import Direction
 from tests.support.servers import Server, plain_client
 
 REPLY_S = 2.0
-#: Duration of an archiver's stop at a commit, in lease TTLs. Another takes over meanwhile.
+#: Duration of an archiver's stop at a commit, in lease TTLs; long enough for a takeover.
 STOPS = (0.8, 2.5)
 #: Duration of an owner's pause after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)

@@ -79,7 +79,7 @@ class Publishing:
             if error is None:
                 self._note("acked", values, offsets=offsets_of(ack))
             elif isinstance(error, UNSURE) or len(values) > 1:
-                # Some records of a batch may be in the log though others have failed.
+                # Some records in a batch may be in the log although others have failed.
                 self._note("unknown", values, text=repr(error))
             else:
                 self._note("failed", values, text=repr(error))

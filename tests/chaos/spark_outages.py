@@ -35,7 +35,7 @@ TARGET = "copy"
 
 @contextmanager
 def changed(after_s: float, undo: Callable[[], Any]) -> Iterator[None]:
-    """Undo a fault after a while, at the latest when the block ends."""
+    """Undo a fault after a while, or at the latest when the block ends."""
     timer = threading.Timer(after_s, undo)
     timer.start()
     try:

@@ -15,7 +15,7 @@ from tests.chaos.history import Event
 from tests.chaos.terms import end_of
 from tests.chaos.violation import Findings, ViolationKind
 
-#: Maximum delay, in nanoseconds, of the report of a failed read-ahead during a pause.
+#: Maximum delay, in nanoseconds, that a pause adds to the report of a failed read-ahead.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
 MERGING = "has superseded or uncommitted records"

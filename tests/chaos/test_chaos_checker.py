@@ -379,7 +379,7 @@ def test_violation_shows_the_events_around_it(builder: HistoryBuilder) -> None:
     assert any("assigned m2" in line for line in stale.around)
 
 
-def test_many_violations_of_a_kind_are_counted(builder: HistoryBuilder) -> None:
+def test_many_violations_of_one_kind_are_counted(builder: HistoryBuilder) -> None:
     finish(builder)
     builder.log(*(f"x-{n}" for n in range(100)), first=6)
     *_, last = builder.found()

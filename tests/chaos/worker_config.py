@@ -21,7 +21,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     batch_pause_s: float = 0.06  # average pause between a publisher's batches
     hang: float = 0.003  # probability, per batch, that a member hangs before it confirms
     mutant: str = ""
-    store: str = ""  # the directory of the store, for archivers
+    store: str = ""  # store directory, for archivers
     die: float = 0.01  # probability that an archiver dies before an append, or before a commit
     compact_pause_s: float = 1.0  # average time between merges; 0: no merges
 

@@ -33,7 +33,7 @@ def test_bench_measures_everything_on_the_given_server(url: str) -> None:
     assert 0 < latency["p50_ms"] <= latency["p99_ms"]
 
 
-def test_bench_without_url_uses_a_private_server() -> None:
+def test_bench_without_a_url_uses_a_private_server() -> None:
     with Terminal([METEOR, "bench", "--records", "10000"], environment={"METEOR_URL": ""}) as seen:
         assert seen.wait() == 0
         assert "10,000 records of 100 bytes on Valkey" in seen.lines[0]

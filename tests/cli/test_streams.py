@@ -160,7 +160,7 @@ def test_rm_deletes_all_named_streams_or_none(url: str, stream: Stream) -> None:
     assert connect(url).streams() == ["orders"]
 
 
-def test_rm_keeps_archived_files_without_history_option(url: str, tmp_path: Path) -> None:
+def test_rm_keeps_archived_files_without_the_history_option(url: str, tmp_path: Path) -> None:
     for history in ([], ["--history"]):
         with connect(url) as m:
             stream = m.stream("old", store=str(tmp_path), resume=True)

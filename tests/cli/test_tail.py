@@ -241,7 +241,7 @@ def test_records_reach_the_terminal_escaped(url: str) -> None:
         assert "\u202e" not in shown.decode(errors="replace")
 
 
-def test_raw_to_a_terminal_is_refused_without_force(url: str, stream: Stream) -> None:
+def test_raw_output_to_a_terminal_is_refused_without_force(url: str, stream: Stream) -> None:
     for style in (["--raw"], ["--format", "%v{raw}"]):
         command: list[str | Path] = [METEOR, "--url", url, "tail", "orders", "-e", *style]
         with Terminal(command) as terminal:

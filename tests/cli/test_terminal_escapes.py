@@ -16,7 +16,7 @@ from tests.support.commands import meteor
 #: Clears the screen, sets the title, changes the colour, reverses the text, and rings the bell.
 EVIL = "\x1b[2J\x1b]0;x\x07\x9b31m\u202egnp.exe\r"
 RAW = EVIL.encode()
-#: Control and format characters, except for the end of a line and a tab.
+#: Control and format characters, except for newline and tab.
 FORBIDDEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 SHOWN = re.compile(r"\\x1b\[2J|\\u001b\[2J|G1sySh")  # escaped, in JSON, or in base64
 

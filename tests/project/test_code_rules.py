@@ -12,7 +12,7 @@ FOLDERS = ("meteor_py", "cli/meteor_cli", "spark_connector/pyspark_meteor")
 #: Maximum number of lines in a function, including its docstring.
 FUNCTION_MAX_LINES = 60
 
-#: Reads the code at the start of a server's error reply. All other code uses fields of errors.
+#: Reads the code at the start of a server's error reply. All other code uses error fields.
 READS_ERROR_TEXT = "meteor_py/redis/connection.py"
 #: Methods that inspect a str.
 _QUESTIONS = {"startswith", "endswith", "find", "index", "count", "partition", "split"}

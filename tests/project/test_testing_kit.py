@@ -286,7 +286,7 @@ def test_kill_also_kills_forked_children(server: Server) -> None:
     client.bgsave()
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     if not children.exists():
-        pytest.skip("This system does not list the children of a process.")
+        pytest.skip("This system does not list a process's children.")
     (child,) = eventually(lambda: children.read_text().split())
     os.kill(int(child), signal.SIGSTOP)  # otherwise the child might notice its parent's death
     server.kill()

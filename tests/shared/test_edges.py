@@ -193,7 +193,7 @@ def test_records_can_be_settled_in_many_threads_while_one_polls(
         assert c1.confirmed == 600
 
 
-# A stream after the loss of its server
+# A stream that has lost its server
 
 
 def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
         assert frames._firsts == [0]
 
 
-def test_poll_without_timeout_does_not_scan_the_whole_store(
+def test_poll_without_a_timeout_does_not_scan_the_whole_store(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", 2)

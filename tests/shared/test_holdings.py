@@ -105,7 +105,7 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
     ack(held, records[1])
     assert step(held).settlements == (Settlement("A", 1, (1,)),)
     ack(held, records[0], records[2])
-    assert step(held).acks == (1,), "the rest of the batch is all that the server still has of it"
+    assert step(held).acks == (1,), "the server still has only the rest of the batch"
 
 
 @pytest.mark.parametrize(

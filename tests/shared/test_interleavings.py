@@ -57,7 +57,7 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
-        # Far below a third of the lease, after which the idle consumer would ask by itself.
+        # Far below a third of the lease, after which the idle consumer would ask on its own.
         waiting.join(LONG_S / 4)
         assert offsets(received) == [1]
 

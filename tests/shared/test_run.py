@@ -284,7 +284,7 @@ def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
         assert share <= 0.35
 
 
-def test_run_uses_the_whole_prefetch_for_one_thread_per_busy_key(url: str) -> None:
+def test_run_keeps_all_threads_busy_although_one_key_fills_the_limit(url: str) -> None:
     """Records of one key fill the limit, and the other threads still get work."""
     with Queue(url, "A" * 60 + "BCD") as queue:
         together = threading.Barrier(4, timeout=30)

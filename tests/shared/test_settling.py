@@ -255,7 +255,7 @@ def test_long_reason_is_truncated(any_url: str) -> None:
         assert len(letter.headers[dead_letters.REASON_HEADER].decode()) == 1024 // 3
 
 
-def test_rejected_record_without_dead_letter_stream_is_counted_and_logged(
+def test_rejected_record_without_a_dead_letter_stream_is_counted_and_logged(
     any_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Queue(any_url, "AA") as queue:

@@ -55,7 +55,7 @@ def test_default_key_implies_that_keyless_records_are_ordered(client: meteor.Cli
         stream.shared_subscriber("parallel", default_key="rest")
 
 
-def test_existing_group_keeps_its_order_of_keyless_records(client: meteor.Client) -> None:
+def test_existing_group_keeps_its_keyless_setting(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     stream.shared_subscriber("old", keyless="default").close()
     publish(stream, (None, None), (None, None))
@@ -118,7 +118,7 @@ def test_invalid_group_name_is_refused(stream: meteor.Stream, name: str) -> None
         stream.shared_subscriber(name)
 
 
-def test_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
+def test_stream_without_an_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
     plain = client.stream("plain", create=True)
     with pytest.raises(meteor.MeteorError, match="has no ordering key"):
         plain.shared_subscriber("g")

@@ -7,8 +7,8 @@
         stored.check(end)
 
 A fault describes how and when a process fails: "kill" (SIGKILL) or "stop" (SIGSTOP), "before" or
-"after", a step of the commit, and optionally the number of the call. The steps are functions of the
-library, wrapped only in that process.
+"after", a step in the commit, and optionally the number of the call. The steps are library
+functions, wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.support.waiting import eventually
 SHORT_S = 0.4
 LONG_S = 60.0
 
-#: The steps of a commit that a fault can name, and their functions.
+#: The commit steps that a fault can name, and their functions.
 STEPS: dict[str, tuple[Any, str]] = {
     "append": (meteor.ParquetStore, "append"),
     "state": (meteor.ParquetStore, "save_state"),

@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Process:
-    """A child process that exchanges lines with the test, and ends with the test at the latest."""
+    """A child process that exchanges lines with the test, and ends no later than the test."""
 
     def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))

@@ -107,7 +107,7 @@ def abandon(group: PeerGroup) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException:
-    """Returns the error of a future, which must have failed."""
+    """Returns the error from a future, which must have failed."""
     error = future.exception(SOON_S)
     assert error is not None, "the request did not fail"
     return error

@@ -2,7 +2,7 @@
 
 python -m tests.support.parquet_mutants SEED CASES
 
-It prints how many files were refused and how many were read, and by how many MiB it grew.
+It prints the number of files refused, the number read, and its own growth in MiB.
 """
 
 from __future__ import annotations

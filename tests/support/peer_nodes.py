@@ -221,7 +221,7 @@ class _Child:
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
         """Join, leave, tell all and resign at random, ending as a member.
 
-        Returns the messages that were sent, and the ids of the members.
+        Returns the messages that were sent, and the member ids.
         """
         return self._roam(group, turns, seed, lambda: False)
 
@@ -286,7 +286,7 @@ _FACTS = ("member", "body", "sender", "from_leader", "queue")
 
 
 def outcome(future: Future[Any]) -> tuple[str, Any]:
-    """Returns the outcome of a request: replies by member, or the name of the error."""
+    """Returns the outcome of a request: replies by member, or the error name."""
     try:
         value = future.result(2 * PATIENCE_S)
     except MeteorError as error:

@@ -177,7 +177,7 @@ class Peers:
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
-        """Returns the contents of all keys of the group, except for the clock."""
+        """Returns the contents of all the group's keys, except for the clock."""
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
@@ -262,7 +262,7 @@ class Heard:
 
     def __init__(self, group: PeerGroup) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        #: The ids of the members at the time of each call.
+        #: The member ids at the time of each call.
         self.members: list[list[str]] = []
 
         def note(*call: Any) -> None:

@@ -3,10 +3,10 @@
 One thread forwards all bytes, under a lock that every control method takes too. A fault thus
 happens between two steps, never within one, and has taken effect when the method returns. Requests
 and replies are counted by their boundaries in the protocol, so "the third request" means the same
-in a pipeline and in single calls. After PSYNC, a replication link is plain bytes: cut, stall, delay,
-chunk and chaos work there, and faults that count requests do nothing. Do not count requests on a
-connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not match. With
-`plain=True`, every connection is plain bytes, for servers with another protocol.
+in a pipeline and in single calls. After PSYNC, a replication link is plain bytes: cut, stall,
+delay, chunk and chaos work there, and faults that count requests do nothing. Do not count requests
+on a connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not match.
+With `plain=True`, every connection is plain bytes, for servers with another protocol.
 
     with Proxy(HOST, server.port) as proxy:
         proxy.cut_after_request()          # the next command is executed, its reply is lost

@@ -232,7 +232,7 @@ class Link:
             self._cut_after_replies()
 
     def _count_replies(self, data: bytes) -> int:
-        """Count the replies that end in `data`; returns how many of its bytes may pass."""
+        """Count the replies that end in `data`; returns the number of its bytes to forward."""
         ends = self._ends(self.replies, data)
         may_pass = self._replies_passing - self._answered
         self._answered += len(ends)

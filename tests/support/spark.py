@@ -84,12 +84,12 @@ def start(frame: DataFrame, folder: Path, *, follow: bool = False) -> StreamingQ
 def run(frame: DataFrame, folder: Path) -> StreamingQuery:
     """Run a query that reads all records that exist now."""
     query = start(frame, folder)
-    assert query.awaitTermination(END_S), "the query does not end"
+    assert query.awaitTermination(END_S), "the query did not end"
     return query
 
 
 def failure(query: StreamingQuery) -> str:
-    """Returns the error of a query that must fail."""
+    """Returns the error from a query that must fail."""
     with pytest.raises(StreamingQueryException) as caught:
         query.awaitTermination(END_S)
     return str(caught.value)

@@ -41,7 +41,7 @@ def own_process() -> Iterator[None]:
 
 
 class Checkpoint:
-    """Spark's checkpoint: the planned batches, and how many of them are done."""
+    """Spark's checkpoint: the planned batches, and the number of completed ones."""
 
     def __init__(self) -> None:
         self.planned: list[str] = []

@@ -65,7 +65,7 @@ def segments(root: Path) -> list[Path]:
 
 
 def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
-    """Returns the reader of a subscriber's store."""
+    """Returns a subscriber's store reader."""
     store = sub._fetcher.buffer._log._store
     assert store is not None, "the stream has no store"
     return store._batches

@@ -54,7 +54,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str, root: Path) -> str:
-    """Returns the group of a test, which one process runs; most tests are groups of one."""
+    """Returns a test's group, which one process runs. Most groups have only one test."""
     if "spark" not in nodeid:
         return nodeid
     return "shared" if shares(root / nodeid.partition("::")[0]) else "own"

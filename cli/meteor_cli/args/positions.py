@@ -9,7 +9,7 @@
 
 A TIME is a number of ms (13 digits) or seconds since 1970, a date, an RFC 3339 time
 (``2026-11-16T14:30:00Z``), ``now``, or a duration before now: ``-1h30m`` (units ms, s, m, h, d, w).
-A time without a zone is local time. A record's time is the time at which the server appended it.
+A time without a zone is local time. Times refer to when the server appended a record.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ JSON: '{"id": 7}', 7, '"text"', null. Anything else is text, unless it starts
 with {, [ or ", which needs --text. The default is null.
 """.strip("\n")
 _TARGET = """
-any, all, leader, or the id of a member. If an id is one of these words, write
+any, all, leader, or a member id. If an id is one of these words, write
 member: before it, as in member:all.
 """.strip("\n")
 _MORE = {"BODY": _BODY, "TARGET": _TARGET}
@@ -48,7 +48,7 @@ _message = options.together(
         default="any",
         metavar="TARGET",
         shell_complete=completion.target,
-        help="Receiver: any, all, leader, or the id of a member. Default: any.",
+        help="Receiver: any, all, leader, or a member id. Default: any.",
     ),
 )
 

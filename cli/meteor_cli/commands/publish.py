@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meteor_py import ManyAck
 
 _MAX_BYTES = 1024 * 1024
-#: How long to retry a record, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to retry a record, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
@@ -245,7 +245,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Counts an unsettled batch; returns how many outcomes are unknown."""
+        """Counts an unsettled batch; returns the number of unknown outcomes."""
         from meteor_py import OutcomeUnknown
 
         before = self.count

@@ -37,8 +37,8 @@ in single quotes: 'cart-\xff'. Or use --hex.
 def shared() -> None:
     """Inspect shared groups; purge and resume ordering keys.
 
-    The consumers of a shared group work in parallel, and process the records of each ordering key
-    in order. Use `meteor groups rm` to delete a shared group.
+    A shared group's consumers work in parallel, and process each ordering key's records in order.
+    Use `meteor groups rm` to delete a shared group.
     """
 
 
@@ -244,7 +244,7 @@ def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) 
 @options.shared_group_of_stream
 @options.json_lines
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
-    """Check the state of a shared group for contradictions.
+    """Check a shared group's state for contradictions.
 
     The exit status is 1 if there are any. Checking a large group keeps the server busy for a
     moment.

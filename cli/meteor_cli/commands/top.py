@@ -13,7 +13,7 @@ from meteor_cli.live.top import FIRST_S, Display, Gauge, open_console
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.session import Session
 
-#: How long to wait for a server that is gone, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to wait for a lost server, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
@@ -47,7 +47,7 @@ def top(
 
     For each stream, the table shows the records published per second, the records in the ring, its
     capacity, and its memory. For each group below the stream, it shows the records confirmed per
-    second, the lag, and the owner of the lease. `(store)` is the archiver. "lost" counts records
+    second, the lag, and the lease owner. `(store)` is the archiver. "lost" counts records
     that were dropped before the group read them.
     """
     if as_json and not once:

@@ -47,7 +47,7 @@ Fields = dict[str, Any]
 
 
 class PeerWatcher:
-    """Prints the events of a peer group in order."""
+    """Prints a peer group's events in order."""
 
     def __init__(self, group: PeerGroup, *, as_json: bool) -> None:
         self._group = group

@@ -63,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publishes all records; returns how many seconds the publisher had to wait."""
+    """Publishes all records; returns the seconds for which the publisher had to wait."""
     calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
     with ExitStack() as stack:
         pub = stream.publisher()

@@ -16,7 +16,7 @@ MEMBERS = 3
 TTL_S = 1.0
 #: Steps of the progress bar: members, leader, vote, action.
 STEPS = 4
-#: Seconds from the proposal of an action to its execution.
+#: Seconds from proposing an action to executing it.
 _AHEAD_S = 0.6
 
 
@@ -94,7 +94,7 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The members of the peer group did not finish")
+    wait_until(condition, "The peer group members did not finish")
 
 
 def _work(name: str) -> None:

@@ -43,7 +43,7 @@ class Handled(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    #: All handled records in time order, and how many of them the killed process handled.
+    #: All handled records in time order, and the number that the killed process handled.
     handled: list[Handled]
     before: int
     #: Seconds from the kill until another process handled the killed process's records.
@@ -103,7 +103,7 @@ def _handled(worker: Worker) -> list[Handled]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The processes of the group did not finish")
+    wait_until(condition, "The group's processes did not finish")
 
 
 def _work(name: str, stream_name: str) -> None:

@@ -24,7 +24,7 @@ from meteor_cli.render.text import product_name, show_bytes, show_count
 from meteor_cli.session import Session
 from meteor_py.server import open_embedded
 
-#: Records to follow one by one, and how many of them to print.
+#: Number of records to follow one by one, and number of those to print.
 _FOLLOWED, _PRINTED = 500, 3
 _SEEKS = 100
 _RING = 1_000
@@ -205,7 +205,7 @@ class Tour:
     def _take_over(self, kind: str, stream: meteor.Stream, url: str, what: str) -> takeover.Outcome:
         with progress(what, takeover.RECORDS) as advance:
             outcome = takeover.take_over(kind, stream, url, advance)
-        self._check(outcome.lost == 0, "no record is lost with a killed process")
+        self._check(outcome.lost == 0, "no record is lost when a process is killed")
         self._check(outcome.out_of_order == 0, "each cart is handled in order")
         return outcome
 
