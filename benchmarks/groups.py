@@ -169,7 +169,7 @@ def wait_for_record(sub: meteor.Subscriber, found: list[float]) -> None:
 
 
 def idle_traffic(bench: Bench) -> list[Row]:
-    """Measure an idle group's requests per second: its owner's, and those of other members."""
+    """Measure an idle group's requests per second, by its owner and by other members."""
     bench.clear()
     seconds = _COUNT_S if not bench.quick else 7.0
     with connected(bench.url) as client, plain_client(bench.url) as plain:

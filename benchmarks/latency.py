@@ -61,7 +61,7 @@ def run(bench: Bench) -> list[Row]:
 
 @contextmanager
 def tcp_address(bench: Bench) -> Iterator[str]:
-    """Make the server also listen on a loopback port; yields the URL."""
+    """Make the server also listen on a loopback port; yield the URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,8 +1,8 @@
 """Starts the competitors' servers on free loopback ports, and stops them again.
 
 All data is in one temporary folder. Kafka runs as one KRaft node from the class path, with one
-partition and one replica. Unlike its defaults, it allows sessions of 2 seconds and does not delay a
-group's first rebalance, so that its groups can be compared with ours.
+partition and one replica. Unlike a default broker, it allows sessions of 2 seconds and does not
+delay a group's first rebalance, so that its groups can be compared with ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spark reads from our source, its own Kafka source and its own Parquet, in one session."""
+"""Spark reads from our source, from its own Kafka source, and from Parquet, in one session."""
 
 from __future__ import annotations
 

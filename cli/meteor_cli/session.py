@@ -30,7 +30,7 @@ class Session:
         """Returns a client.
 
         Args:
-            writing: Whether the command stores records. If so, the client warns if data may get lost.
+            writing: Whether the command stores records. If so, warns that the server may lose data.
             url: Overrides the session's server.
         """
         import meteor_py  # slow to import, and not needed by --help

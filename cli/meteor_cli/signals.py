@@ -19,7 +19,7 @@ _AGAIN_S = 0.01
 
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Lets Ctrl-C end the block, but does not let a second Ctrl-C interrupt its cleanup."""
+    """Lets Ctrl-C end the block, and keeps a second Ctrl-C from interrupting the cleanup."""
     interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of runs (3)")
     parser.add_argument("--first-seed", type=int, help="seed of the first run (random)")
-    parser.add_argument("--seconds", type=float, help="duration of faults in each run (20)")
+    parser.add_argument("--seconds", type=float, help="seconds of faults per run (20)")
     parser.add_argument("--groups", type=int, help="subscriber groups (10)")
     parser.add_argument("--members", type=int, help="members per group (3)")
     parser.add_argument("--publishers", type=int, help="publishers (2)")

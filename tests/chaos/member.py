@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error. Returns whether to close the subscriber."""
+        """Take records one by one until an error. Return whether to close the subscriber."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -267,7 +267,7 @@ class Member(threading.Thread):
         return self._delivered[0] if self._delivered[1] == first else -1
 
     def _confirm(self, subscriber: meteor.Subscriber, what: meteor.Record | int | None) -> None:
-        """Confirm a record, all records below an offset, or (None) all deliveries."""
+        """Confirm a record, all records below an offset, or, for None, all deliveries."""
         term, end = self._delivered
         if isinstance(what, meteor.Record):
             end, what = what.offset + 1, what

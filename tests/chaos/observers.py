@@ -24,7 +24,7 @@ from tests.support.servers import plain_client
 SAMPLE_S = 0.05
 REPLY_S = 5.0
 
-# The bounds of the ring, `archived`, and the position of each group, all at the same moment.
+# The ring's bounds, `archived`, and each group's position, all at the same moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
@@ -180,7 +180,7 @@ def is_in_order(stream: meteor.Stream) -> bool:
 
 
 def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:
-    """Sample until ``enough(sample)`` is true; returns whether that happened in time."""
+    """Sample until ``enough(sample)`` is true; return whether that happened in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         sample = sampler.sample()

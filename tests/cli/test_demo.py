@@ -79,7 +79,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     assert "elected a new one after" in done.text
     assert done.text.rstrip().endswith("sub.confirm(record)")
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 def test_another_users_server_is_left_unchanged(url: str) -> None:
@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
         assert "Try next" not in terminal.text
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
@@ -125,7 +125,7 @@ def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
@@ -154,7 +154,7 @@ def test_processes_end_when_the_demo_is_killed(leftovers: Leftovers) -> None:
     with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("killing the reader")
         terminal.process.kill()
-        eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
+        eventually(lambda: not leftovers.processes, PATIENCE_S, "processes were left behind")
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers:
     assert "20,500" in done.text
     assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 @pytest.mark.slow
@@ -185,10 +185,10 @@ def test_spark_ends_with_the_demo(ending: str | None, leftovers: Leftovers) -> N
             terminal.press(ending)
             assert terminal.wait() == 130, terminal.text
             assert "Traceback" not in terminal.text
-            eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+            eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
         else:
             terminal.process.kill()
-            eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
+            eventually(lambda: not leftovers.processes, PATIENCE_S, "processes were left behind")
 
 
 def test_outdated_java_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

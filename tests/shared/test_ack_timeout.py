@@ -32,7 +32,7 @@ def test_record_that_is_never_settled_is_redelivered_although_its_consumer_polls
         forgetful, other = queue.consumer(ack_timeout=0.3, prefetch=2), queue.consumer()
         first, second = forgetful.poll(5)
         assert offsets(polls(other)) == [2]
-        # Forgetful has room again once its records expire. Close it, so that other gets them.
+        # `forgetful` has room again once its records expire. Close it, so that `other` gets them.
         eventually(lambda: first.standing is Standing.EXPIRED)
         forgetful.close()
         again = polls(other)

@@ -1,4 +1,4 @@
-"""A stream that gets an ordering key after records were published to it."""
+"""A stream that gets an ordering key after records have been published to it."""
 
 from __future__ import annotations
 

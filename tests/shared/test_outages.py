@@ -263,7 +263,7 @@ def test_two_consumers_that_keep_expiring_neither_lose_nor_repeat_settlements(
     with Queue(url, "ABCDEFGH" * 40, max_deliveries=0) as queue:
         fighters = queue.consumers(2, prefetch=16)
         acked: Counter[int] = Counter()
-        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "the consumers do not finish")
+        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "the consumers did not finish")
         state = queue.shared.describe()
         assert state.acked == 320 == state.confirmed
         assert state.reaped > 5

@@ -290,7 +290,7 @@ class _Child:
             self.archiver.close()
 
     def fork(self) -> list[str]:
-        """Fork a child that exits; returns the child's archivers and exit code."""
+        """Fork a child that exits; return the child's archivers and exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

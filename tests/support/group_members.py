@@ -135,7 +135,7 @@ class Process:
 
 
 class Member(Process):
-    """A process with one subscriber. The first command waits until it is ready."""
+    """A process with one subscriber. The first command waits until the process is ready."""
 
     def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
         orders = {"url": url, "stream": stream, "group": group, "options": options}
@@ -145,7 +145,7 @@ class Member(Process):
 
     @property
     def name(self) -> str:
-        """The member's name as owner of a lease; waits until it is ready."""
+        """The member's name as a lease owner; waits until the member is ready."""
         if self._name is None:
             self._name = json.loads(self.read())["value"]
         return self._name
@@ -203,7 +203,7 @@ class Event(NamedTuple):
 
 
 class GroupHarness:
-    """A stream, its one group, and the group's members; closes everything it opened."""
+    """A stream, its only group, and the group's members. Closes everything that it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
         self.url = url
@@ -251,7 +251,7 @@ class GroupHarness:
         return subscriber
 
     def fill(self, *sizes: int) -> int:
-        """Append frames of these sizes; returns the next offset."""
+        """Append frames of these sizes; return the next offset."""
         return fill(self.stream, *sizes)
 
     # -- the group as the server sees it -------------------------------------------------------
@@ -358,7 +358,7 @@ class _Child:
         return offsets
 
     def receive(self, fails: int) -> str:
-        """Run a receiver until its handler raises; returns the receiver's error."""
+        """Run a receiver until its handler raises; return the receiver's error."""
 
         def handle(record: meteor.Record) -> None:
             if record.offset == fails:
@@ -398,7 +398,7 @@ class _Child:
         raise SystemExit(0)
 
     def fork(self) -> list[str]:
-        """Fork a child that calls every method and exits. Returns its errors and its exit code."""
+        """Fork a child that calls every method and exits. Return its errors and its exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

@@ -108,7 +108,7 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 def interrupt_everywhere(work: Callable[[], object]) -> Iterator[None]:
     """Call ``work`` repeatedly, and raise ``Interrupted`` at a later moment each time.
 
-    Yields after each interrupted call.
+    Yield after each interrupted call.
     """
 
     def handle() -> None:

@@ -5,7 +5,7 @@
         me = other.join("me")
         ...
 
-`Record` is a handler that records its messages; `Gate` blocks in its handler until it is opened.
+`Record` is a handler that records its messages; `Gate` is one that blocks until it is opened.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _OPEN = 8
 
 
 class Node(Peer):
-    """One process. The first command waits until it is ready."""
+    """One process. The first command waits until the process is ready."""
 
     def __init__(self, url: str, *, stepped: bool = False) -> None:
         orders = {"url": url, "stepped": stepped}
@@ -221,7 +221,7 @@ class _Child:
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
         """Join, leave, tell all and resign at random, ending as a member.
 
-        Returns the messages that were sent, and the member ids.
+        Return the messages that were sent, and the member ids.
         """
         return self._roam(group, turns, seed, lambda: False)
 
@@ -257,7 +257,7 @@ class _Child:
         raise AssertionError  # count() never ends
 
     def _ask(self, group: str, questions: int, seed: float) -> list[list[Any]]:
-        """Send requests; returns each request's target, body, and replies or error name."""
+        """Send requests; return each request's target, body, and replies or error name."""
         rng = random.Random(-seed)
         asked: list[tuple[str, str, Future[Any]]] = []
         for number in range(questions):

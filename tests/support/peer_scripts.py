@@ -23,7 +23,7 @@ def send(
     handle: str = "handle",
     batch: int | None = None,
 ) -> list[str]:
-    """Send one message; returns its result, or the refusal of the whole call."""
+    """Send one message; return its result, or the refusal of the whole call."""
     numbers = peers.__dict__.setdefault("batches", itertools.count(1))
     args = [message, "", "", queue, verb, to, member, random, options, 128, wait_ms, "json", body]
     reply = peers.run("send", handle, handle, batch or next(numbers), "", "", *args)

@@ -46,7 +46,7 @@ class Voters(Member):
 
 
 class Panel:
-    """A group, observed from here, and its members; closes everything it opened."""
+    """A group, observed from here, and its members. Closes everything that it opened."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         self.url = url
@@ -79,7 +79,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Start members in other processes at once; returns them in joining order."""
+        """Start members in other processes at once; return them in joining order."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {

@@ -124,7 +124,7 @@ class Peers:
         return self.run("join", member, session, kind, priority, metadata, how, most)
 
     def heartbeat(self, *members: str, session: str = "") -> list[int]:
-        """Send heartbeats; returns the replies about the members."""
+        """Send heartbeats; return the replies about the members."""
         sessions = [session or "s-" + member for member in members] or [""]
         found: list[int] = []
         for one, member in zip(sessions, members or ("",), strict=True):
@@ -143,7 +143,7 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Advance the clock with heartbeats from these members; returns the last replies."""
+        """Advance the clock with heartbeats from these members; return the last replies."""
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)
@@ -338,7 +338,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until the process is paused for a ttl; returns its view of the term and writes."""
+        """Lead until the process is paused for a ttl; return its view of the term and writes."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me._handle.session
             last = at = now()
@@ -371,7 +371,7 @@ class _Child:
         self.peer_group.on_join(lambda *_: threading.Event().wait())
 
     def fork(self) -> list[str]:
-        """Fork a child that tries everything; returns its errors and its exit code."""
+        """Fork a child that tries everything; return its errors and its exit code."""
         reading, writing = os.pipe()
         term = self.me.term
         pid = fork()

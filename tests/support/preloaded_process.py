@@ -39,7 +39,7 @@ _PATIENCE_S = 60.0
 class PreloadedProcess:
     """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
 
-    With ``terminal``, its standard input is its controlling terminal. Not thread-safe.
+    With ``terminal``, standard input is the controlling terminal of the process. Not thread-safe.
     """
 
     def __init__(

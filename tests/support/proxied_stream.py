@@ -22,7 +22,7 @@ NAME = "orders"
 
 
 class ProxiedStream:
-    """One stream, its server, and a proxy in front of it; closes everything it opened.
+    """One stream, its server, and a proxy in front of the server. Closes everything that it opened.
 
     with ProxiedStream(server) as proxied:
         pub = proxied.publisher()
@@ -127,7 +127,7 @@ class ProxiedStream:
     def queue_behind_one(self, publisher: meteor.Publisher, batches: Sequence[Any]) -> list[Any]:
         """Publish a record, then lists that are sent together.
 
-        The proxy's replies stay stalled, so the record has no reply yet. Returns the acks for the
+        The proxy's replies stay stalled, so the record has no reply yet. Return the acks for the
         record and the lists.
         """
         self.proxy.stall("replies")
@@ -150,7 +150,7 @@ class ReplicatedStream:
         link = self._stack.enter_context(Proxy(HOST, primary.port))
         replica = self._stack.enter_context(Replica(primary, port=link.port))
         replica.wait_in_sync()
-        with plain_client(primary.url) as client:  # Redis counts it only after its first ACK
+        with plain_client(primary.url) as client:  # Redis counts a replica only after its first ACK
             eventually(
                 lambda: client.set("x", 1) and client.wait(1, 1_000),
                 timeout_s=40,

@@ -93,7 +93,7 @@ class Half:
         self.queue.append((0.0, None))
 
     def send(self, limit: int) -> int:
-        """Send at most `limit` bytes of the first item; returns how many were sent."""
+        """Send at most `limit` bytes of the first item; return how many were sent."""
         due, data = self.queue.popleft()
         assert data is not None
         try:
@@ -144,7 +144,7 @@ class Link:
             self._take_replies(data, faults)
 
     def flush(self, faults: Faults) -> float:
-        """Send due items; returns the seconds until the next is due."""
+        """Send due items; return the seconds until the next is due."""
         wait_s = math.inf
         for half in self.halves:
             half.blocked = False
@@ -232,7 +232,7 @@ class Link:
             self._cut_after_replies()
 
     def _count_replies(self, data: bytes) -> int:
-        """Count the replies that end in `data`; returns the number of its bytes to forward."""
+        """Count the replies that end in `data`; return the number of its bytes to forward."""
         ends = self._ends(self.replies, data)
         may_pass = self._replies_passing - self._answered
         self._answered += len(ends)

@@ -21,7 +21,7 @@ def value(offset: int) -> bytes:
 
 
 def fill(stream: meteor.Stream, *sizes: int) -> int:
-    """Append frames of these sizes; returns the next offset."""
+    """Append frames of these sizes; return the next offset."""
     with stream.publisher() as pub:  # creates the stream if it does not exist
         end = stream.describe().next
         for size in sizes:

@@ -36,7 +36,7 @@ class Handler:
 
 
 class Gate:
-    """A handler that blocks on one record until it is opened."""
+    """A handler that blocks on one record until the gate is opened."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset

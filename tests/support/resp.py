@@ -39,7 +39,7 @@ class Splitter:
         return ends
 
     def _header(self, line: bytes) -> bool:
-        """Parse one line; returns whether it is a complete value by itself."""
+        """Parse one line; return whether it is a complete value by itself."""
         if not line:
             return False  # an empty line between messages is a keep-alive
         kind = line[:1]
@@ -58,7 +58,7 @@ class Splitter:
         return True  # a simple reply, or a request typed as a line
 
     def _close_aggregates(self) -> bool:
-        """Count a complete value; returns whether the whole message is complete."""
+        """Count a complete value; return whether the whole message is complete."""
         while self._open:
             self._open[-1] -= 1
             if self._open[-1]:

@@ -36,7 +36,7 @@ LONG_S = 60.0
 
 
 class Queue:
-    """A stream, one shared group, and its consumers; closes everything it opened."""
+    """A stream, one shared group, and the group's consumers. Closes everything that it opened."""
 
     def __init__(
         self,

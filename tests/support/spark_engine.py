@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Engine:
-    """One run of a query in this process. `stop` ends it; dropping it is a crash."""
+    """One run of a query in this process. `stop` ends it; dropping it simulates a crash."""
 
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint
@@ -83,7 +83,7 @@ class Engine:
             self.kept.done = 1
 
     def plan(self) -> bool:
-        """Plan the next batch with records; returns False if there are none."""
+        """Plan the next batch with records; return False if there are none."""
         self.begin()
         return self._plan()
 
@@ -123,7 +123,7 @@ class Engine:
         return rows
 
     def batch(self) -> list[int]:
-        """Run a micro-batch, planned by an earlier run or now; returns its offsets."""
+        """Run a micro-batch, planned by an earlier run or now; return its offsets."""
         self.begin()
         if self.kept.done == len(self.kept.planned) and not self._plan():
             return []

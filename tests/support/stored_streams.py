@@ -35,7 +35,7 @@ def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver
 
 
 def archive(stream: meteor.Stream) -> int:
-    """Archive all records, in one segment if they are few; returns the end."""
+    """Archive all records, in one segment if they are few; return the end."""
     with archiving(stream, segment_age=1e6):
         return stream.store.flush()
 
@@ -72,7 +72,7 @@ def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
 
 
 def read_straight(sub: meteor.Subscriber) -> list[int]:
-    """Read until a batch from the store has been fetched in advance; returns the offsets."""
+    """Read until a batch from the store has been fetched in advance; return the offsets."""
     offsets: list[int] = []
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))

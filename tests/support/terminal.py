@@ -99,7 +99,7 @@ class Terminal:
         return self.process.wait(PATIENCE_S)
 
     def _read(self, deadline: float) -> bool:
-        """Read more output; returns False at its end."""
+        """Read more output; return False at its end."""
         if not select.select([self._fd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             return True
         try:

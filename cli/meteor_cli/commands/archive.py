@@ -29,7 +29,9 @@ _REPORT_S = 1.0
 _PATIENCE_S = 60.0
 
 _store = click.option(
-    "--store", metavar="URI", help="Address of the store, if it was moved or contains a password."
+    "--store",
+    metavar="URI",
+    help="Address of the store. Needed if the store was moved or the address has a password.",
 )
 
 

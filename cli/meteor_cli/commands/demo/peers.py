@@ -94,7 +94,7 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The peer group members did not finish")
+    wait_until(condition, "The peer group members had not finished")
 
 
 def _work(name: str) -> None:

@@ -103,7 +103,7 @@ def _handled(worker: Worker) -> list[Handled]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The group's processes did not finish")
+    wait_until(condition, "The group's processes had not finished")
 
 
 def _work(name: str, stream_name: str) -> None:

@@ -158,7 +158,7 @@ class Tour:
                 offset = random.randrange(self._records)
                 sub.seek(offset)
                 record = sub.poll(max_records=1)
-                self._check(record.first_offset == offset, "a seek finds its record")
+                self._check(record.first_offset == offset, "a seek finds the right record")
             took_ms = (time.perf_counter() - start) / _SEEKS * 1000
         each = self._figure(f"{took_ms:.2f} ms")
         self._report(f"Read {_SEEKS} records at random offsets: {each} each")
