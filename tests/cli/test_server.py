@@ -100,7 +100,7 @@ def test_command_restarts_a_killed_server(
             lines.append(running.line("stderr"))
             return f"restarted it as process {after}." in lines[-1]
 
-        eventually(restart_is_reported, 30, "the restart is not reported")
+        eventually(restart_is_reported, 30, "the restart was not reported")
         done = running.end(signal.SIGINT)
     assert done.code == 130
     text = "\n".join([*lines, done.err])
@@ -126,7 +126,7 @@ def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -
         def waits() -> bool:  # the command's connection, and this one
             return len(client.client_list()) == 2
 
-        eventually(waits, 30, "the command is not connected")
+        eventually(waits, 30, "the command did not connect")
         client.client_kill_filter(_type="normal", skipme=True)
         eventually(waits, 30, "the command has not reconnected")
     assert running.end(signal.SIGINT).code == 130

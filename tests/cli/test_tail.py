@@ -356,7 +356,7 @@ def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Str
         assert "another member has taken over group 'billing', or" in tailing.line("stderr")
         for _ in range(10):
             tailing.line()
-        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group does not continue")
+        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group did not continue")
         assert tailing.end(signal.SIGINT).code == 130
 
 

@@ -125,7 +125,7 @@ def test_purging_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
         assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
 
 
-def test_record_returned_alone_is_in_order_when_its_neighbours_return(url: str) -> None:
+def test_record_returned_alone_is_in_order_when_its_neighbours_are_returned(url: str) -> None:
     with Queue(url, "AAAA") as queue:
         consumer, other = queue.consumers(2, prefetch=4)
         consumer.poll(5)[1].release(only_this=True)
@@ -203,7 +203,7 @@ def test_last_try_is_granted_as_soon_as_everything_else_is_settled(url: str) -> 
         with Runner(consumer, handle, concurrency=2):
             eventually(
                 lambda: any(state.key == b"A" and state.owner for state in queue.shared.keys()),
-                message="the key is not reserved for the last try",
+                message="the key was not reserved for the last try",
             )
             slow.set()
             eventually(lambda: tried.count(0) == 2, 10, "the last try was not granted")

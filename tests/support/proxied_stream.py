@@ -154,7 +154,7 @@ class ReplicatedStream:
             eventually(
                 lambda: client.set("x", 1) and client.wait(1, 1_000),
                 timeout_s=40,
-                message="The primary does not count its replica.",
+                message="The primary did not count its replica.",
             )
         return link, replica
 

@@ -10,7 +10,7 @@ class Splitter:
     def __init__(self) -> None:
         self._line = b""  # the beginning of an unfinished header line
         self._payload = 0  # bytes still missing from a bulk string, including its CRLF
-        self._open: list[int] = []  # number of missing values of each open aggregate
+        self._open: list[int] = []  # number of values missing from each open aggregate
         self._out_of_band = False  # inside a push message, which is not a reply
 
     def feed(self, data: bytes) -> list[int]:

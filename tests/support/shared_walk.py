@@ -276,7 +276,7 @@ class Walk(Model):
         refused = late.deliveries.take_refused()
         assert set(refused) == said, "every late settlement must be refused"
         after = self.state()
-        for found in (before, after):  # late rejoins, and may get letters
+        for found in (before, after):  # `late` rejoins, and may get letters
             for part in _OF_CONSUMERS:
                 found.pop(part, None)
         assert after == before, "late settlements must change nothing"

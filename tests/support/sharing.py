@@ -173,7 +173,7 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
-    """Let the lease expire now: the next consumer treats it as dead."""
+    """Let a consumer's lease expire now: the next consumer treats it as dead."""
     protocol, deliveries = consumer._shared._protocol, consumer._deliveries
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 
@@ -270,7 +270,7 @@ class Runner:
 
     def join(self) -> None:
         self.thread.join(30)
-        assert not self.thread.is_alive(), "run() does not return"
+        assert not self.thread.is_alive(), "run() did not return"
 
 
 class Steps:

@@ -403,6 +403,6 @@ class Tailer:
 
 def _report_lost_lease(sub: meteor_py.Subscriber) -> None:
     say(
-        f"another member has taken over group {sub.config.group!r}, or the group was moved. The last "
-        "records may be printed again."
+        f"another member has taken over group {sub.config.group!r}, or the group was moved. "
+        "The last records may be printed again."
     )
