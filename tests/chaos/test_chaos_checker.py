@@ -289,7 +289,9 @@ def test_confirmed_offset_that_no_member_requested_skips_records(builder: Histor
     assert ViolationKind.SKIPPED in builder.kinds()
 
 
-def test_group_that_does_not_reach_the_end_is_not_drained(builder: HistoryBuilder) -> None:
+def test_group_that_does_not_reach_the_end_is_reported_as_not_drained(
+    builder: HistoryBuilder,
+) -> None:
     builder.add("healed")
     builder.sample(2, 6)
     builder.log("p-0", "p-1", "p-2", "p-3", "p-4", "p-5")

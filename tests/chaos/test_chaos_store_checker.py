@@ -122,7 +122,9 @@ def test_too_many_unarchived_records_are_found(builder: StoreHistoryBuilder) -> 
     assert builder.kinds(max_unarchived=3) == set()
 
 
-def test_archivers_that_do_not_reach_the_end_are_not_drained(builder: StoreHistoryBuilder) -> None:
+def test_archivers_that_do_not_reach_the_end_are_reported_as_not_drained(
+    builder: StoreHistoryBuilder,
+) -> None:
     builder.add("healed")
     builder.archived(4, first=4)
     builder.log(*VALUES)

@@ -270,7 +270,7 @@ def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None
         if not apply:
             stops = "Publishing" if found.blocked else "Reading"
             say(
-                f"stream {stream!r} has {what} besides {kept}. {stops} is stopped. Repair it with "
+                f"stream {stream!r} has {what} besides {kept}. {stops} has stopped. Repair it with "
                 f"`meteor streams repair {stream} --apply`."
             )
             raise click.exceptions.Exit(1)
