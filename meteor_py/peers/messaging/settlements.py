@@ -79,7 +79,7 @@ class Settlements:
         )
 
     def put(self, item: Settlement, *, here: bool) -> None:
-        """Queue a settlement. With ``here``, make the call in this thread if none is in progress."""
+        """Queue a settlement. With ``here``, this thread makes the call if none is in progress."""
         with self._state:
             if not here:
                 self._room.wait_for(lambda: len(self._waiting) < _WAITING_MAX or self._stopped)

@@ -250,9 +250,7 @@ class Polls:
                 try:
                     work()
                 except UnknownType as error:
-                    _log.warning(
-                        "Cannot decode a vote in group %r: %s", self._group.name, error
-                    )
+                    _log.warning("Cannot decode a vote in group %r: %s", self._group.name, error)
                 except BaseException:  # even SystemExit, from a future's callback
                     if not self._stopped:
                         _log.exception("Processing votes in group %r failed.", self._group.name)

@@ -12,7 +12,8 @@ Kind = Literal["majority", "consensus"]
 #: Why a vote ended. "left": a voter whose vote was needed left before voting.
 Reason = Literal["passed", "rejected", "left", "timeout", "no leader"]
 
-#: Maximum size of a topic or of action parameters in bytes: every event about the poll carries them.
+#: Maximum size of a topic or of action parameters, in bytes. Every event about the poll carries
+#: them.
 TOPIC_MAX = 65_536
 
 

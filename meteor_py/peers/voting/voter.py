@@ -151,9 +151,7 @@ class Voter:
 
     def missed(self, action: Action) -> None:
         """Report an action that this member does not run."""
-        _log.warning(
-            "%r missed action %r (%+.3f s late).", self._member, action.name, action.late
-        )
+        _log.warning("%r missed action %r (%+.3f s late).", self._member, action.name, action.late)
         for function in self._missed:
             if self._thread is not None:
                 self._thread.call(function, action)
