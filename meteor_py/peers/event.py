@@ -20,7 +20,7 @@ class Event:
     #: The event number: one more than that of the previous event.
     view: int
     kind: Kind
-    #: When it happened, in ms since 1970 by the server's clock.
+    #: When it happened, in ms since 1970 on the server's clock.
     at: int
     #: The id of the affected member or of the proposer.
     member: str | None = None

@@ -257,8 +257,8 @@ class Leadership:
         return reply[0] == b"OK" and bool(reply[1])
 
     def await_tasks(self, deadline: float) -> None:
-        """Wait for the tasks to end: until ``deadline`` by ``now()``, or until the server may have
-        dropped this member and elected another."""
+        """Wait for the tasks to end: until ``deadline`` (``now()`` clock), or until the server may
+        have dropped this member and elected another."""
         for task in list(self._tasks.values()):
             thread = task.thread
             if thread is None or thread is threading.current_thread():

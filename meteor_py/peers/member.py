@@ -35,7 +35,7 @@ class Member:
     priority: int
     #: Its position in the joining order, which determines the oldest member.
     index: int
-    #: When it first joined, in ms since 1970 by the server's clock.
+    #: When it first joined, in ms since 1970 on the server's clock.
     joined: int
     #: Identifies its current session; "" if it is dead.
     session: str

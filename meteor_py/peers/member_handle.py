@@ -48,7 +48,7 @@ class MemberHandle:
         self.session = secrets.token_hex(8)
         #: Until when the server keeps the member without another heartbeat, on the ``now()`` clock.
         self.valid_until = 0.0
-        #: Set once the member has left for good and will not rejoin automatically.
+        #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = SignalSafeEvent()
         #: Why the membership was lost.
         self.reason: str | None = None
@@ -207,7 +207,7 @@ class MemberHandle:
         return self.announced
 
     def finish_leaving(self, deadline: float) -> bool:
-        """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
+        """Wait for handlers and tasks until ``deadline`` (``now()`` clock), then notify the server.
 
         Until then, the member stays in the group and sends heartbeats. Returns whether the server
         was notified.
@@ -272,8 +272,8 @@ class MemberHandle:
         heartbeat has made it rejoin, and run the script again.
 
         Raises:
-            MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost
-                permanently.
+            MembershipLost: The member has not rejoined by ``deadline`` (``now()`` clock), or is
+                lost permanently.
         """
         failures = 0
         while not self.lost.is_set():

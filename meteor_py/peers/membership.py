@@ -40,7 +40,7 @@ class Membership(Sender):
         self.persistent = handle.persistent
         #: Members with a higher priority lead before others.
         self.priority = handle.priority
-        #: Set once the member has left for good and will not rejoin automatically.
+        #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = handle.lost
         self._handle = handle
 

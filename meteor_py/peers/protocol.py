@@ -52,7 +52,7 @@ class GroupStatus:
 class HeartbeatReply(GroupStatus):
     """The reply to a heartbeat."""
 
-    #: Seconds since 1970 by the server's clock.
+    #: Seconds since 1970 on the server's clock.
     time: float
     #: One for each member that the heartbeat named.
     presence: list[Presence]

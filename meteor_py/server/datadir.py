@@ -29,7 +29,8 @@ MEMORY_MIN_BYTES = 256 << 20
 LOG_MAX_BYTES = 1 << 20
 
 PRIVATE_PREFIX = "meteor-private-"
-STALE_S = 60.0  # after this, a private directory that no process has locked is a leftover
+STALE_S = 60.0  # after this time, a private directory without a locked file is a leftover
+
 LOG_LINES = 10
 LOG_START = "meteor: starting "  # the first line of each run
 

@@ -348,10 +348,10 @@ def _without_login(uri: str) -> str:
     user = "" if parts.scheme == "s3" else login.partition(":")[0]
     bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
     if mask(bare) != bare:
-        names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "no"
+        names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "none"
         raise ValueError(
             "The store address contains a secret or an unknown parameter, which would be saved in "
-            f"Redis. It has {names} parameters. Escape special characters in a password. Pass "
+            f"Redis. Its parameters are: {names}. Escape special characters in a password. Pass "
             "secrets in the environment, or use filesystem=."
         )
     return bare

@@ -67,7 +67,7 @@ class StreamState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no transaction is partly in the log."""
+        """Whether every transaction is in the log either completely or not at all."""
         return not any(_is_part(fence) for fence in self.fences.values())
 
 

@@ -169,7 +169,7 @@ class LocalStorage:
         self._inside(path).unlink(missing_ok=True)
 
     def remove_all(self, path: str) -> None:
-        """Remove a folder with all its files, if it exists."""
+        """Remove a folder and all its files, if the folder exists."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self._inside(path))
 

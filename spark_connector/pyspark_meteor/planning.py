@@ -107,7 +107,7 @@ class Planner:
                 offset = spec.number
         if offset > end.offset:
             raise ValueError(
-                f"Offset {offset} is beyond the end of stream {name!r}, which is {end.offset}."
+                f"Offset {offset} is beyond the end of stream {name!r}, which ends at {end.offset}."
             )
         return end._replace(offset=offset)
 

@@ -89,8 +89,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
             return Written("", context.partitionId())
         if not query or batch is None:
             raise RuntimeError(
-                "Spark did not pass the ids of the query and the batch, so the batch cannot be "
-                "written exactly once. Use delivery=atLeastOnce."
+                "Spark did not pass the query and batch ids, so the batch cannot be written "
+                "exactly once. Use delivery=atLeastOnce."
             )
         try:
             done = stream_has(self._options, query, int(batch))

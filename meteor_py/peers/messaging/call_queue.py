@@ -118,7 +118,7 @@ class CallQueue:
         return None
 
     def drain(self, deadline: float) -> bool:
-        """Wait until the queue is empty or ``deadline`` (by ``now()``) has passed; return whether
+        """Wait until the queue is empty or ``deadline`` (``now()`` clock) has passed; return whether
         it is empty."""
         with self._state:
             while self._has_turn or self._is_waiting():
@@ -135,7 +135,7 @@ class CallQueue:
             self._state.notify_all()
 
     def join(self, deadline: float, push: Callable[[], None]) -> bool:
-        """Wait for the thread until ``deadline`` by ``now()``; return whether it has ended."""
+        """Wait for the thread until ``deadline`` (``now()`` clock); return whether it has ended."""
 
         def stop() -> None:
             self.stop()

@@ -125,7 +125,7 @@ class Request:
     #: The body's type and bytes, until the message is stored.
     kind: str = ""
     data: bytes = b""
-    #: When the sender stops waiting, by ``now()``.
+    #: When the sender stops waiting, on the ``now()`` clock.
     deadline: float = 0.0
 
     def identity(self) -> tuple[str, str]:
@@ -166,7 +166,7 @@ class Requests:
         #: Consecutive attempts that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
-        #: When the reply thread looks for messages that have timed out, by ``now()``.
+        #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
         self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
@@ -405,7 +405,7 @@ class Requests:
         return MemberUnknown(f"Group {name!r} has no members.", group=name)
 
     def flush(self, sender: MemberHandle, deadline: float) -> None:
-        """Wait until all messages from a member are stored, or until ``deadline`` by ``now()``."""
+        """Wait until a member's messages are all stored, or until ``deadline`` (``now()`` clock)."""
         with self._state:
             batch = self._batch.messages if self._batch is not None else []
             unsent = any(message.sender is sender for message in (*batch, *self._unsent))
@@ -432,7 +432,7 @@ class Requests:
 
     def close(self, deadline: float) -> None:
         """Store the waiting messages, fail those without a reply, and join the threads, all until
-        ``deadline`` by ``now()``."""
+        ``deadline`` (``now()`` clock)."""
         self._calls.drain(deadline)
         with self._state:
             self._stopped = True

@@ -51,7 +51,8 @@ class Settlement:
     code: str
     kind: str = ""
     data: bytes = b""
-    #: When to stop trying, by ``now()``; None to try for as long as the member is in the group.
+    #: When to stop trying, on the ``now()`` clock; None to try for as long as the member is in the
+    #: group.
     deadline: float | None = None
     #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
     result: int | None = None

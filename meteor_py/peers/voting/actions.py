@@ -58,7 +58,7 @@ class Handler(NamedTuple):
     early: float
     run_late: bool
     max_late: float
-    #: When it was registered, by ``now()``.
+    #: When it was registered, on the ``now()`` clock.
     since: float
 
 
@@ -129,7 +129,7 @@ class Actions:
         task.member.voter.missed(self._action(task))
 
     def close(self, deadline: float) -> None:
-        """Start no more actions, and wait for running ones until ``deadline`` by ``now()``."""
+        """Start no more actions, and wait for running ones until ``deadline`` (``now()`` clock)."""
         with self._state:
             self._stopped = True
             self._tasks.clear()

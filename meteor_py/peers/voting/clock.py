@@ -19,7 +19,8 @@ _DRIFT = 100e-6
 
 
 class _Reading(NamedTuple):
-    #: The time by ``now()``, the difference from the server's clock, and half the round-trip time.
+    #: The time on the ``now()`` clock, the difference from the server's clock, and half the
+    #: round-trip time.
     at: float
     offset: float
     error: float

@@ -80,7 +80,7 @@ class Motion(NamedTuple):
 class _Open:
     """A vote whose outcome this process does not know yet."""
 
-    #: When to ask for the outcome, and when to stop asking, by ``now()``.
+    #: When to ask for the outcome, and when to stop asking, on the ``now()`` clock.
     ask_at: float
     abandon_at: float
     future: VoteFuture | None = None
@@ -191,7 +191,7 @@ class Polls:
         return PeerError(text, group=name)
 
     def run(self, script: Script, args: Sequence[Any], deadline: float) -> list[Any]:
-        """Run a script that is safe to repeat, with retries until ``deadline`` by ``now()``."""
+        """Run a script that is safe to repeat; retry until ``deadline`` (``now()`` clock)."""
         failures = 0
         while True:
             try:
@@ -351,7 +351,7 @@ class Polls:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, deadline: float) -> None:
-        """Stop the threads, waiting until ``deadline`` by ``now()``, and fail open futures."""
+        """Stop the threads, waiting until ``deadline`` (``now()`` clock), and fail open futures."""
         with self._state:
             self._stopped = True
             self._state.notify_all()

@@ -32,7 +32,7 @@ class Proposal:
     deadline: float
     #: The name of the proposed action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: The time of the action, in seconds by the group's clock.
+    #: When the action is due, in seconds on the group's clock.
     at: float | None = None
     #: Maximum error of a voter's clock in seconds; None if it does not matter.
     max_error: float | None = None
@@ -61,7 +61,7 @@ class Outcome:
     decided: float
     #: The name of the action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: The time of the action, in seconds by the group's clock.
+    #: When the action is due, in seconds on the group's clock.
     at: float | None = None
 
     @property

@@ -66,7 +66,8 @@ class Voter:
         self.catch_up()
 
     def ask(self, proposal: Proposal, deadline: float) -> None:
-        """Vote before ``deadline`` by ``now()``. Without a handler, ``catch_up`` votes later."""
+        """Vote before ``deadline`` (``now()`` clock). If there is no handler yet, ``catch_up``
+        votes later."""
         if self._thread is not None:
             self._thread.call(self._consider, proposal, deadline)
 
