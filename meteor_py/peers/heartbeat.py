@@ -91,7 +91,7 @@ class Heartbeat(JoinableThread):
         self._connection.close()
 
     def _wait(self, pause: float) -> None:
-        """Wait until the next heartbeat is due, and end terms that expire meanwhile."""
+        """Wait until the next heartbeat is due, and end terms that expire in the meantime."""
         deadline = now() + max(pause, 0.0)
         while not self._stopped:
             left = min(deadline - now(), self._first_term_ends() - now())
@@ -218,7 +218,7 @@ class Heartbeat(JoinableThread):
             member.lose("joined again elsewhere")
             return
         member.recovering = False
-        if not member.active:  # the member left meanwhile, perhaps under its previous session
+        if not member.active:  # the member has just left, perhaps under its previous session
             member.withdraw(self._connection)
             return
         _log.warning("The server presumed %r dead, and the member rejoined.", member)

@@ -268,7 +268,7 @@ class Leadership:
                 thread.join(left_s)
 
     def stop(self) -> None:
-        """End the term of a member that starts leaving, and begin no other."""
+        """End the term when the member starts leaving, and begin no other term."""
         self._handing_over += 1  # never reset: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number

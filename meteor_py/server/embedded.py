@@ -92,7 +92,7 @@ class EmbeddedServer:
             is_cancelled: Called repeatedly. If it returns true, the wait ends.
 
         Raises:
-            ServerStartFailed: The server did not start or reply, or may not be restarted yet.
+            ServerStartFailed: The server did not start or reply, or it is too soon to restart it.
         """
         address = find_address(self.directory)
         if not (address and replies(address, min(timeout_s, 1.0))):
@@ -281,7 +281,7 @@ def _reach(
             else:
                 address = find_address(datadir)
                 left_s = min(max(deadline - time.monotonic(), POLL_S), 1.0)
-                # Find the address twice: the first result may be that of the previous server.
+                # Find the address twice: the first result may be the previous server's.
                 if address and replies(address, left_s) and find_address(datadir) == address:
                     return address
         if time.monotonic() > deadline:

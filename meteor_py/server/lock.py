@@ -31,7 +31,7 @@ class Lock:
     def take(self, how: int) -> bool:
         """Try to take the lock as ``LOCK_SH`` or ``LOCK_EX``, or to convert a lock already held.
 
-        If a conversion fails, the lock that was held before is lost.
+        If a conversion fails, the previous lock is lost.
         """
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)

@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
         pass
     # Do not use the directory's path: if the directory was deleted, a new one may have that path.
     clean_up(".", socket_path)
-    # If a user remains, it may read the log or start another server, and it removes the files.
+    # If a user remains, it may read the log or start another server, and will remove the files.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 

@@ -73,7 +73,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
-                f"{self._location!r} is not the address of a store: it is empty or contains '..'. "
+                f"{self._location!r} is not a valid store address: it is empty or contains '..'. "
                 "Write the full address."
             )
         if filesystem is not None:
@@ -98,7 +98,7 @@ class ParquetStore(StatefulStore, ColumnStore):
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 reason = mask(str(error)).rstrip(".")
                 raise ValueError(
-                    f"{self._location!r} is not the address of a store: {reason}."
+                    f"{self._location!r} is not a valid store address: {reason}."
                 ) from None
         if ".." in root.split("/") or not root.strip("/"):
             raise ValueError(f"{self._location!r} has no bucket or folder, or contains '..'.")

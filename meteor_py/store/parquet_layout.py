@@ -62,7 +62,7 @@ _PAGE_HEADER: _Fields = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The part of a column in one row group, as the footer describes it."""
+    """A column's part of one row group, as the footer describes it."""
 
     path: str
     #: Where the column's pages begin and end in the file.
@@ -73,7 +73,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The name of the field to which the column belongs."""
+        """The name of the field that the column belongs to."""
         return self.path.partition(".")[0]
 
 

@@ -51,7 +51,7 @@ def state_name(term: int) -> str:
 
 
 def state_term(name: str) -> int | None:
-    """Return the term of a state file; None if the file is not a state file.
+    """Return the term in a state file's name; None if it is not a state file's name.
 
     >>> state_term(state_name(7))
     7
@@ -85,7 +85,7 @@ class SegmentDescription:
     #: file also holds other offsets.
     first: int
     last: int
-    #: Size of the file in bytes.
+    #: The file's size in bytes.
     size: int
     #: The stream's epoch, and the term within it, in which the file was written.
     epoch: int

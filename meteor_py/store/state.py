@@ -47,7 +47,7 @@ class GroupState:
     term: int
 
     def clamped(self, end: int) -> GroupState:
-        """Return the same position, limited to the end of the stream."""
+        """Return the same position, limited to the stream's end."""
         confirmed = None if self.confirmed is None else min(self.confirmed, end)
         # A group that has had an owner must not skip records that it received.
         floating = self.floating if self.floating == "floating" else ""

@@ -258,7 +258,7 @@ class RemoteStorage:
         self._upload(data, target)
         found = self._filesystem.get_file_info(target)
         if found.size != len(data):
-            raise OSError(f"Only {found.size} of the {len(data)} bytes of {path} arrived.")
+            raise OSError(f"Only {found.size} of {len(data)} bytes of {path} arrived.")
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):

@@ -383,7 +383,7 @@ class StoreContract:
         for first, stop in pairwise([0, 10, 20, 30]):
             store.append(INCARNATION, 1, records(first, stop))
         store.delete(INCARNATION, 15)
-        first = store.bounds(INCARNATION).first  # a store may keep more
+        first = store.bounds(INCARNATION).first  # a store may keep more records
         assert first <= 15
         check(store, first, 30)
         if first:

@@ -37,7 +37,7 @@ def source_schema(options: ColumnOptions) -> StructType:
 
 
 def check_schema(requested: StructType, options: ColumnOptions) -> None:
-    """Check a schema that the user passed. It may select columns but not change their types.
+    """Check a schema that the user passed. It can select columns but not change their types.
 
     Raises:
         ValueError: A column is unknown or has the wrong type.

@@ -41,7 +41,7 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Returns the names of the streams to read: as given, or as matched at the last listing."""
+        """Returns the streams to read: the given names, or those that matched when last listed."""
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -62,7 +62,7 @@ class Planner:
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Returns the ends of all streams that exist."""
+        """Returns the ends of all existing streams."""
         ends: Offsets = {}
         names = self.names()
         for start in range(0, len(names), _STREAMS_PER_REQUEST):

@@ -109,7 +109,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The engine would hide an error raised here, so a later call raises it.
         with suppress(Exception):
             _ = self._options
-        #: The ends of the streams when the engine last asked.
+        #: The streams' ends when the engine last asked.
         self._ends: Offsets = {}
         #: The ends when a run with Trigger.AvailableNow began.
         self._target: Offsets | None = None
@@ -157,11 +157,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxRows(limits.max_records or _UNLIMITED) if limits else ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Returns the last known ends of the streams, from which the engine computes the lag."""
+        """Returns the streams' last known ends, from which the engine computes the lag."""
         return to_spark(self._ends) if self._ends else None
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Record the ends of the streams, at which this run will stop."""
+        """Record the streams' ends, at which this run will stop."""
         self._target = self._outlast(self._find_ends)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
@@ -225,7 +225,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             sys.exit(0)
 
     def _find_ends(self) -> Offsets:
-        """Returns the ends of the streams. Warns once if one is missing, perhaps misspelled."""
+        """Returns the streams' ends. Warns once if a stream is missing, perhaps misspelled."""
         ends = self._planner.ends()
         if not self._missing_logged:
             for name in self._options.streams:

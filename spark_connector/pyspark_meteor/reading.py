@@ -36,7 +36,7 @@ _POLL_S = 1.0
 def read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the records of a range, from the ring or, if the ring has dropped them, the store.
+    """Yields the records in a range, from the ring or, if the ring has dropped them, the store.
 
     Raises:
         RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and

@@ -109,7 +109,7 @@ class ServerOptions:
             raise meteor_py.ServerRefused(
                 f"The server at {self.connect().address} evicts keys when it is full "
                 f"(maxmemory-policy {policy}), so a commit could lose rows or write them twice. "
-                "Set maxmemory-policy noeviction. A streaming query may use delivery=atLeastOnce "
+                "Set maxmemory-policy noeviction. A streaming query can use delivery=atLeastOnce "
                 "instead."
             )
 

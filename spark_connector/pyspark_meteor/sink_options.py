@@ -53,7 +53,7 @@ class SinkOptions:
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
-    """Parse sink options, and check the columns of the rows.
+    """Parse sink options, and check the rows' columns.
 
     Raises:
         ValueError: An option is unknown, invalid, or contradicts another.
@@ -71,7 +71,7 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     check_columns(schema, named=bool(stream or path))
     delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
     if options.text("txnVersion") and not options.text("txnId"):
-        raise ValueError("txnVersion numbers the writes of a txnId. Pass a txnId as well.")
+        raise ValueError("txnVersion numbers the writes under a txnId. Pass a txnId as well.")
     return SinkOptions(
         server=ServerOptions.parse(options),
         stream=stream or path,

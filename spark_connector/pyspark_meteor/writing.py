@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _MAX_RECORD_BYTES = 32 * 1024 * 1024
 #: Minimum delivery timeout for a publisher, in seconds.
 _DELIVERY_S = 1.0
-#: Maximum number of bytes of a key or value that an error message shows.
+#: Maximum number of bytes that an error message shows of a key or value.
 _EXCERPT_BYTES = 40
 
 

@@ -83,7 +83,7 @@ def test_former_leader_cannot_write(open_group: Open, how: str) -> None:
     assert two._handle.protocol.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
 
 
-# Validity of a term
+# Term validity
 
 
 @pytest.fixture

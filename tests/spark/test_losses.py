@@ -137,7 +137,7 @@ def test_repeated_batch_from_a_deleted_stream_fails_or_is_empty(
         assert engine.batch() == []
         assert engine.batch() == [], "the offsets no longer include the stream"
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -196,7 +196,7 @@ def test_query_warns_once_about_each_missing_stream(
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []

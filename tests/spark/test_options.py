@@ -241,7 +241,7 @@ def test_streams_that_appear_after_the_first_batch_are_read_in_full(
     with Engine(Checkpoint(), url=url, **given) as engine:
         engine.begin()
         fill(stream.client.stream("late", capacity=100), 3)
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -373,7 +373,7 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
             fill(small, 10)
         first, end = small.bounds()
         assert first > 10, "the first batches would contain dropped records"
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         seen: list[int] = []
         while rows := engine.batch():
             seen += rows
@@ -428,7 +428,7 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         with pytest.raises(meteor.LogTruncated, match="orders"):
             engine.batch()
     with Engine(kept, **given, failOnDataLoss="false") as engine:
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
         assert engine.plan()

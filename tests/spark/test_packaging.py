@@ -20,7 +20,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Seconds. On a loaded machine, starting Java may take most of them.
+#: In seconds. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]

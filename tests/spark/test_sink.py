@@ -151,7 +151,7 @@ def test_rows_from_a_retried_task_are_written_once(
 def test_commit_that_fails_halfway_is_finished_by_the_restarted_query(
     spark: SparkSession, m: meteor.Client, url: str, tmp_path: Path
 ) -> None:
-    # The engine aborts the batch, which must not delete frames of a commit that has begun.
+    # The engine aborts the batch, which must not delete frames from a commit that has begun.
     target = m.stream("s", capacity=100)  # frames of 100 records
     source(m, 0, 1000)
     m.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 450)

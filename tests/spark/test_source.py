@@ -26,7 +26,7 @@ from tests.support.spark import (
 )
 from tests.support.waiting import eventually
 
-#: Seconds. On a loaded machine, starting Java may take most of them.
+#: In seconds. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MANY = 200_000

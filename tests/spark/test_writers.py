@@ -37,7 +37,7 @@ def target(m: meteor.Client) -> meteor.Stream:
     return m.stream("s", capacity=100_000)
 
 
-# Attempts of one task
+# Attempts at one task
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ class Sink:
     def attempt(
         self, value: str, batch: int = 0, *, rows: int = 2, partition: int = 0, stream: str = "s"
     ) -> writers.Written:
-        """Run one attempt of a task."""
+        """Run one attempt at a task."""
         self._monkeypatch.setattr(writers, "TaskContext", Task(batch, partition))
         arrow = pa.RecordBatch.from_pydict(
             {"value": [value.encode()] * rows, "stream": [stream] * rows}

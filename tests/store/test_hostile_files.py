@@ -116,7 +116,7 @@ def test_pages_that_unpack_to_more_than_the_footer_claims_are_refused(
     data = path.read_bytes()
     column = pq.read_metadata(path).row_group(0).column(4)
     true = varint(column.total_uncompressed_size)
-    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # of the same length
+    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # has the same length
     assert (data.count(true), len(data) < 50_000) == (1, True)
     path.write_bytes(data.replace(true, small))
     assert pq.read_metadata(path).row_group(0).column(4).total_uncompressed_size < 256

@@ -166,7 +166,8 @@ def test_settings_changed_by_two_clients_at_once_do_not_block_publishers(
     second.configure(capacity=10, max_unarchived=20)
     with pytest.raises(ValueError, match="at least the capacity"):
         first.configure(capacity=50)
-    m.redis.hset(keys.meta(NAME), "capacity", 50)  # the possible result of a race
+    m.redis.hset(keys.meta(NAME), "capacity", 50)  # a race can have this result
+
     with m.stream(NAME, store=tmp_path).publisher() as pub:
         for start in range(0, 300, 30):
             assert pub.publish_many([b"x"] * 30).result(20) == start

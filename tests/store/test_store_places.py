@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[ParquetStore], object]] = {
         ("file://host/data", "three slashes"),
         ("file://data", "three slashes"),
         ("file://", "three slashes"),
-        ("ftp://host/data", "not the address of a store"),
+        ("ftp://host/data", "not a valid store address"),
         ("s3://bucket/data?colour=red", "colour"),
         ("s3://?region=us-east-1", "has no bucket"),
     ],

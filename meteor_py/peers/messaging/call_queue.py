@@ -118,8 +118,8 @@ class CallQueue:
         return None
 
     def drain(self, deadline: float) -> bool:
-        """Wait until the queue is empty or ``deadline`` (``now()`` clock) has passed; return whether
-        it is empty."""
+        """Wait until the queue is empty, or until ``deadline`` (``now()`` clock); return whether it
+        is empty."""
         with self._state:
             while self._has_turn or self._is_waiting():
                 if now() >= deadline or self._stopped:

@@ -308,7 +308,7 @@ class Inbox:
         return Settlement(message, what, code, kind, data)
 
     def _settled(self, item: Settlement) -> None:
-        """Process the server's answer. Any thread may call this: do not block."""
+        """Process the server's answer. Any thread may call this method, so it must not block."""
         message = item.message
         if item.result is None:
             _log.warning(
@@ -561,7 +561,7 @@ def _patience_s(state: QueueState) -> float:
     assert state.timeout is not None, "the caller has checked it"
     times = [math.inf]
     for message in list(state.held.values()):
-        # A handler may take a waiting message at any moment, and then has the whole timeout.
+        # A handler may take a waiting message at any moment, and then has the full timeout.
         at = message.overdue_at
         times.append(state.timeout if at is None else max(at - now(), _FULL_S))
     return min(times)
@@ -577,7 +577,7 @@ def _reason(error: BaseException) -> bytes:
 
 
 def _queue_of(flat: list[Any]) -> str | None:
-    """Return the queue of an inbox entry; None if send.lua did not write the entry."""
+    """Return an inbox entry's queue; None if send.lua did not write the entry."""
     if len(flat) < 4 or flat[2] != b"queue":
         return None
     return str(flat[3], errors="replace")

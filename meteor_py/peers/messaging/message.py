@@ -11,7 +11,7 @@ from meteor_py.records.config import check_seconds
 if TYPE_CHECKING:
     from meteor_py.peers.messaging.inbox import QueueState
 
-#: The position of an entry in its stream.
+#: An entry's position in its stream.
 Place = tuple[int, int]
 
 

@@ -1,4 +1,4 @@
-"""Replies: how the receivers of a message settled it."""
+"""Replies: how receivers settled a message."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
 
 
 def reply_type(reply: bytes) -> str:
-    """The type of a reply; "" if it is an error."""
+    """Return a reply's type; "" if it is an error."""
     code, _, rest = reply.partition(b":")
     return rest.partition(b":")[0].decode() if code == b"ok" else ""
 

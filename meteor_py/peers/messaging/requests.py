@@ -190,7 +190,7 @@ class Requests:
     def post(self, message: Request, body: Any) -> Future[Any]:
         """Store a message, and wait for its reply in the background."""
         self.group.check_owned()
-        # Closed later than the group: handlers that closing waits for may still send.
+        # Requests close later than the group: handlers that close() waits for may still send.
         if self._stopped:
             self.group.check_open()
         message.kind, message.data = self.codec.encode(body)
@@ -215,7 +215,7 @@ class Requests:
         being sent. A caller of ``tell`` does not wait, so that its next message can share the
         call."""
         with self._state:
-            # A callback of a future would wait for its own thread.
+            # A future's callback would wait for its own thread.
             is_callback = threading.current_thread() is self._thread
             free = self._room.wait_for(
                 lambda: self._has_room() or self._stopped,
@@ -338,7 +338,7 @@ class Requests:
 
     def _settle_batch(self, batch: _Batch, results: list[str]) -> None:
         """Process the results of a call. Messages without a result, and messages whose sender was
-        expelled and may rejoin, are sent again, before all later messages."""
+        expelled but may rejoin, are sent again, before all later messages."""
         again: list[Request] = []
         stale = False
         for number, message in enumerate(batch.messages):
@@ -405,7 +405,7 @@ class Requests:
         return MemberUnknown(f"Group {name!r} has no members.", group=name)
 
     def flush(self, sender: MemberHandle, deadline: float) -> None:
-        """Wait until a member's messages are all stored, or until ``deadline`` (``now()`` clock)."""
+        """Wait until a member's messages are stored, or until ``deadline`` (``now()`` clock)."""
         with self._state:
             batch = self._batch.messages if self._batch is not None else []
             unsent = any(message.sender is sender for message in (*batch, *self._unsent))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Default seconds after which a sender stops waiting for a reply.
 TIMEOUT_S = 10.0
 TIMEOUT_MAX_S = 86_400.0
-#: Default priority of a message: 1 to 256, lower numbers first.
+#: Default message priority: 1 to 256, lower numbers first.
 PRIORITY = 128
 PRIORITY_MAX = 256
 
@@ -69,7 +69,7 @@ class Target:
         Args:
             queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
             body: Any value that the group's codec can encode, up to 1 MiB.
-            timeout: How many seconds to keep trying to store the message, up to a day.
+            timeout: Seconds to keep trying to store the message, up to a day.
             priority: 1 to 256. Among waiting messages, lower numbers are delivered first.
             wait_for_handler: If false, the future raises ``NoHandler`` if no receiver handles the
                 queue. A member that has not registered any handler may still do so, and a dead

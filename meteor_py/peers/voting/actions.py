@@ -41,7 +41,7 @@ class Action:
     at: float
     #: How many seconds late this process was when it started the action or learned of it.
     late: float
-    #: Maximum error of ``late`` in seconds, either way: the error of this process's clock.
+    #: Maximum error of ``late`` in seconds, either way: the error of this process's group clock.
     error_bound: float
     #: The poll that agreed on it.
     poll: str
@@ -177,7 +177,7 @@ class Actions:
         while not self._stopped and (left := clock.until(task.at) - handler.early) > 0:
             time.sleep(min(left, _AHEAD_S))
         while not self._stopped and clock.until(task.at) > 0:
-            time.sleep(0)  # lets other threads of this process run
+            time.sleep(0)  # lets other threads in this process run
         if self._stopped or not task.member.active:
             return
         action = self._action(task)

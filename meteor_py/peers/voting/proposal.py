@@ -34,7 +34,7 @@ class Proposal:
     action: str | None = None
     #: When the action is due, in seconds on the group's clock.
     at: float | None = None
-    #: Maximum error of a voter's clock in seconds; None if it does not matter.
+    #: Maximum error of a voter's clock in seconds; None for no limit.
     max_error: float | None = None
 
 

@@ -21,7 +21,7 @@ local function pairs_of(flat)
   return f
 end
 
--- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. A dead member's session is
 -- prefixed with '-': no process has such a session, but the session's former owner can tell that it
 -- was the last owner.
 local function read_member(id)

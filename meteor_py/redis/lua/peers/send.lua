@@ -1,5 +1,5 @@
 #!lua
--- Store messages in the inboxes of their receivers.
+-- Store messages in their receivers' inboxes.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 the handle's session, which gets the replies  2 the batch's session  3 the batch's number in

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Settle messages: acknowledge them, reply to them, or fail them. Also count deliveries of messages
--- that an earlier session of the member may have begun to handle.
+-- that one of the member's earlier sessions may have begun to handle.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 member  2 its session
@@ -42,7 +42,7 @@ local function handle(i)
   if not entry then return 0 end
   local fields = entry[2]
   local f = pairs_of(fields)
-  -- After a failover, another message may have the position of a lost one.
+  -- After a failover, another message may have a lost message's position.
   if f.id ~= id then return 0 end
   if what == 'begin' then return begin(place, fields, f, ARGV[i + 3]) end
   if ARGV[i + 3] == 'unknown' then bury(member, ARGV[i + 5], fields, f) end
