@@ -82,7 +82,7 @@ class PeerGroup(Sender):
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """Returns the view number, members, leader and term at one instant.
+        """Returns the view number, members, leader and term, all from the same moment.
 
         ``watch(since=snapshot.number)`` continues from there.
         """
@@ -162,7 +162,7 @@ class PeerGroup(Sender):
             name: Makes the member persistent. If its process dies, it remains a member, messages
                 to it wait, and it continues when any process joins under the name again.
             metadata: Describes the member to others: JSON, up to 4 KiB.
-            priority: Members with a higher priority lead before others: -1,000 to 1,000.
+            priority: -1,000 to 1,000. Members with a higher priority are elected before others.
             on_conflict: What to do if a live member has the name. "takeover" replaces that member,
                 which suits a restarted process; "fail" raises; "wait" waits until the name is free.
             timeout: Seconds to wait for the name; None waits indefinitely.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that resigning waits for leader tasks to end.
+#: Maximum seconds to wait for leader tasks to end when resigning.
 TASKS_S = 5.0
 #: If a leader task fails, its member resigns after this many seconds.
 _FAILED_S = 1.0

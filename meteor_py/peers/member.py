@@ -31,7 +31,7 @@ class Member:
     status: Status
     #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
     persistent: bool
-    #: Members with a higher priority lead before others.
+    #: Members with a higher priority are elected before others.
     priority: int
     #: Its position in the joining order, which determines the oldest member.
     index: int

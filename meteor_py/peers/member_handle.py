@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that leaving waits for leader tasks and handlers to end.
+#: Maximum seconds to wait for leader tasks and handlers to end when leaving.
 LEAVE_S = 5.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.16)
@@ -183,7 +183,7 @@ class MemberHandle:
             if self.active:  # otherwise an earlier attempt to leave was interrupted
                 if departure is not None:
                     self._departure = departure
-                self.active = False  # first, in case of a Ctrl-C in between
+                self.active = False  # set first, in case Ctrl-C arrives in between
                 self.leadership.stop()
             self.state.notify_all()
         self.voter.stop()
@@ -247,7 +247,7 @@ class MemberHandle:
         self.group.forget(self)
 
     def stop_inbox(self, *, close: bool = False) -> None:
-        """Accept no more messages, without waiting. A closed inbox also settles no messages."""
+        """Stop accepting messages, without waiting. If ``close``, also stop settling messages."""
         if self._inbox is not None:
             self._inbox.stop(close=close)
 

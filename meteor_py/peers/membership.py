@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-#: Maximum seconds that a call waits for an expelled member to rejoin.
+#: If a member was expelled, a call waits at most this many seconds for it to rejoin.
 _BACK_S = 5.0
 
 
@@ -38,7 +38,7 @@ class Membership(Sender):
         self.group = group
         #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
         self.persistent = handle.persistent
-        #: Members with a higher priority lead before others.
+        #: Members with a higher priority are elected before others.
         self.priority = handle.priority
         #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = handle.lost

@@ -119,7 +119,7 @@ class PeerProtocol:
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:
-                raise  # only creating needs memory
+                raise  # only creating a group needs memory
         return _read_config(flat)
 
     def settings(self, connection: Connection | None = None) -> PeersConfig:

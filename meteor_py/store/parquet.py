@@ -344,7 +344,7 @@ def _without_login(uri: str) -> str:
     """
     parts = urlsplit(uri)
     login, _, host = parts.netloc.rpartition("@")
-    # In S3 the user is an access key; in Azure it is a container or an account.
+    # In S3, the user is an access key; in Azure, it is a container or an account.
     user = "" if parts.scheme == "s3" else login.partition(":")[0]
     bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
     if mask(bare) != bare:

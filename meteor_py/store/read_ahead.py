@@ -18,7 +18,7 @@ from meteor_py.store.errors import store_unavailable
 _SEQUENTIAL = 2
 #: Seconds to wait for a store that does not respond. Filesystems also have their own limits.
 _TIMEOUT_S = 120.0
-#: Seconds that ``close`` waits for a fetch to end.
+#: Seconds to wait in ``close`` for a fetch to end.
 _CLOSE_S = 1.0
 
 

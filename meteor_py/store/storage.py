@@ -194,7 +194,7 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """Like ``LocalStorage``, in an object store or another filesystem that pyarrow supports."""
+    """Like ``LocalStorage``, but in an object store or any filesystem that pyarrow supports."""
 
     def __init__(self, filesystem: fs.FileSystem, root: str, name: str) -> None:
         self._filesystem = filesystem

@@ -259,7 +259,8 @@ def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> 
     def lead(term: Term) -> None:
         begun.set()
         term.lost.wait(30)
-        threading.Event().wait(0.3)  # finishes its work
+        threading.Event().wait(0.3)  # as if it were finishing its work
+
         order.append("ended")
 
     assert begun.wait(10)

@@ -87,7 +87,8 @@ def test_password_variable_that_spark_would_show_causes_a_warning(
 
 @pytest.fixture
 def locked(private_server: ServerFactory) -> Server:
-    """A server with some records that requires a password."""
+    """A server that requires a password and has some records."""
+
     running = private_server()
     with meteor.connect(running.url) as m:
         fill(m.stream("orders", capacity=100), 3)

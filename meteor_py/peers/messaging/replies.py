@@ -33,7 +33,7 @@ class Replies:
 
 
 def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Replies:
-    """Parse the replies so far from the fields of a ``message:<id>`` hash."""
+    """Parse the replies received so far from the fields of a ``message:<id>`` hash."""
     replies = Replies()
     for name, value in fields.items():
         if not name.startswith("r:"):

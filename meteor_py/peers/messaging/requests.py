@@ -645,7 +645,7 @@ def _end(future: Future[Any], error: BaseException | None = None, result: Any = 
             future.set_result(result)
     except InvalidStateError:
         pass  # the message has timed out
-    except BaseException:  # from a callback; concurrent.futures logs an Exception itself
+    except BaseException:  # from a callback; concurrent.futures itself logs any Exception
         if threading.current_thread() is threading.main_thread():
             raise
         _log.exception("A callback on a message's future raised an exception.")

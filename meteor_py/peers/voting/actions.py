@@ -43,7 +43,7 @@ class Action:
     late: float
     #: Maximum error of ``late`` in seconds, either way: the error of this process's group clock.
     error_bound: float
-    #: The poll that agreed on it.
+    #: The id of the poll that approved it.
     poll: str
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
