@@ -78,7 +78,7 @@ def test_waiting_for_a_name_ends_when_the_handle_is_closed(open_group: Open) -> 
     thread.start()
     two.close()
     thread.join(30)
-    assert [str(error).endswith("open another.") for error in errors] == [True]
+    assert [str(error).endswith("client.peer_group().") for error in errors] == [True]
 
 
 def test_named_member_dies_and_rejoins_elsewhere(open_group: Open) -> None:  # T22

@@ -309,7 +309,7 @@ def test_wrong_arguments_and_a_second_handler_are_refused(post: Post) -> None:
     for wrong in ({"workers": 0}, {"priority": 0}, {"ack": "no"}, {"timeout": 0}):
         with pytest.raises(ValueError, match="must be"):
             me.on("other", **wrong)(lambda message: None)
-    with pytest.raises(ValueError, match="take turns"):
+    with pytest.raises(ValueError, match="share one thread"):
         me.on("other", workers=2, priority=1)(lambda message: None)
     with pytest.raises(ValueError, match="cannot be the name"):
         me.on("a b")(lambda message: None)
