@@ -67,7 +67,7 @@ class Columns:
     def combine(self, stream: str, tables: Sequence[pa.Table]) -> list[pa.RecordBatch]:
         """Returns a stream's records as Arrow batches: usually one, and none of them empty.
 
-        Spark needs time for each Arrow batch, so this copies the records from many frames into one batch.
+        Spark needs time for each Arrow batch, so this copies records from many frames into one.
         """
         import pyarrow as pa
 
