@@ -131,7 +131,7 @@ class Prefetcher:
             rounds, again = rounds + 1, False
             try:
                 idle = self.deliveries.idle
-                if idle is None or left == 0 or not self._may_stay_idle():
+                if idle is None or left == 0 or not self._may_stay_idle(idle):
                     reply = self._claim(wait=left > 0)
                     again = reply is None
                     idle = self.deliveries.idle
@@ -145,9 +145,10 @@ class Prefetcher:
                     min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
                 )
 
-    def _may_stay_idle(self) -> bool:
+    def _may_stay_idle(self, idle: StepReply) -> bool:
         """Whether to keep waiting for the same wake-up as an earlier poll."""
-        return now() < self._idle_until and not self.deliveries.holdings.unsent
+        unsent = self.deliveries.holdings.unsent
+        return now() < self._idle_until and not (idle.repeated or unsent)
 
     def _claim(self, *, wait: bool) -> StepReply | None:
         """Claim and fetch records; return the last reply, or None to try again at once."""

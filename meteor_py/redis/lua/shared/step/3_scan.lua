@@ -30,7 +30,7 @@ local function read_entry(id, strings)
   found.first, found.last = max(last - found.size + 1, 0), min(last, stream_end - 1)
   return found
 end
-local entry, listed, at_entry, per_entry = false, {}, 0, 64
+local entry, listed, at_entry, per_entry = false, {}, 0, SCAN -- read one entry first: it may be large
 if tonumber(ARGV[8]) == nxt then
   if ARGV[9] == 'lost' then
     local to = min(tonumber(ARGV[10]) or 0, stream_end)
