@@ -23,7 +23,7 @@ _LINE = re.compile(r'^\d+\.\d+ \[\d+ ([^\]]*)\] "([^"]*)"')
 #: Commands that read or free a whole collection, however large it is.
 _WHOLE = {"HGETALL", "HKEYS", "HVALS", "SMEMBERS", "KEYS", "DEL", "SORT"}
 #: Collections of a fixed size.
-_SMALL = re.compile(r'meta"|events"|:lease')
+_SMALL = re.compile(r'(meta|state|events)"|:lease')
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Work:
 
     @property
     def scripts(self) -> int:
-        return sum(call.name.startswith("EVALSHA") for call in self.calls)
+        return sum(call.name.startswith("EVAL") for call in self.calls)
 
     def most(self, what: str) -> Call:
         """Returns the call with the most commands or arguments."""
@@ -141,9 +141,10 @@ def _calls(lines: list[str]) -> list[Call]:
             transactions[source].add(line)
         else:
             calls.append(Call(command))
-            if command.startswith("EVALSHA"):
+            if command.startswith("EVAL"):
                 script = calls[-1]
-                script.name = _script_name(line.split('" "')[1])
+                if command.startswith("EVALSHA"):
+                    script.name = _script_name(line.split('" "')[1])
                 script.arguments += line.count('" "')
             else:
                 calls[-1].add(line)

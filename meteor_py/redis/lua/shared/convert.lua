@@ -18,7 +18,7 @@ local call, text = redis.call, function(o) return string.format('%.0f', o) end
 local prefix = ARGV[2]
 local found = call('HGET', KEYS[1], 'incarnation')
 if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
-local PORTION, PER_KEY = 1000, 15 -- work of one call: an offset counts 1, a key PER_KEY
+local PORTION, PER_KEY = 500, 15 -- work of one call: an offset counts 1, a key PER_KEY
 local NEAR, CHUNK = 128, 128 -- as in shared/_keys.lua
 local EXTENDED, FREE, DELAYED, PARKED = '<Bc6HBdddddd', 0, 1, 2
 
