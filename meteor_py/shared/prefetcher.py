@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: The maximum number of records claimed in one step: the server runs nothing else meanwhile.
 _CLAIM_MAX = 512
-#: The maximum bytes of values to fetch before they are delivered; a single record may be larger.
-_BUFFER_BYTES = 64 * 1024 * 1024
 #: Rounds that a poll may take after its timeout, as long as each round makes progress without
 #: finding records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
@@ -206,7 +204,8 @@ class Prefetcher:
         self._frame_cache.note_large(reply.large)
         granted = self.deliveries.holdings.granted
         while granted:
-            room = _BUFFER_BYTES - sum(len(record.record.value) for record in self._buffer)
+            buffered = sum(len(record.record.value) for record in self._buffer)
+            room = self.config.prefetch_bytes - buffered
             if room <= 0:
                 return
             fetched = self._frame_cache.fetch(sorted(granted), room)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import deliveries, prefetcher
+from meteor_py.shared import deliveries
 from meteor_py.shared.protocol import Maintenance, SharedProtocol
 from tests.support.readers import blocked
 from tests.support.servers import plain_client
@@ -134,14 +134,13 @@ def test_record_purged_while_its_dead_consumer_is_reaped_is_not_blamed(
         assert queue.shared.describe().purged == purged
 
 
-def test_buffered_records_are_bounded_in_bytes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetcher, "_BUFFER_BYTES", 100_000)
+def test_buffered_records_are_bounded_in_bytes(url: str) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("big", ordering_key="key")
         with stream.publisher() as pub:
             for number in range(40):
                 pub.publish(bytes(20_000), key=b"%d" % number).result(5)
-        with stream.shared_subscriber("g", prefetch=40) as sub:
+        with stream.shared_subscriber("g", prefetch=40, prefetch_bytes=100_000) as sub:
             sizes = []
             found: list[int] = []
             while len(found) < 40:

@@ -7,7 +7,7 @@ measured it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ ARGUMENTS = 2_500
 MANY = 10_000
 
 
+Bounded = Callable[[Callable[[], object]], Work]
+
+
 @pytest.fixture
-def bounded(url: str) -> Iterator[Callable[[Callable[[], object]], Work]]:
+def bounded(url: str) -> Bounded:
     """Runs something, and checks that each of its calls is bounded."""
 
     def run(work: Callable[[], object]) -> Work:
@@ -40,10 +43,7 @@ def bounded(url: str) -> Iterator[Callable[[Callable[[], object]], Work]]:
         assert most[1].arguments <= ARGUMENTS
         return done
 
-    yield run
-
-
-Bounded = Callable[[Callable[[], object]], Work]
+    return run
 
 
 def hold(consumer: meteor.SharedSubscriber, records: int) -> None:
@@ -102,7 +102,6 @@ def test_inspecting_and_deleting_a_large_group_takes_bounded_calls(
         for record in owner.poll(5, 300):
             record.reject("so that there are many dead letters")
         owner._deliveries.exchange()  # without publishing them
-
 
         def scan() -> None:
             while other._deliveries.exchange(1).next < MANY + 40_000:
