@@ -51,9 +51,11 @@ local function next_entry()
   per_entry = found.size
   return found
 end
--- Return the keys of the next records in the entry.
+-- Return the keys of the next records in the entry. Rows grow while records are not granted.
+local row_size = 1
 local function read_row()
-  local last = min(entry.last, nxt + max(want - got, 8) - 1)
+  local last = min(entry.last, nxt + max(want - got, row_size) - 1)
+  row_size = 4 * row_size
   local low, high = nxt - entry.first, last - entry.first
   local row, names, numbers
   if entry.width == 1 then
