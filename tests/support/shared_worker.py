@@ -27,10 +27,10 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     rng = random.Random(f"{options['seed']} {os.getpid()}")
     with plain_client(options["url"]) as plain, meteor.connect(options["meteor_url"]) as client:
-        stream = client.stream(STREAM, create=False)
         print(READY, flush=True)
         while not plain.exists(STOP):
             try:
+                stream = client.stream(STREAM, create=False)
                 with stream.shared_subscriber(GROUP, prefetch=options["prefetch"]) as sub:
                     if options["run"]:
                         run(sub, plain)
