@@ -22,7 +22,7 @@ ACK_TIMEOUT_S = 1_800.0
 #: The ordering key of records that have none.
 DEFAULT_KEY = "meteor.no-group"
 #: The maximum number of records that may wait for their ordering keys. The server keeps their
-#: offsets in memory: 7 to 10 bytes each, and about 200 if each record has its own ordering key.
+#: offsets in memory: 7 to 10 bytes each, and about 130 if each record has its own ordering key.
 WAITING_MAX = 1_000_000
 
 
