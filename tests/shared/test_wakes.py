@@ -223,3 +223,15 @@ def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
     assert woken(queue, c2, lambda: queue.publish("A")) == [0]
     queue.publish("B")
     assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer can wait again"
+
+
+def test_idle_consumer_claims_before_its_lease_must_be_renewed(
+    open_queue: Callable[..., Queue],
+) -> None:
+    """The claim renews the lease, so that an idle consumer needs one call instead of two."""
+    queue = open_queue()
+    consumer = queue.consumer()
+    assert consumer.poll(0.05) == []
+    idle = consumer._deliveries.idle
+    assert idle is not None
+    assert consumer._prefetcher._patience_s(idle) < consumer.settings.lease_ttl / 3
