@@ -356,7 +356,7 @@ class Deliveries:
         with self.condition:
             if self.holdings.request is not request:
                 return  # a signal handler has sent the step again and applied the reply
-            self.holdings.apply(reply)
+            self.holdings.apply(reply, request)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
             self._refused += [o for o in report.refused if o not in self._refused]
@@ -364,6 +364,8 @@ class Deliveries:
                 self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
             if request.want or request.mode == "busy":
                 self.idle = reply if reply.idle else None
+            if self._stage is _Stage.LEFT:
+                self.holdings.take_all()  # a signal handler has just closed the subscriber
             self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
         self._log_dropped(report.dropped)
 

@@ -209,13 +209,14 @@ class Holdings:
         others = {id(one) for one in request.settlements}
         self._others = [one for one in self._others if id(one) not in others]
 
-    def apply(self, reply: StepReply) -> None:
+    def apply(self, reply: StepReply, request: StepRequest | None) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
 
         If a Ctrl-C interrupts this method, the step is sent again, and its reply applied again.
         """
-        assert self.request is not None, "replies answer requests"
-        self._close_sent(self.request)
+        if request is None or self.request is not request:
+            return  # a signal handler has sent the step again and applied the reply
+        self._close_sent(request)
         for number, offsets in reply.batches.items():
             if number not in self._batches:
                 batch = DeliveryBatch(number, offsets)

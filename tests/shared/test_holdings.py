@@ -49,7 +49,7 @@ def reply(batches: dict[int, list[int]], failures: dict[int, int] | None = None)
 def step(held: Holdings, *granted: int, batch: int = 1) -> StepRequest:
     """Execute a step that grants these offsets in one batch."""
     request, _ = held.begin_step(len(granted))
-    held.apply(reply({batch: list(granted)} if granted else {}))
+    held.apply(reply({batch: list(granted)} if granted else {}), held.request)
     held.end_step()
     return request
 
@@ -145,7 +145,7 @@ def test_record_granted_during_a_rewind_of_its_key_is_returned(held: Holdings) -
     (first,) = receive(held, "A")
     held.begin_step(5)
     settle(held, first, "R")  # while the step is on its way
-    held.apply(reply({2: [1]}))
+    held.apply(reply({2: [1]}), held.request)
     held.end_step()
     assert held.receive([fake(1, b"A")]) == []
 
@@ -154,7 +154,7 @@ def test_record_granted_after_a_rewind_was_sent_is_held(held: Holdings) -> None:
     (first,) = receive(held, "A")
     settle(held, first, "R")
     held.begin_step(5)
-    held.apply(reply({2: [0, 1]}, {0: 1}))
+    held.apply(reply({2: [0, 1]}, {0: 1}), held.request)
     held.end_step()
     assert held.granted == {0: 1, 1: 0}
     assert [r.offset for r in held.receive([fake(0, b"A"), fake(1, b"A")])] == [0, 1]
@@ -172,7 +172,7 @@ def test_step_sends_a_part_and_acknowledgements_first(
     settle(held, one[0], "R", alone=True)
     ack(held, one[1], *two)
     sent = [held.begin_step(7)]
-    held.apply(reply({}))
+    held.apply(reply({}), held.request)
     held.end_step()
     sent.append(held.begin_step(7))
     assert [(request.acks, len(request.settlements), last) for request, last in sent] == [
@@ -201,7 +201,7 @@ def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> Non
     request, _ = held.begin_step(3)
     ack(held, records[1])
     assert held.begin_step(9) == (request, False)
-    held.apply(reply({}))
+    held.apply(reply({}), held.request)
     held.end_step()
     assert held.begin_step(9)[0].number == request.number + 1
 
@@ -209,9 +209,9 @@ def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> Non
 def test_reply_may_be_applied_twice(held: Holdings) -> None:
     ack(held, *receive(held, "A"))
     held.begin_step(2)
-    held.apply(reply({2: [5]}))
+    held.apply(reply({2: [5]}), held.request)
     held.receive([fake(5, b"B")])  # interrupted here, so the step is sent again
-    held.apply(reply({2: [5]}))
+    held.apply(reply({2: [5]}), held.request)
     held.end_step()
     assert (len(held), held.granted) == (1, {})
 
