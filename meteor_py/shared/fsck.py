@@ -78,6 +78,7 @@ class _Check:
         self._connector = protocol.stream.connector
         self._flaws: dict[str, None] = {}
         self._config: SharedConfig | None = None
+        self._parts: list[bytes] = []
         self._waiting: list[_Place] = []
         self._held: dict[bytes, list[_Place]] = {}  # by consumer
         self._letters: list[_Place] = []
@@ -120,7 +121,7 @@ class _Check:
 
     def _check_types(self) -> bool:
         """Check the types of all keys; return whether the rest of the check can run."""
-        parts = sorted(self._protocol.find())
+        parts = self._parts = sorted(self._protocol.find())
         types = self._connector.pipeline([("TYPE", self._protocol.whole(p)) for p in parts])
         good = True
         for part, found in zip(parts, types, strict=True):
@@ -175,7 +176,7 @@ class _Check:
             member, lease = self._at_once(commands)
             if bool(member) != (lease is not None):
                 self._add("The members and the leases do not match.")
-        for part in sorted(protocol.find()):
+        for part in self._parts:
             family, colon, id = part.partition(b":")
             if colon and family in _FAMILIES and id not in members:
                 exists = ("HEXISTS", protocol.key("members"), id)

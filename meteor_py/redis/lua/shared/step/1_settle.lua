@@ -52,7 +52,7 @@ for i = 12, #ARGV, 3 do
   local n = ARGV[i]
   if n ~= '' and raw_batches[n] == nil then raw_batches[n], asked[#asked + 1] = false, n end
 end
-if #asked > 1024 or #ARGV > 2000 then return {'INVALID'} end
+if #whole > 512 or #asked > 1024 or #ARGV > 2000 then return {'INVALID'} end
 if #asked > 0 then
   local found = call('HMGET', KEYS[17], unpack(asked))
   for i = 1, #asked do
