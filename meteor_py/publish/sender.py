@@ -76,7 +76,7 @@ class Sender:
     def __init__(
         self, handle: StreamHandle, config: PublisherConfig, accumulator: Accumulator
     ) -> None:
-        self._connection = handle.connector.open_connection()
+        self._connection = handle.open_connection()
         self._accumulator = accumulator
         self._handle = handle
         self._stream = handle.name
