@@ -73,6 +73,10 @@ class SharedConnection:
         """Whether this thread is in the middle of a call. Then the caller is a signal handler."""
         return self._user == threading.get_ident()
 
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
+
     def interrupt(self) -> None:
         """Make a call in another thread fail."""
         self._connection.interrupt()
@@ -80,6 +84,11 @@ class SharedConnection:
     def close(self) -> None:
         """Close the connection. The next use opens another."""
         self._connection.close()
+
+    def close_after_use(self) -> None:
+        """Wait until no other thread is in the middle of a call, then close the connection."""
+        with self._lock:
+            self._connection.close()
 
     def close_if_idle(self) -> None:
         """Close the connection unless some thread, even this one, is in the middle of a call."""

@@ -82,7 +82,7 @@ class Deliveries:
         self.name = name
         self._ordering_rule = ordering_rule
         self._codec = codec
-        self._connection = SharedConnection(protocol.stream.connector.open_connection)
+        self._connection = SharedConnection(protocol.stream.open_connection)
         #: Guards ``holdings``; notified when a record is settled.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")

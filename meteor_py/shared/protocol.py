@@ -196,15 +196,8 @@ class SharedProtocol:
 
     def find(self) -> set[bytes]:
         """Return the names of all existing parts."""
-        cursor, found = b"0", set[bytes]()
-        pattern, size = f"{self.prefix}*", len(self.prefix)
-        while True:
-            cursor, part = self.stream.connector.call(
-                "SCAN", cursor, "MATCH", pattern, "COUNT", 1000
-            )
-            found.update(key[size:] for key in part)
-            if cursor == b"0":
-                return found
+        size = len(self.prefix)
+        return {key[size:] for key in self.stream.connector.find_keys(self.prefix)}
 
     def require(self) -> None:
         """Raise if the group does not exist. Tolerates flaws in its state.

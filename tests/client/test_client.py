@@ -462,7 +462,7 @@ def test_child_forked_in_the_middle_of_a_call_reuses_one_connection(url: str) ->
                 assert plain.info("stats")["total_connections_received"] == before + 1
 
         with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(connector.use, call)
+            done = pool.submit(connector.use, call, None)
             assert inside.wait(60)
             try:
                 assert in_child(count_connections) == 0
