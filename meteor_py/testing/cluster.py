@@ -241,7 +241,7 @@ class Cluster:
                 on_step()
             if not move.migrate(keys_per_step):
                 break
-        move.finish()
+        move.assign()
 
     def begin_move(self, slot: int, to: Node) -> SlotMove:
         """Begin to move a slot, and leave the rest to ``SlotMove.migrate()`` and ``finish()``.

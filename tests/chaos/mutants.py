@@ -32,6 +32,8 @@ class Mutant:
     shows_as: frozenset[ViolationKind]
     #: A run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
+    #: Other bugs without which this one has no effect.
+    together_with: tuple[str, ...] = ()
 
 
 #: A store that is always available and never merged, and few other workers.
@@ -157,6 +159,23 @@ MUTANTS = {
         STOPPING_ARCHIVERS,
     ),
 }
+
+#: Slots move all the time, and members and publishers are replaced meanwhile.
+MOVING: dict[str, Any] = {
+    "cluster": True,
+    "kinds": ("move", "kill_publisher", "kill_member", "lose_reply"),
+    "every_s": (0.05, 0.2),
+    "seconds": 10.0,
+    "publishers": 4,
+}
+
+MUTANTS["unguarded-scripts"] = Mutant(
+    "scripts do not declare the guard key",
+    "redis.connection:Connection.script_call",
+    (("if self.topology.guards_slots:", "if False:"),),
+    frozenset(ViolationKind),
+    MOVING,
+)
 
 
 class Text(Protocol):
