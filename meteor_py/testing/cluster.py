@@ -257,6 +257,9 @@ class Cluster:
     ) -> Node:
         """Promote a replica, and wait until all running nodes know.
 
+        The primaries vote only once in two node timeouts for a replica of the same primary. A
+        failover that comes sooner takes up to five seconds longer, in which writes are paused.
+
         Args:
             node: A replica; or a primary, whose first replica is promoted.
             how: "planned" waits until the replica has all data, and loses nothing. "force" and

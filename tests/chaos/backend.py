@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +44,10 @@ class Proxies:
 
     def __init__(self, by_port: dict[int, Proxy]) -> None:
         self._by_port = by_port
+
+    @classmethod
+    def to(cls, ports: Sequence[int], stack: ExitStack) -> Proxies:
+        return cls({port: stack.enter_context(Proxy(HOST, port)) for port in ports})
 
     @property
     def url(self) -> str:
@@ -98,8 +102,7 @@ class SingleServer:
         self.cluster = None
 
     def open_proxies(self, stack: ExitStack) -> Proxies:
-        port = self.server.port
-        return Proxies({port: stack.enter_context(Proxy(HOST, port))})
+        return Proxies.to([self.server.port], stack)
 
 
 class ClusterOfServers:
@@ -119,5 +122,4 @@ class ClusterOfServers:
         return self.cluster.owner(STREAM)
 
     def open_proxies(self, stack: ExitStack) -> Proxies:
-        ports = [node.port for node in self.cluster.nodes]
-        return Proxies({port: stack.enter_context(Proxy(HOST, port)) for port in ports})
+        return Proxies.to([node.port for node in self.cluster.nodes], stack)

@@ -39,6 +39,7 @@ LAG_S = 0.4
 #: Seconds within which publishing must work again.
 RECOVERY_S = 30.0
 PLANNED = 5
+NODE_TIMEOUT_S = 1.0
 TIMEOUT_S = 2.0
 
 
@@ -95,9 +96,10 @@ class SentinelService:
 
 
 @contextmanager
-def start(kind: str, program: Path) -> Iterator[Service]:
+def start(kind: str, program: Path, acks: int) -> Iterator[Service]:
     if kind == "cluster":
-        with Cluster(replicas=1, program=program) as cluster:
+        # A failover takes one replica away. The others must still be able to confirm.
+        with Cluster(replicas=1 + acks, program=program) as cluster:
             yield ClusterService(cluster)
     else:
         with Sentinels(program=program) as sentinels:
@@ -189,7 +191,10 @@ def test_a_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicat
 ) -> None:
     acked = gone = 0
     recoveries = []
-    with start(kind, program) as service, meteor.connect(service.url, timeout=TIMEOUT_S) as client:
+    with (
+        start(kind, program, acks) as service,
+        meteor.connect(service.url, timeout=TIMEOUT_S) as client,
+    ):
         for number in range(TRIALS):
             # The hash tag of every trial's stream is the same.
             trial = Trial(client.stream(STREAM, capacity=10_000_000), acks)
@@ -218,7 +223,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
         require_redis()
     pauses = []
     with (
-        Cluster(replicas=1, program=binaries()[kind]) as cluster,
+        Cluster(replicas=1, program=binaries()[kind], node_timeout_s=NODE_TIMEOUT_S) as cluster,
         meteor.connect(cluster.url) as client,
     ):
         with Load(client) as load:
@@ -228,6 +233,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
                 assert load.goes_on(), f"nothing was acknowledged after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
+                time.sleep(2 * NODE_TIMEOUT_S)  # sooner, the primaries do not vote again
         load.check_nothing_lost()
     with capsys.disabled():
         print(

@@ -90,11 +90,6 @@ class Plan:
         return SMALL if self.small_ring or self.store else None
 
     @property
-    def planted(self) -> str:
-        """The planted bugs, separated by commas."""
-        return ",".join((*MUTANTS[self.mutant].together_with, self.mutant)) if self.mutant else ""
-
-    @property
     def group_names(self) -> list[str]:
         return [f"g{n}" for n in range(self.groups)]
 
@@ -237,7 +232,7 @@ class Participants:
             lease_ttl_s=self._plan.lease_ttl_s,
             batch_pause_s=self._plan.batch_pause_s,
             hang=self._plan.hang,
-            mutant=self._plan.planted,
+            mutant=self._plan.mutant,
             store=str(self._store or ""),
             die=self._plan.die,
             compact_pause_s=self._plan.compact_pause_s,

@@ -24,8 +24,8 @@ CHECK_S = 0.05
 
 
 def main(role: str, config: WorkerConfig) -> None:
-    for mutant in filter(None, config.mutant.split(",")):
-        mutants.plant(mutant)
+    if config.mutant:
+        mutants.plant(config.mutant)
     directory = Path(config.directory)
     writer = Writer(directory / f"{config.name}.jsonl")
     signals = RunSignals(directory)

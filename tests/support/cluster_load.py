@@ -265,14 +265,19 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self.publishing.stop()
         total = len(self.publishing.acked)
-        wait_until(lambda: len(self.group.seen) >= total and len(self.deliveries.counts) >= total)
+        wait_until(
+            lambda: (
+                bool(self.problems)
+                or (len(self.group.seen) >= total and len(self.deliveries.counts) >= total)
+            )
+        )
         for each in (self.group, self.peer, *self._shared):
             each.stop()
 
     def goes_on(self) -> bool:
         """Wait until another batch is acknowledged; return whether it was in time."""
         before = len(self.publishing.acked)
-        return wait_until(lambda: len(self.publishing.acked) > before)
+        return wait_until(lambda: len(self.publishing.acked) > before or bool(self.problems))
 
     @property
     def problems(self) -> list[str]:
