@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
-from typing import Literal
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
-from meteor_py.redis.connection import Connection
 from meteor_py.testing import Cluster
 from tests.support.cluster_load import STREAM, ClusterLoad
 from tests.support.waiting import eventually
@@ -33,15 +31,21 @@ def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
     load.check()
 
 
-def test_an_abandoned_move_delays_publishing_until_it_is_fixed(cluster: Cluster) -> None:
+@pytest.mark.parametrize("keys_moved", [1, 1000])
+def test_an_abandoned_move_delays_publishing_until_it_is_fixed(
+    cluster: Cluster, keys_moved: int
+) -> None:
     with meteor.connect(cluster.url) as m, m.stream(STREAM, create=True).publisher() as pub:
         pub.publish(b"before").result()
-        move = cluster.begin_move(SLOT, cluster.others(cluster.owner(SLOT))[0])
-        move.migrate(1)
+        target = cluster.others(cluster.owner(SLOT))[0]
+        move = cluster.begin_move(SLOT, target)
+        move.migrate(keys_moved)
         ack = pub.publish(b"during")
-        reason = pub._sender
-        eventually(lambda: reason._reason is not None)
+        eventually(lambda: pub._sender._failures > 3)
         assert not ack.done()
+        with target.client() as plain:
+            stats: Any = plain.info("commandstats")
+            assert "cmdstat_asking" not in stats, "a client has followed ASK"
         cluster.repair()
         assert ack.result(10) == 1
 
