@@ -1,9 +1,9 @@
 """Every key in Redis and its contents. This docstring is the data model.
 
 All keys of a stream ``s`` share the hash tag ``{s}``, and those of a peer group ``g`` the tag
-``{g}``. They are in one slot of a cluster, so a script may touch several of them. Each entry names the type of the key
-and the scripts of ``redis/lua`` that write and delete it. Scripts without a slash are in the
-folders ``log``, ``group``, ``transaction`` and ``archive``.
+``{g}``. They are in one slot of a cluster, so a script may touch several of them. Each entry names
+the type of the key and the scripts of ``redis/lua`` that write and delete it. Scripts without a
+slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 **Streams**
 

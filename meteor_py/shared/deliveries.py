@@ -287,7 +287,11 @@ class Deliveries:
             ConnectionFailed: No reply; the next exchange finds out whether the step was taken.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        work = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
+        exchange = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
+
+        def work(connection: Connection) -> StepReply:
+            return connection.retry_redirected(exchange, connection)
+
         while self.condition.is_mine():
             # This signal handler has interrupted its own thread while the thread held the lock.
             # The thread that uses the connection may need the lock, so release it now and then.

@@ -19,7 +19,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.testing import Cluster, Sentinels, Server
 from tests.conftest import require_redis
-from tests.support.cluster_load import (
+from tests.support.client_load import (
     STREAM,
     GroupReading,
     Load,

@@ -21,7 +21,7 @@ from meteor_py.testing import Cluster, Node
 from tests.chaos.backend import Proxies
 from tests.chaos.mutants import FunctionText, plant, text_of
 from tests.conftest import require_redis
-from tests.support.cluster_load import PEERS, RESULT_S, STREAM, Load, read_log, wait_until
+from tests.support.client_load import PEERS, RESULT_S, STREAM, Load, read_log, wait_until
 from tests.support.servers import HOST, binaries
 
 MOVES = 20

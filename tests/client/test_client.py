@@ -32,7 +32,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.server_warnings import dangers
 from meteor_py.server import default_directory
 from tests.conftest import ServerFactory
-from tests.support.forking import exit_code, fork
+from tests.support.forking import in_child
 from tests.support.readers import drain, fill
 from tests.support.servers import HOST, Replica, free_port
 
@@ -417,20 +417,6 @@ def test_a_client_that_was_never_used_can_be_closed() -> None:
     m.close()
     with pytest.raises(meteor.MeteorError, match="closed"):
         m.streams()
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; return its exit code."""
-    child = fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return exit_code(child)
 
 
 @pytest.mark.parametrize("where", ["server", "embedded"])

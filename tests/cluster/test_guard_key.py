@@ -122,7 +122,7 @@ def test_no_script_and_no_module_writes_the_guard_key() -> None:
 def test_guarded_scripts_see_only_their_own_keys(client: meteor.Client) -> None:
     # discard_stages deletes every key from the third on. It must not count the guard key.
     for script in scripts.ALL:
-        first, _, rest = script.source.partition(b"\n")
+        first, _, _ = script.source.partition(b"\n")
         flags = first + b"\n" if first.startswith(b"#!") else b""
         assert script.guarded_source.startswith(flags + b"KEYS[#KEYS] = nil ")
         assert script.guarded_source.count(b"\n") == script.source.count(b"\n")

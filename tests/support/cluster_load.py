@@ -1,337 +1,190 @@
-"""Load on one stream while its servers change, and the comparison of what each client was told.
+"""A publisher, a group, a shared group and a peer group under load, and a check of the outcome.
 
-with Load(client) as load:
-    cluster.move_slot(...)
-load.check_nothing_lost()
+with ClusterLoad(url, rng) as load:
+    load.run_until(acknowledged=1_000)
+    ...  # move slots, kill nodes
+load.check(lost=0)
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from contextlib import ExitStack
 from typing import Any, Self
 
 import meteor_py as meteor
+from tests.support.waiting import eventually
 
-STREAM = "orders"
-GROUP = "billing"
-SHARED = "workers"
-PEERS = "crew"
-KEYS = 50
-BATCH = 20
-CAPACITY = 10_000_000
-#: Seconds for one record, for the end of a thread, and for the consumers to reach the end.
-RESULT_S = 30.0
-JOIN_S = 60.0
-DRAIN_S = 60.0
-LEASE_S = 3.0
+#: Names of the stream and of the peer group. They are in different slots.
+STREAM, PEERS = "orders", "workers"
+_KEYS = 16
+#: Seconds for everything that the load waits for.
+PATIENCE_S = 60.0
 
 
-class Client(threading.Thread):
-    """A thread that calls ``step`` until it is stopped, and keeps unexpected errors."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=f"load-{name}", daemon=True)
-        self.problems: list[str] = []
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                self.step()
-            self.finish()
-        except Exception as error:
-            self.problems.append(f"{self.name}: {error!r}")
-
-    def step(self) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Close what the thread has opened."""
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join(JOIN_S)
-        if self.is_alive():
-            self.problems.append(f"{self.name} did not end within {JOIN_S:g} s")
-
-
-class Publishing(Client):
-    """Publishes numbered values in batches, each value with a key.
-
-    ``window`` is the number of batches in flight: 1 measures pauses, more lets failovers lose more.
-    """
-
-    def __init__(
-        self, stream: meteor.Stream, *, window: int = 1, batch: int = BATCH, acks: int = 0
-    ) -> None:
-        super().__init__("publisher")
-        self.publisher = stream.publisher(acks=acks, delivery_timeout=RESULT_S)
-        #: Offsets and values. After a failover, an offset may have been acknowledged twice.
-        self.acked: list[tuple[int, bytes]] = []
-        #: Values whose outcome is unknown, and values that were refused.
-        self.unknown: set[bytes] = set()
-        self.refused: set[bytes] = set()
-        #: Ranges of offsets that were reported as lost after their acknowledgement.
-        self.reported: list[tuple[int, int]] = []
-        self.longest_pause_s = 0.0
-        self.errors: Counter[str] = Counter()
-        self._window, self._batch = window, batch
-        self._next = 0
-        self._last_ack_at = 0.0
-        self._pending: deque[tuple[list[bytes], meteor.ManyAck]] = deque()
-
-    def step(self) -> None:
-        values = [b"%d" % (self._next + n) for n in range(self._batch)]
-        keys = [b"k%d" % (int(value) % KEYS) for value in values]
-        self._next += self._batch
-        try:
-            self._pending.append((values, self.publisher.publish_many(values, keys=keys)))
-        except meteor.LogTruncated as error:
-            self._note_loss(error)
-            self.refused.update(values)
-        except meteor.MeteorError as error:
-            self.errors[type(error).__name__] += 1
-            self.refused.update(values)
-            self._stopped.wait(0.05)
-        self._settle(self._window - 1)
-        self._stopped.wait(0.002)
-
-    def finish(self) -> None:
-        self._settle(0)
-        for last_chance in (self.publisher.flush, self.publisher.close):
-            try:
-                last_chance(RESULT_S)
-            except meteor.LogTruncated as error:
-                self._note_loss(error)
-            except meteor.MeteorError as error:
-                self.errors[type(error).__name__] += 1
-
-    def _settle(self, most: int) -> None:
-        while len(self._pending) > most:
-            values, ack = self._pending.popleft()
-            error = ack.exception(RESULT_S)
-            offsets = [offset for each in ack.ranges for offset in each]
-            if error is None:
-                self.acked.extend(zip(offsets, values, strict=True))
-                self._note_ack()
-                continue
-            self.errors[type(error).__name__] += 1
-            self.unknown.update(values)
-            if isinstance(error, meteor.LogTruncated):
-                self._note_loss(error)
-
-    def _note_ack(self) -> None:
-        now = time.monotonic()
-        if self._last_ack_at:
-            self.longest_pause_s = max(self.longest_pause_s, now - self._last_ack_at)
-        self._last_ack_at = now
-
-    def _note_loss(self, error: meteor.LogTruncated) -> None:
-        self.reported.append((error.first, error.last))
-
-
-class GroupReading(Client):
-    """The only member of a group: reads and confirms every record."""
-
-    def __init__(self, stream: meteor.Stream) -> None:
-        super().__init__("group")
-        self.subscriber = stream.subscriber(
-            group=GROUP, initial_offset="earliest", lease_ttl=LEASE_S
-        )
-        self.seen: list[tuple[int, bytes]] = []
-        self.reported: list[tuple[int, int]] = []
-        #: Confirms whose outcome is unknown.
-        self.unknown = 0
-
-    def step(self) -> None:
-        try:
-            batch = self.subscriber.poll(0.3)
-            self.seen.extend(zip(batch.offsets, batch.values(), strict=True))
-            if batch:
-                self.subscriber.confirm(batch)
-        except meteor.ConnectionFailed:
-            self._stopped.wait(0.05)
-        except meteor.LogTruncated as error:
-            self.reported.append((error.first, error.last))
-            self._skip()
-        except meteor.OutcomeUnknown:
-            self.unknown += 1
-
-    def reach(self, end: int) -> bool:
-        """Wait until the group has read up to ``end``; return whether it did in time."""
-        return wait_until(
-            lambda: self.subscriber.position is not None and self.subscriber.position >= end
-        )
-
-    def _skip(self) -> None:
-        try:
-            self.subscriber.skip_gap()
-        except meteor.ConnectionFailed:
-            pass  # the next poll raises LogTruncated again
-
-    def finish(self) -> None:
-        try:
-            self.subscriber.close()
-        except meteor.LogTruncated as error:
-            self.reported.append((error.first, error.last))
-        except (meteor.ConnectionFailed, meteor.OutcomeUnknown):
-            self.unknown += 1
-
-
-class SharedWorking(Client):
-    """A consumer of a shared group, which acknowledges each record."""
-
-    def __init__(self, stream: meteor.Stream, number: int, deliveries: Deliveries) -> None:
-        super().__init__(f"consumer-{number}")
-        self._subscriber = stream.shared_subscriber(
-            SHARED, initial_offset="earliest", lease_ttl=LEASE_S
-        )
-        self._deliveries = deliveries
-
-    def step(self) -> None:
-        try:
-            for record in self._subscriber.poll(0.3):
-                self._deliveries.add(record)
-                record.ack()
-        except meteor.ConnectionFailed:
-            self._stopped.wait(0.05)
-
-    def finish(self) -> None:
-        self._subscriber.close()
-
-
-class Deliveries:
-    """The records that all consumers of a shared group have got, and their order per key."""
+class Losses:
+    """The ranges of acknowledged records that were reported lost."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[bytes, int] = {}
-        self.counts: Counter[int] = Counter()
-        self.disorder: list[int] = []
+        self.ranges: list[tuple[int, int]] = []
 
-    def add(self, record: Any) -> None:
-        with self._lock:
-            self.counts[record.offset] += 1
-            first_time = self.counts[record.offset] == 1
-            if first_time and record.offset < self._last.get(record.ordering_key, -1):
-                self.disorder.append(record.offset)
-            self._last[record.ordering_key] = max(
-                record.offset, self._last.get(record.ordering_key, -1)
-            )
+    def note(self, error: BaseException) -> None:
+        assert isinstance(error, meteor.LogTruncated), error
+        self.ranges.append((error.first, error.last))
+
+    def __contains__(self, offset: int) -> bool:
+        return any(first <= offset <= last for first, last in self.ranges)
 
 
-class PeerTalking(Client):
-    """A member of a peer group that sends messages to itself."""
+class ClusterLoad:
+    """Clients of one stream that remember what was acknowledged, read and reported lost."""
 
-    def __init__(self, client: meteor.Client) -> None:
-        super().__init__("peer")
-        self._group = client.peer_group(PEERS, ttl=LEASE_S)
-        self._member = self._group.join("me")
-        self.heard: list[object] = []
-        self.sent = 0
-        self._member.on("count")(lambda message: self.heard.append(message.body))
-
-    def step(self) -> None:
-        self._group.member("me").tell("count", self.sent).result(RESULT_S)
-        self.sent += 1
-        self._stopped.wait(0.1)
-
-    def finish(self) -> None:
-        deadline = time.monotonic() + DRAIN_S
-        while len(self.heard) < self.sent and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._group.close()
-
-
-class Load:
-    """A publisher, a group, two shared consumers and a peer group on one cluster."""
-
-    def __init__(self, client: meteor.Client) -> None:
-        self.stream = client.stream(STREAM, capacity=CAPACITY, ordering_key="key")
-        self.publishing = Publishing(self.stream)
-        self.group = GroupReading(self.stream)
-        self.deliveries = Deliveries()
-        self.peer = PeerTalking(client)
-        self._shared = [SharedWorking(self.stream, n, self.deliveries) for n in range(2)]
+    def __init__(self, url: str, rng: random.Random, *, acks: int = 0, batch: int = 20) -> None:
+        self._url, self._rng, self._acks, self._batch = url, rng, acks, batch
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._errors: list[BaseException] = []
+        self._stack = ExitStack()
+        #: The offset at which each value was acknowledged.
+        self.acknowledged: dict[bytes, int] = {}
+        self.unknown: set[bytes] = set()
+        self.losses = Losses()
+        #: The longest time between two acknowledgements, in seconds.
+        self.longest_pause_s = 0.0
+        self.received: list[tuple[int, bytes]] = []
+        self.shared: dict[bytes, int] = defaultdict(int)
 
     def __enter__(self) -> Self:
-        for each in (self.publishing, self.group, self.peer, *self._shared):
-            each.start()
+        self._client = self._stack.enter_context(meteor.connect(self._url))
+        self.stream = self._client.stream(STREAM, capacity=10_000_000, ordering_key="key")
+        for work in (self._publish, self._read_group, self._read_shared):
+            thread = threading.Thread(target=self._guarded, args=(work,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.publishing.stop()
-        total = len(self.publishing.acked)
-        wait_until(
-            lambda: (
-                bool(self.problems)
-                or (len(self.group.seen) >= total and len(self.deliveries.counts) >= total)
-            )
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        try:
+            assert not any(thread.is_alive() for thread in self._threads)
+        finally:
+            self._stack.close()
+        if self._errors:
+            raise self._errors[0]
+
+    def run_until(self, acknowledged: int) -> None:
+        """Wait until this many records more are acknowledged."""
+        goal = len(self.acknowledged) + acknowledged
+        eventually(
+            lambda: len(self.acknowledged) >= goal or self._errors, PATIENCE_S, "load stands still"
         )
-        for each in (self.group, self.peer, *self._shared):
-            each.stop()
 
-    def goes_on(self) -> bool:
-        """Wait until another batch is acknowledged; return whether it was in time."""
-        before = len(self.publishing.acked)
-        return wait_until(lambda: len(self.publishing.acked) > before or bool(self.problems))
+    # -- threads -------------------------------------------------------------------------------
 
-    @property
-    def problems(self) -> list[str]:
-        threads = (self.publishing, self.group, self.peer, *self._shared)
-        return [problem for each in threads for problem in each.problems]
+    def _guarded(self, work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._errors.append(error)
 
-    def check_nothing_lost(self) -> None:
-        """Check that every client saw the acknowledged records once, in order, and nothing else."""
-        publishing = self.publishing
-        assert self.problems == []
-        assert publishing.errors == {}
-        assert publishing.reported == self.group.reported == []
-        log = read_log(self.stream)
-        assert list(log.items()) == publishing.acked
-        assert list(log) == list(range(len(log)))
-        assert duplicates(log.values()) == []
-        assert self.group.seen == publishing.acked
-        assert self.deliveries.counts == Counter(log.keys())
-        assert self.deliveries.disorder == []
-        assert self.stream.shared_group(SHARED).fsck() == []
-        assert self.peer.heard == list(range(self.peer.sent))
+    def _publish(self) -> None:
+        number, last = 0, time.monotonic()
+        pub = self.stream.publisher(acks=self._acks)
+        while not self._stop.is_set():
+            batch = {
+                b"%d" % (number + i): b"%d" % ((number + i) % _KEYS) for i in range(self._batch)
+            }
+            number += self._batch
+            try:
+                acks = {value: pub.publish(value, key=key) for value, key in batch.items()}
+            except meteor.LogTruncated as error:
+                self.losses.note(error)
+                continue
+            for value, ack in acks.items():
+                try:
+                    self.acknowledged[value] = ack.result(PATIENCE_S)
+                    now = time.monotonic()
+                    self.longest_pause_s = max(self.longest_pause_s, now - last)
+                    last = now
+                except meteor.LogTruncated as error:
+                    self.losses.note(error)
+                except (meteor.OutcomeUnknown, meteor.NotReplicated):
+                    self.unknown.add(value)
+        try:
+            pub.close()
+        except meteor.LogTruncated as error:
+            self.losses.note(error)
 
+    def _read_group(self) -> None:
+        with self.stream.subscriber(group="g", initial_offset="earliest") as sub:
+            while not self._done(len(self.received)):
+                try:
+                    batch = sub.poll(0.2)
+                except meteor.LogTruncated:
+                    sub.skip_gap()
+                    continue
+                except meteor.ConnectionFailed:  # for longer than the timeout
+                    continue
+                self.received += [(record.offset, record.value) for record in batch]
+                if batch:
+                    sub.confirm()
 
-def read_log(stream: meteor.Stream) -> dict[int, bytes]:
-    return {
-        offset: value
-        for batch in stream.read("earliest")
-        for offset, value in zip(batch.offsets, batch.values(), strict=True)
-    }
+    def _read_shared(self) -> None:
+        with self.stream.shared_subscriber("w") as sub:
+            while not self._done(len(self.shared)):
+                try:
+                    for record in sub.poll(0.2):
+                        self.shared[record.value] += 1
+                        record.ack()
+                except (
+                    *(meteor.ConnectionFailed, meteor.Fenced),
+                    *(meteor.LogTruncated, meteor.OutcomeUnknown),
+                ):
+                    pass
 
+    def _done(self, count: int) -> bool:
+        """Whether a reader has everything, or has waited for long enough."""
+        if not self._stop.is_set():
+            self._give_up_at = time.monotonic() + 5
+            return False
+        published = not self._threads[0].is_alive()
+        return (published and count >= len(self.log())) or time.monotonic() > self._give_up_at
 
-def duplicates(values: Iterable[bytes]) -> list[bytes]:
-    return [value for value, count in Counter(values).items() if count > 1]
+    # -- the outcome ---------------------------------------------------------------------------
 
+    def log(self) -> list[tuple[int, bytes]]:
+        """All records that the log holds now."""
+        with meteor.connect(self._url) as m:
+            found = m.stream(STREAM, create=False).read(0)
+            return [(record.offset, record.value) for batch in found for record in batch]
 
-def unreported(
-    known: list[tuple[int, bytes]], log: dict[int, bytes], reported: list[tuple[int, int]]
-) -> list[int]:
-    """Return the offsets that a client knew, that the log lost, and that were not reported."""
-    return [
-        offset
-        for offset in lost(known, log)
-        if not any(first <= offset <= last for first, last in reported)
-    ]
+    def check(self, *, losing: bool = False) -> None:
+        """Compare the log with what was acknowledged, and what was read with the log.
 
-
-def lost(known: list[tuple[int, bytes]], log: dict[int, bytes]) -> list[int]:
-    """Return the offsets at which the log has not, or no longer, what a client knew."""
-    return [offset for offset, value in known if log.get(offset) != value]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = DRAIN_S) -> bool:
-    """Wait without failing: the checks that follow say what is missing."""
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+        Args:
+            losing: Whether the servers may have lost acknowledged records. Each must be reported.
+        """
+        log = self.log()
+        values = [value for _, value in log]
+        assert len(values) == len(set(values)), "duplicates"
+        at = {value: offset for offset, value in log}
+        missing = {v: o for v, o in self.acknowledged.items() if at.get(v) != o}
+        assert losing or not missing, f"{len(missing)} lost"
+        silent = [offset for offset in missing.values() if offset not in self.losses]
+        assert not silent, f"lost without a report: {silent[:10]}, {self.losses.ranges}"
+        assert not set(at) - set(self.acknowledged) - self.unknown, "published without an outcome"
+        by_key: dict[int, list[int]] = defaultdict(list)
+        for _, value in log:
+            by_key[int(value) % _KEYS].append(int(value))
+        assert all(numbers == sorted(numbers) for numbers in by_key.values()), "out of order"
+        if not losing:
+            assert not self.losses.ranges, "a loss was reported that did not happen"
+            assert self.received == log
+            assert self.shared == dict.fromkeys(values, 1)
+        with meteor.connect(self._url) as m:
+            assert m.stream(STREAM, create=False).shared_group("w").fsck() == []
