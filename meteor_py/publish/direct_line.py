@@ -88,7 +88,6 @@ _BULK_S = 0.002
 
 #: Value, key, headers and timestamp of a record.
 Row = tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]
-_VALUE_ONLY = (None, None, None)  # all but the value
 
 
 class State(enum.Enum):
@@ -293,11 +292,13 @@ class DirectLine:
 
     def _make_batch(self, row: Row, nbytes: int) -> Batch:
         now = time.monotonic()
-        columns = Columns(*(None if cell is None else [cell] for cell in row))
+        value, key, headers, timestamp = row
+        columns = Columns([value])
         batch = Batch(now, now + self._delivery_timeout_s, columns)
-        if self._ordering is None and row[1:] == _VALUE_ONLY:
-            batch.encoded = ("0v", row[0])
+        if key is headers is timestamp is self._ordering is None:
+            batch.encoded = ("0v", value)
         else:
+            batch.columns = columns = Columns(*(None if cell is None else [cell] for cell in row))
             batch.encoded = encode(columns, self._compression)
             if self._ordering is not None:
                 batch.index = self._ordering.index(columns)
