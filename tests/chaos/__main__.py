@@ -73,7 +73,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--members", type=int, help="members of each group (3)")
     parser.add_argument("--publishers", type=int, help="publishers (2)")
     parser.add_argument("--server", choices=sorted(binaries()), help="server to use (valkey)")
-    parser.add_argument("--cluster", action="store_true", help="use a cluster with replicas")
+    parser.add_argument(
+        "--cluster",
+        action=argparse.BooleanOptionalAction,
+        help="use a cluster with replicas (default: every third seed)",
+    )
     parser.add_argument(
         "--small-ring", action="store_true", help="use a ring that overtakes slow groups"
     )
@@ -116,8 +120,10 @@ def make_plan(options: argparse.Namespace, seed: int) -> Plan:
     plan = mutant_plan(options.mutant, seed) if options.mutant else Plan(seed)
     names = ("seconds", "groups", "members", "publishers", "server")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.cluster:
-        given["cluster"] = True
+    if options.cluster is not None:
+        given["cluster"] = options.cluster
+    elif not (options.mutant or options.faults):
+        given["cluster"] = seed % 3 == 2
     if options.small_ring:
         given["small_ring"] = True
     elif options.store is not None:

@@ -106,7 +106,7 @@ class Plan:
             # The mutant implies the other options.
             return " ".join([*parts, f"--mutant {self.mutant}"])
         parts.append("--store" if self.store else "--no-store")
-        parts += ["--cluster"] if self.cluster else []
+        parts.append("--cluster" if self.cluster else "--no-cluster")
         parts += ["--small-ring"] if self.small_ring else []
         if self.kinds:
             parts.append(f"--faults {','.join(self.kinds)}")
