@@ -117,6 +117,11 @@ class Cluster:
         number = slot if isinstance(slot, int) else self.slot(slot)
         return owner_of(number, self.nodes)
 
+    @property
+    def stable(self) -> bool:
+        """Whether all nodes run and agree, and every replica is connected to its primary."""
+        return not self._obstacle()
+
     def others(self, node: Node) -> list[Node]:
         """Return the primaries without this node: where its slots can move."""
         return [each for each in self.primaries if each is not node]
@@ -162,18 +167,11 @@ class Cluster:
         Raises:
             AssertionError: The timeout expired. The message says what was missing.
         """
-        obstacle = ""
-
-        def stable() -> bool:
-            nonlocal obstacle
-            obstacle = self._obstacle()
-            return not obstacle
-
         try:
-            eventually(stable, timeout_s)
+            eventually(lambda: self.stable, timeout_s)
         except AssertionError:
             raise AssertionError(
-                f"{self} is not stable after {timeout_s:g} s: {obstacle}."
+                f"{self} is not stable after {timeout_s:g} s: {self._obstacle()}."
             ) from None
 
     def repair(self) -> None:
@@ -278,12 +276,14 @@ class Cluster:
                 raise LookupError(f"{node} has no running replica.")
         option = [] if how == "planned" else [how.upper()]
 
-        def promoted() -> bool:
+        def known() -> bool:
             views = [each.view() for each in self.nodes if each.running]
             return all(not view[replica.id].primary for view in views)
 
         replica.ask("CLUSTER", "FAILOVER", *option)
-        eventually(promoted, STABLE_S, f"{replica} was not promoted")
+        # One small question at a time: tests measure how long clients have to wait.
+        eventually(lambda: replica.ask("ROLE")[0] == b"master", STABLE_S, f"{replica} is a replica")
+        eventually(known, STABLE_S, f"{replica} is a primary, but some nodes do not know")
         return replica
 
     def wait_for_failover(self, dead: Node, timeout_s: float = STABLE_S) -> Node:
