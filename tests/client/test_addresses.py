@@ -79,7 +79,7 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
     ],
 )
 def test_malformed_address_is_refused_with_its_form(url: str, words: str) -> None:
-    with pytest.raises(ValueError, match="not a valid address|cannot be|TLS") as refused:
+    with pytest.raises(ValueError, match=r"not a valid address|cannot be|TLS") as refused:
         parse(url)
     assert words in str(refused.value)
 
@@ -95,7 +95,7 @@ def test_malformed_address_is_refused_with_its_form(url: str, words: str) -> Non
     ],
 )
 def test_no_error_quotes_a_password(url: str) -> None:
-    with pytest.raises(ValueError, match="not a valid address") as refused:
+    with pytest.raises(ValueError, match=r"not a valid address") as refused:
         parse(url)
     assert SECRET not in str(refused.value)
     assert SECRET not in mask(url)

@@ -192,14 +192,16 @@ def test_a_lost_reply_on_a_cluster_does_not_duplicate_a_record(
 ) -> None:
     # Also a test of remap: the client reaches all nodes through proxies only.
     stream = client.stream(NAMES[0], create=True)
-    with proxied(cluster) as (through, proxies):
-        with through.stream(NAMES[0], create=False).publisher() as pub:
-            pub.publish(value(0)).result()
-            for proxy in proxies:
-                proxy.cut_mid_reply(0)
-            assert pub.publish(value(1)).result(10) == 1
-            for proxy in proxies:
-                proxy.heal()
+    with (
+        proxied(cluster) as (through, proxies),
+        through.stream(NAMES[0], create=False).publisher() as pub,
+    ):
+        pub.publish(value(0)).result()
+        for proxy in proxies:
+            proxy.cut_mid_reply(0)
+        assert pub.publish(value(1)).result(10) == 1
+        for proxy in proxies:
+            proxy.heal()
     got = [n for batch in stream.read(0) for n in check_values(batch)]
     assert got == [0, 1]
 
