@@ -37,7 +37,7 @@ SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 class Fault(Protocol):
     def __call__(self) -> bool:
-        """Cause the fault; return False if it has no target now."""
+        """Cause the fault; return False if there is currently no target for it."""
 
 
 class Nemesis:
@@ -82,7 +82,7 @@ class Nemesis:
         self._numbers = count()
 
     def step(self) -> None:
-        """Repair faults that are due, and cause another if it is time."""
+        """Repair the faults that are over, and cause another if it is time."""
         self._repair(time.monotonic())
         if time.monotonic() < self._next_at:
             return

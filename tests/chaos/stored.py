@@ -18,7 +18,7 @@ from tests.chaos.violation import Findings, ViolationKind
 #: Nanoseconds by which a pause may delay the report of a failed read-ahead.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
-MERGING = "cannot be listed now: not all"
+MERGING = "has superseded or uncommitted records"
 
 
 def check_store(
