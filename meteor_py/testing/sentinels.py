@@ -185,18 +185,11 @@ class Sentinels:
         Raises:
             AssertionError: The timeout expired. The message says what was missing.
         """
-        obstacle = ""
-
-        def stable() -> bool:
-            nonlocal obstacle
-            obstacle = self._obstacle()
-            return not obstacle
-
         try:
-            eventually(stable, timeout_s)
+            eventually(lambda: not self._obstacle(), timeout_s)
         except AssertionError:
             raise AssertionError(
-                f"{self} is not stable after {timeout_s:g} s: {obstacle}."
+                f"{self} is not stable after {timeout_s:g} s: {self._obstacle()}."
             ) from None
 
     # -- changes -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _FAILED = (b"failed", b"cancelled")
 class SlotMove:
     """A move of slots that a test controls, as a resharding tool performs it.
 
-    The order is ``begin()``, ``migrate()`` until it returns 0, and ``finish()``. A test that stops
+    The order is ``begin()``, ``migrate()`` until it returns 0, and ``assign()``. A test that stops
     in between leaves the slots on their way, like a tool that dies. ``finish()`` repairs that, even
     after a failover of the source. A move cannot be taken back: the owner accepts no key of a slot
     that it is migrating.
@@ -32,10 +32,12 @@ class SlotMove:
         self._nodes = nodes
         self.slots = sorted(slots)
         self.target = target
+        #: The slots that the target does not own yet, by their owner.
+        self._parts = self._by_owner()
 
     def begin(self) -> None:
         """Mark the slots as migrating at their owners, and as importing at the target."""
-        for source, slots in self._by_owner():
+        for source, slots in self._parts:
             _setslot(self.target, slots, "IMPORTING", source.id)
             _setslot(source, slots, "MIGRATING", self.target.id)
 
@@ -45,7 +47,7 @@ class SlotMove:
         Raises:
             redis.ResponseError: A node refused. BUSYKEY means that both nodes have a key.
         """
-        for source, slots in self._by_owner():
+        for source, slots in self._parts:
             for slot in slots:
                 moved = _migrate(source, self.target, slot, keys)
                 if moved:
@@ -57,15 +59,21 @@ class SlotMove:
 
         Works from any point at which a move was abandoned.
         """
+        self._parts = self._by_owner()
         self.begin()
         while self.migrate():
             pass
-        sources = [source for source, _ in self._by_owner()]
-        # The target first: if its next owner is unknown, a slot must not be left without one.
-        first = [self.target, *sources]
-        rest = [node for node in self._nodes if node not in first and node.running]
-        for node in (*first, *(each for each in rest if not each.view()[each.id].primary)):
+        self.assign()
+
+    def assign(self) -> None:
+        """Make the target the owner. No key may be left at the sources."""
+        # The target first: a slot must not be left without an owner.
+        first = [self.target, *(source for source, _ in self._parts)]
+        for node in first:
             _setslot(node, self.slots, "NODE", self.target.id)
+        for node in self._nodes:
+            if node not in first and node.running and not node.view()[node.id].primary:
+                _setslot(node, self.slots, "NODE", self.target.id)
 
     def run_atomically(self) -> None:
         """Move the slots by ``CLUSTER MIGRATESLOTS``, and wait for the end.
@@ -74,7 +82,7 @@ class SlotMove:
             redis.ResponseError: The server does not support it (before Valkey 9), or refused.
             RuntimeError: The servers gave the move up.
         """
-        for source, slots in self._by_owner():
+        for source, slots in self._parts:
             ranges = [bound for each in _ranges(slots) for bound in ("SLOTSRANGE", *each)]
             source.ask("CLUSTER", "MIGRATESLOTS", *ranges, "NODE", self.target.id)
             self._wait_for_atomic_move(source, frozenset(slots))

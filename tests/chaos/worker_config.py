@@ -23,6 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     mutant: str = ""
     store: str = ""  # the directory of the store, for archivers
     die: float = 0.01  # probability that an archiver dies before an append, or before a commit
+    remap: dict[int, int] = {}  # ports of the nodes of a cluster, and of the proxies to them
     compact_pause_s: float = 1.0  # average time between two merges; 0: no merges
 
     def encode(self) -> str:
