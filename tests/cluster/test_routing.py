@@ -64,7 +64,8 @@ def test_a_pipeline_over_all_nodes_costs_one_round_trip(
             proxy.stall("replies")  # all requests are sent before the first reply is read
         before = [proxy.counters.requests for proxy in proxies]
         with ExitStack() as stack:
-            stack.callback(lambda: [proxy.heal() for proxy in proxies])
+            for proxy in proxies:
+                stack.callback(proxy.heal)
             done: list[Any] = []
             thread = threading.Thread(
                 target=lambda: done.append(through._connector.pipeline(commands))
