@@ -143,7 +143,7 @@ def plain_client(url: str) -> Any:
 def connected(url: str) -> Iterator[meteor.Client]:
     """Yields a meteor_py client."""
     with warnings.catch_warnings():
-        # The benchmark's server keeps nothing on disk, on purpose.
+        # The benchmark's server deliberately keeps nothing on disk.
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)
         with meteor.connect(url) as client:
             yield client

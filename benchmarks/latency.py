@@ -29,7 +29,7 @@ from benchmarks.common import (
 
 #: Pairs of records for warming up.
 WARM_UP = 100
-#: Seconds before each record is sent, so that the receiver is already blocked in the server.
+#: Seconds to wait before each record, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
 #: Seconds for which one read of the receiver blocks.
 BLOCK_S = 2.0
@@ -39,7 +39,7 @@ BLOCK_OF = 25
 #: Capacity of redis-py's stream, which is trimmed like ours.
 MAXLEN = 10_000
 
-#: Samples of one way in nanoseconds.
+#: One-way latencies in nanoseconds.
 Samples = list[int]
 #: Goals for p50 and p99, as multiples of redis-py's.
 Goals = tuple[float | None, float | None]
@@ -275,7 +275,7 @@ def round_trip(bench: Bench, url: str, name: str) -> list[Row]:
 def both_ways(
     url: str, source: str, target: str
 ) -> Iterator[list[tuple[Callable[[bytes], object], Callable[[], list[bytes]]]]]:
-    """Yields how to publish and how to receive: with our client, and with redis-py."""
+    """Yields a function to publish and one to receive, for our client and for redis-py."""
     with (
         connected(url) as client,
         plain_client(url) as plain,

@@ -26,7 +26,7 @@ from benchmarks.common import (
 #: objects; a subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
-#: The limit of one fetch, and the records that try to exceed it: many small ones, then large ones.
+#: The limit of one fetch, and records that would exceed it: many small ones, then large ones.
 FETCH_MIB = 128
 SMALL, LARGE, LARGE_BYTES = 300, 40, 16 * 1024 * 1024
 
@@ -54,7 +54,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def largest_fetch(bench: Bench) -> Row:
-    """Measure what one fetch brings when the records suddenly grow."""
+    """Measure the size of one fetch when records suddenly grow."""
     bench.step("one fetch of large records")
     read, published = (multiprocessing.get_context("spawn").Event() for _ in range(2))
     _, (fetched, grown) = at_once(

@@ -37,7 +37,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def fail_over(bench: Bench) -> Row:
-    """Measure from the SIGKILL of a leader until another member knows that it leads."""
+    """Measure from the SIGKILL of a leader until another member is notified that it leads."""
     rounds = bench.pick(7, 2)
     etcd = shutil.which("etcd")
     ours: list[float] = []
@@ -156,7 +156,7 @@ def messages(bench: Bench) -> list[Row]:
     """Measure messages to a member in another process.
 
     The names and windows are those of Atomix's three executions: a request and its reply one at a
-    time, 16 at a time, and ASYNC messages until they are handled, of which 256 may be unstored.
+    time, 16 at a time, and ASYNC messages until they are handled, with up to 256 not stored yet.
     """
     bench.clear()
     told = _CONTEXT.Queue()

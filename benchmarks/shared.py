@@ -176,7 +176,7 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 
 
 def with_stuck_owner(bench: Bench) -> Row:
-    """Measure the rate of other keys while the owner of a key with 90 % of the records is stuck."""
+    """Measure the rate of other keys while a stuck consumer owns a key with 90 % of the records."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
     others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]

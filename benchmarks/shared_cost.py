@@ -65,7 +65,7 @@ def _consumers(stream: meteor.Stream, number: int) -> list[Deliveries]:
 
 
 def cost(bench: Bench, count: int, key: Callable[[int], bytes] | None, prefetch: int) -> float:
-    """Return microseconds of scripts per record that is claimed and acknowledged."""
+    """Return the script time, in microseconds, per record that is claimed and acknowledged."""
     bench.step("shared: script CPU")
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:

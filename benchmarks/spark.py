@@ -324,7 +324,7 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until enough triggers have found nothing; returns the durations of those."""
+    """Run a query until enough triggers have found nothing; return their durations."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps a few more
             check(query)

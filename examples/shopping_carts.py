@@ -1,4 +1,4 @@
-"""Shopping carts: consumers work in parallel, and no item is removed before it was added.
+"""Shopping carts: consumers work in parallel, and no item is removed before it is added.
 
     python examples/shopping_carts.py
 

@@ -1,4 +1,4 @@
-"""Count words per time window with Spark while they are published. Needs no server.
+"""Count words per time window with Spark while they are published, without setting up a server.
 
     pip install 'meteor-py[spark]'          # and Java 17 or newer
     python examples/spark_word_count.py

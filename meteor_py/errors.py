@@ -12,7 +12,7 @@
     │   ├── StreamConfigMismatch    .setting .changeable: the stream exists with other settings
     │   ├── CorruptStream           the log holds an entry that no publisher wrote
     │   ├── StreamFull              publishing waits for the archiver                   retriable
-    │   ├── StoreUnavailable        the store cannot be read or written now             retriable
+    │   ├── StoreUnavailable        the store cannot be read or written                 retriable
     │   ├── StoreMismatch           .missing: not the store of this stream
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group has that name
@@ -25,7 +25,7 @@
     │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
     │       └── NotGrouped          only a subscriber in a group can do this
     ├── PublishError                .stream
-    │   ├── RecordTooLarge          the record is over the limit; also a ValueError
+    │   ├── RecordTooLarge          the record exceeds the size limit; also a ValueError
     │   ├── PublisherFull           max_pending_bytes are unacknowledged                retriable
     │   ├── PublisherClosed         not sent: the publisher was closed
     │   ├── OutcomeUnknown          the publish, or the confirm, may have taken effect
@@ -36,7 +36,7 @@
     │   ├── MemberTaken             another member has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
     │   ├── StaleTerm               no longer the leader of that term
-    │   ├── NoLeader                the group has no leader now                         retriable
+    │   ├── NoLeader                the group currently has no leader                   retriable
     │   ├── ClockTooUncertain       the group's time is not known precisely enough      retriable
     │   ├── ActionRefused           too late to vote on it, or it was already decided
     │   └── MessageFailed           .member
@@ -108,7 +108,7 @@ def fresh(error: _E) -> _E:
 
 
 class ConnectionFailed(MeteorError):
-    """The server could not be reached, or went away before it replied."""
+    """The server could not be reached, or the connection ended before it replied."""
 
     retriable = True
     #: Whether the server itself rejected the command, for example because it is loading its data.
@@ -264,7 +264,7 @@ class GroupActive(GroupError):
 class LeaseLost(GroupError):
     """The lease was lost or released, so this confirm was refused and changed nothing.
 
-    The records have been, or will be, delivered to the member that holds the lease now.
+    The records have been, or will be, delivered to the member that currently holds the lease.
     """
 
 
@@ -326,7 +326,7 @@ class PublishError(_OfStream):
 
 
 class RecordTooLarge(PublishError, ValueError):
-    """The record is over the size limit. Nothing was sent."""
+    """The record exceeds the size limit. Nothing was sent."""
 
 
 class PublisherFull(PublishError):
@@ -429,7 +429,7 @@ class MemberLeft(MessageFailed):
 
 
 class HandlerFailed(MessageFailed):
-    """The handler raised, or failed the message."""
+    """The handler raised an exception, or called ``fail()``."""
 
 
 class NoHandler(MessageFailed):

@@ -88,7 +88,7 @@ class Stream:
 
     @property
     def config(self) -> StreamConfig:
-        """The settings as of the last time that this object opened or configured the stream."""
+        """The settings when this object last opened or configured the stream."""
         return self._handle.config
 
     def end(self) -> Position:
@@ -238,7 +238,7 @@ class Stream:
         start = parse_start("initial_offset", initial_offset)
         config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)
         if self.config.ordering_key is None:
-            self._handle.snapshot()  # it may have got one since this object opened it
+            self._handle.snapshot()  # it may have been given one since this object opened it
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
 
@@ -414,8 +414,8 @@ class Stream:
         publishers keep their compression and checksum. If the new limits are lower, the ring is
         trimmed at once, in small steps, so that other clients do not wait long.
 
-        A stream without an ordering key can get one, once and for all. It also applies to the
-        records published before, and open publishers adopt it.
+        An ordering key can be added to a stream that has none, but not changed later. It also
+        applies to the records already published, and open publishers adopt it.
 
         Raises:
             StreamConfigMismatch: The stream has another ``ordering_key``.
@@ -512,7 +512,7 @@ class Stream:
         settings = keys.settings(self.name).encode()
         names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
-        # If the stream was found but it is gone now, an attempt whose reply was lost deleted it.
+        # If the stream was found and is now gone, an attempt whose reply was lost deleted it.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)

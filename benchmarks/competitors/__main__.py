@@ -131,7 +131,7 @@ def measure(
 def header(load: float, rounds: int) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return [
-        "# meteor_py beside its competitors",
+        "# meteor_py compared with its competitors",
         "",
         f"Results of `make bench-competitors`: {os.cpu_count()} CPUs, load average before "
         f"{load:.2f}, Python {platform.python_version()}, Kafka 4.3.1, {packages}.",
@@ -232,7 +232,7 @@ def spark_tables(at: Addresses, options: argparse.Namespace, console: Console) -
 
 def idle_table(idle: Sequence[Idle]) -> list[str]:
     return [
-        "## Servers that have nothing to do",
+        "## Idle servers",
         "",
         "| server | replies after, s | memory, MiB |",
         "|---|--:|--:|",

@@ -77,6 +77,6 @@ def _explain_loss(
         return f"R{records[1:]} are {state}. Continue after them with `-o {error.last + 1}`."
     lost = "records" if error.last < error.first else records
     return (
-        f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. Different "
-        "records may have these offsets now. Run the command again to read them."
+        f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. These "
+        "offsets may now belong to different records. Run the command again to read them."
     )

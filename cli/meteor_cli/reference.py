@@ -20,8 +20,8 @@ from meteor_cli.render import jsonl, schema, template
 _HEAD = """\
 # meteor(1)
 
-The command line of meteor_py. `python -m meteor_cli.reference` generates this page from the
-`--help` of the commands.
+This page describes the command line of meteor_py. `python -m meteor_cli.reference` generates it
+from the `--help` of the commands.
 """
 
 _TAIL = """\

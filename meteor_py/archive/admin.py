@@ -132,7 +132,7 @@ class Archive:
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records now, and wait until it has.
+        """Make the stream's archiver archive all records at once, and wait for it.
 
         Returns:
             The offset after the last archived record.
@@ -212,5 +212,7 @@ class Archive:
 
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
-            raise TypeError(f"{method} needs a store of files, which {self.backend!r} is not.")
+            raise TypeError(
+                f"{method} needs a store of files, such as a ParquetStore, not {self.backend!r}."
+            )
         return self.backend

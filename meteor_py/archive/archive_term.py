@@ -52,7 +52,7 @@ from meteor_py.subscribe.lease import Term
 _log = logging.getLogger(__name__)
 
 #: Maximum number of records in one call of ``advance_archived``. The call may trim that many
-#: entries, and other clients have to wait.
+#: entries, while other clients wait.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2
@@ -343,7 +343,7 @@ class ArchiveTerm:
             raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, reply[1])
         if reply[0] == b"HISTORY":
             begin_epoch(self._connection, stream.name, stream.incarnation, reply[1].decode())
-        # The next term starts at the ``archived`` offset that the stream has now.
+        # The next term starts at the stream's current ``archived`` offset.
         raise self._changed(reply[0].decode())
 
     def _changed(self, what: str) -> MeteorError:

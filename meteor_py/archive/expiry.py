@@ -45,7 +45,8 @@ def first_kept(
         check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
         if not isinstance(store, ParquetStore):
             raise TypeError(
-                f"expire(max_bytes=...) needs a store of files, which {store!r} is not."
+                "expire(max_bytes=...) needs a store of files, such as a ParquetStore, not "
+                f"{store!r}."
             )
         wanted = max(wanted, store.fitting(stream.incarnation, end, max_bytes))
     wanted = min([wanted, end, *(group.confirmed for group in groups)])

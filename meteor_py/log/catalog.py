@@ -125,7 +125,7 @@ def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> No
             fixed = setting == "codec" or (setting == "ordering_key" and found is not None)
             change = "create another stream" if fixed else "change it with stream.configure()"
             raise StreamConfigMismatch(
-                f"Stream {name!r} exists with {setting}={found!r}, not {value!r}.",
+                f"Stream {name!r} already exists with {setting}={found!r}, not {value!r}.",
                 stream=name,
                 hint=f"Omit {setting}, or {change}.",
                 setting=setting,

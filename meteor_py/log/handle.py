@@ -55,7 +55,7 @@ class StreamHandle:
         self.store_id = meta.store
         self._verified = meta.verified
         self._store = store  # opened on first use if the user did not pass a store
-        #: Groups about whose dropped records publishers have already warned.
+        #: Groups for which publishers have already logged a warning about dropped records.
         self.overrun_groups: set[str] = set()
         #: The keys of the log and of meta, in the order that most scripts expect.
         self.keys = [keys.log(name), keys.meta(name)]
@@ -66,7 +66,7 @@ class StreamHandle:
         return [] if self.config.ordering_key is None else [keys.index(self.name)]
 
     def adopt_ordering_key(self, ordering_key: str | None) -> None:
-        """Note that the stream has an ordering key, which it may get after it was opened."""
+        """Adopt the stream's ordering key, if it was added after this handle was opened."""
         if self.config.ordering_key is None and ordering_key is not None:
             self.config = replace(self.config, ordering_key=ordering_key)
 
@@ -162,8 +162,8 @@ class StreamHandle:
         """Resolve a seek target to an offset. Also return whether the offset may still move.
 
         The offset of "earliest" may move: it means the first record that exists when it is read,
-        and the ring may drop the current first record before that. If the stream has no records
-        now, "earliest" means the end, like "latest".
+        and the ring may drop the current first record before that. If the stream is empty,
+        "earliest" means the end, like "latest".
 
         Raises:
             ValueError: The offset is negative, the word is unknown, or the datetime has no
@@ -199,7 +199,7 @@ class StreamHandle:
         """Check that the store is still at its address: a disk may have been unmounted.
 
         Raises:
-            StoreUnavailable: Another store, or none, is at that address now.
+            StoreUnavailable: That address now has a different store, or none.
         """
         store = self.find_store()
         try:
@@ -264,8 +264,8 @@ def open_stream(
     if meta.store is None and (backend is not None or requested.keys() & set(STORE_SETTINGS)):
         names = ", ".join(f"{setting}=" for setting in ("store", *STORE_SETTINGS))
         raise StreamConfigMismatch(
-            f"Stream {name!r} exists without a store. Open it without {names}, or create another "
-            "stream.",
+            f"Stream {name!r} already exists without a store. Open it without {names}, or create "
+            "another stream.",
             stream=name,
         )
     check_settings(name, meta, requested)

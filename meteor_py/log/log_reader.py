@@ -100,7 +100,7 @@ class LogReader:
                 expired = 0 if self._store is None else self._store.expired
                 if not anywhere or lost.last >= expired:
                     raise
-                offset = lost.last + 1  # these records have expired; try the next one
+                offset = lost.last + 1  # the store no longer has these records: try the next one
 
     def _fetch(self, offset: int, block_s: float, records: int, anywhere: bool) -> list[Chunk]:
         store = self._store
@@ -218,7 +218,7 @@ class LogReader:
             self._store.close()
 
     def _check_fetched(self, meta: list[Any], offset: int) -> None:
-        """Like ``_check`` for the caller's position; does nothing more if nothing has changed."""
+        """Do the same as ``_check``, but with less work if nothing has changed."""
         if (
             meta[0] == self._expected[0]
             and meta[1] == self._expected[1]

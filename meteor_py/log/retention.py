@@ -39,7 +39,8 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
     for setting in STORE_SETTINGS:
         if setting in requested and stream.store_id is None:
             raise ValueError(
-                f"{setting} needs a stream with a store, but {stream.name!r} has none."
+                f"{setting} needs a stream with a store, but {stream.name!r} has none. Omit it, or "
+                "create another stream with store=."
             )
     changes: dict[str, Any] = {
         setting: None if setting in _LIMITS and _is_zero(value) else value

@@ -51,14 +51,14 @@ class RingReader:
         self._meta = keys.meta(stream)
         self._meta_fields = (*meta_fields, "next", "large")
         self._nonce: bytes | None = None
-        # Commands and their parts, encoded once: every fetch sends them.
+        # Commands that every fetch sends, and parts of them, encoded once.
         self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log.encode())
         self._look = self._encode_look()
         self._frames = 16  # frames to ask for; adapts to their size
         self._next = 0  # the end of the log, as of the last reply
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
-        self._large_field = b""  # from which that was parsed
+        self._large_field = b""  # the field from which ``_large`` was parsed
         self._sequential = 0  # fetches since the last seek
         self._ahead: int | None = None  # the offset of a fetch that was sent ahead
 
@@ -137,7 +137,7 @@ class RingReader:
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
-        """Send the next fetch now, so that it runs while the caller processes the current one.
+        """Send the next fetch in advance, so that it runs while the caller processes this one.
 
         Does so only if the caller reads sequentially and the records exist, so that the server does
         not wait for them.

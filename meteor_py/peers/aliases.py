@@ -85,7 +85,7 @@ class Consumer:
 
 
 class Messaging:
-    """The messages of a group, of a member, or of a local member."""
+    """Messaging with a group, a member, or a local member."""
 
     def __init__(
         self,
@@ -119,19 +119,22 @@ class Messaging:
         which = delivery or Delivery.BROADCAST
         if which is Delivery.RANDOM:
             if include_dead:
-                raise ValueError("Only a broadcast can include dead members.")
+                raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
             return Producer(self._sender.any, queue, execution or Execution.SYNC)
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
         """Returns a consumer of a queue of a local member."""
         if self._membership is None:
-            raise ValueError("Only the process in which a member joined can receive its messages.")
+            raise ValueError(
+                "Only the process in which a member joined can receive its messages. Get the "
+                "consumer from the LocalMember there."
+            )
         return Consumer(self._membership, queue)
 
 
 class GroupMember:
-    """A member of any process."""
+    """A member that joined in any process."""
 
     def __init__(self, group: PeerGroup, member: Member) -> None:
         self._group = group
@@ -161,7 +164,7 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Consumers of its queues, and producers whose messages name it as the sender."""
+        """Return access to its queues, and to producers that name it as the sender."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:

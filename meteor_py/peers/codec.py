@@ -1,7 +1,7 @@
 """Codecs of peer groups: they encode the bodies of messages, and never use pickle.
 
 Each encoded body carries its type: the name of a format, or the number or name of a registered
-type. So members with different codecs understand each other if they know the types.
+type. So members with different codecs can exchange messages if both have registered the types.
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ class PeerCodec:
         if (encode is None) != (decode is None):
             raise ValueError("Pass both encode and decode, or neither.")
         if type in self._by_type or tag in self._by_tag:
-            raise ValueError(f"The number {id} or the type {type.__name__} is already registered.")
+            raise ValueError(
+                f"The number {id} or the type {type.__name__} is already registered. Register each "
+                "type once, under its own number."
+            )
         if encode is None or decode is None:
             if self.format == "bytes":
-                raise ValueError('With format "bytes", a type needs encode and decode.')
+                raise ValueError('With format "bytes", a type needs encode and decode. Pass both.')
             format: Any = msgspec.json if self.format == "json" else msgspec.msgpack
             encode, decode = _ENCODERS[self.format], format.Decoder(type).decode
         self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)
@@ -97,7 +100,7 @@ class PeerCodec:
 
         Raises:
             TypeError, ValueError: The format, or the registered function, cannot encode the value.
-                JSON has no NaN and no infinity; "msgpack" has both.
+                JSON cannot represent NaN and infinity; "msgpack" can.
         """
         try:
             return self._encode(value)

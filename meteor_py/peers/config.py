@@ -38,8 +38,8 @@ class PeersConfig:
     min_size: int = 1
     #: Maximum number of unsettled messages of a member: 1 to 1,000,000.
     max_inbox: int = 10_000
-    #: A message becomes a dead letter after this many sessions may have had it and ended without
-    #: settling it: 2 to 1,000; 0 = no limit.
+    #: How many sessions may receive a message and end without settling it before it becomes a dead
+    #: letter: 2 to 1,000; 0 = no limit.
     max_deliveries: int = 5
 
     def __post_init__(self) -> None:

@@ -82,7 +82,7 @@ class PeerGroup(Sender):
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """Returns view number, members, leader and term as of one instant.
+        """Returns the view number, members, leader and term at one instant.
 
         ``watch(since=snapshot.number)`` continues from there.
         """
@@ -190,7 +190,10 @@ class PeerGroup(Sender):
             if on_conflict != "wait":
                 raise self._taken(name, on_conflict)
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
+                raise TimeoutError(
+                    f"The name {name!r} was not free within {timeout:g} seconds. Wait longer, or "
+                    'take it over with on_conflict="takeover".'
+                )
             time.sleep(_WAIT_S)
             handle.check_open()
 
@@ -206,7 +209,7 @@ class PeerGroup(Sender):
         """Remove a member, wherever it joined. It does not rejoin automatically.
 
         Returns:
-            Whether there was such a member.
+            Whether the member existed.
         """
         self._check_open()
         return bool(self._handle.protocol.run(PEERS_LEAVE, [member, "", ""])[1])
@@ -223,7 +226,7 @@ class PeerGroup(Sender):
 
     def on_leave(self, function: _F) -> _F:
         """Call a function with each ``Member`` that leaves and the reason: "left", "expired",
-        "removed", or "dead" for a named member that died and may come back.
+        "removed", or "dead" for a named member that died and may rejoin.
 
         A dead member has already left, so its removal is not reported here. ``on_event`` reports
         the removal, as "left".
@@ -240,7 +243,8 @@ class PeerGroup(Sender):
         return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with each new leader and its term number, and at once if there is one."""
+        """Call a function with the leader and its term number: at once if there is a leader, and
+        whenever one is elected."""
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader
@@ -349,7 +353,7 @@ class PeerGroup(Sender):
         self.close()
 
     def close(self) -> None:
-        """Leave with all members of this handle, and stop watching. Named members may come back.
+        """Make all members of this handle leave, and stop watching. Named members may rejoin later.
 
         Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts the call, the
         next ``close()``, or the end of the process, finishes closing.

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that closing waits: for handlers and tasks, for all threads, and at least per thread.
+#: Seconds that closing waits: for handlers and tasks, for all threads, and (at least) per thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
-#: Maximum attempts to reload a group that keeps changing meanwhile.
+#: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10
 
 
@@ -94,7 +94,10 @@ class GroupHandle:
     def check_open(self) -> None:
         self.check_owned()
         if self.closed:
-            raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
+            raise MeteorError(
+                f"This handle of group {self.name!r} is closed. Open another with "
+                "client.peer_group()."
+            )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.view.members)} members"
@@ -293,7 +296,7 @@ class GroupHandle:
         _open_groups.discard(self)
 
     def _leave_all(self, deadline: float) -> None:
-        """Leave with all members at once, so that a slow handler does not delay other members."""
+        """Make all members leave at once, so that a slow handler does not delay other members."""
         leaving = [member for member in self.local_members() if member.start_leaving()]
         patience = now() + self.protocol.connector.timeout_s
         is_away = not all(member.announce_leaving() for member in leaving) and now() > patience
@@ -310,7 +313,7 @@ class GroupHandle:
 
 
 def _at_exit(groups: Sequence[GroupHandle]) -> None:
-    """Leave at once, rather than let other members wait for a timeout."""
+    """Leave at once, so that other members need not wait for a timeout."""
     for group in groups:
         try:
             group.close()

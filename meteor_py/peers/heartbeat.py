@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum seconds over which handles spread their reports of an overdue member.
 _SPREAD_S = 0.3
-#: Mean seconds between two calls that hand over messages of members that left, per member.
+#: Mean seconds, per member, between two calls that move the messages of members that left.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
@@ -53,11 +53,11 @@ class Heartbeat(JoinableThread):
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
         #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
-        #: While the server is ahead: the moment that the view shows, and since when.
+        #: While the view is behind the server: the moment that it shows, and when this was noticed.
         self._behind: tuple[Moment, float] | None = None
 
     def hurry(self) -> None:
-        """Send the next heartbeat now."""
+        """Send the next heartbeat at once."""
         with self._state:
             self._hurry = True
             self._state.notify_all()
@@ -146,7 +146,7 @@ class Heartbeat(JoinableThread):
         if reply.presence[0] is not Presence.MEMBER:
             self._dropped(member, reply.presence[0])
             return
-        if member.renewed(sent, reply):  # the server has not heard of the resignation
+        if member.renewed(sent, reply):  # the server has not received the resignation yet
             member.leadership.lay_down(reply.term, self._connection)
         member.declaration.send_if_due(self._connection)
 
@@ -165,8 +165,8 @@ class Heartbeat(JoinableThread):
         group.clock.read(sent, now(), reply.time)
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # Report an overdue member on time, but spread out: not all handles at once. Messages of
-        # members that left need many calls: about a thousand per second of all handles together.
+        # Report an overdue member on time, but not from all handles at once. Moving the messages of
+        # members that left takes many calls: all handles together make about a thousand per second.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
         if reply.has_orphans:
@@ -176,7 +176,11 @@ class Heartbeat(JoinableThread):
         return sent, reply
 
     def _compare(self, reply: HeartbeatReply, seen: Moment) -> None:
-        """If the server knows less than this process did when it asked, it has lost state."""
+        """Reload the group if the server has lost state or this process misses events.
+
+        The server has lost state if its last event is older than ``seen``, the last event that this
+        process had when it sent the heartbeat.
+        """
         group = self._group
         same = reply.view == seen.view and reply.mark == seen.mark
         lost = reply.incarnation != seen.incarnation or reply.view < seen.view
@@ -190,7 +194,7 @@ class Heartbeat(JoinableThread):
         elif self._behind is None or self._behind[0] != seen:
             self._behind = (seen, time.monotonic())
         elif time.monotonic() > self._behind[1] + _STUCK_S:
-            _log.warning("Group %r changes, but no event arrives: reloading.", group.name)
+            _log.warning("Group %r has changed, but no event arrived: reloading.", group.name)
             self._behind = None
             group.resync(connection=self._connection)
 
@@ -204,7 +208,7 @@ class Heartbeat(JoinableThread):
             self._recover(member)
 
     def _recover(self, member: MemberHandle) -> None:
-        """Rejoin: the server took the member for dead, or has lost the group."""
+        """Rejoin: the server presumed the member dead, or has lost the group."""
         try:
             joined = member.join("fail", connection=self._connection)
         except PeerGroupNotFound:
@@ -214,8 +218,8 @@ class Heartbeat(JoinableThread):
             member.lose("joined again elsewhere")
             return
         member.recovering = False
-        if not member.active:  # the member left meanwhile, perhaps before it knew this session
+        if not member.active:  # the member left meanwhile, perhaps under its previous session
             member.withdraw(self._connection)
             return
-        _log.warning("The server took %r for dead. The member has rejoined.", member)
+        _log.warning("The server presumed %r dead. The member has rejoined.", member)
         member.rejoined()

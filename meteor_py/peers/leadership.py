@@ -57,7 +57,7 @@ class Term:
 
     @property
     def valid(self) -> bool:
-        """Whether no other member can be the leader now. Does not use the network.
+        """Whether it is certain that no other member leads. Does not use the network.
 
         There is one exception: a client has removed this member or joined under its name, and this
         process has not received the event yet. So write with ``guard``, or fence with ``number``.
@@ -66,7 +66,7 @@ class Term:
         if self.remaining > 0:
             return True
         if not self._member.foreign:
-            self._member.leadership.lose(self)  # for good, even if the server replies again
+            self._member.leadership.lose(self)  # permanently, even if the server replies again
         return False
 
     @property
@@ -100,13 +100,13 @@ class Guard:
         self._write("set", name, value)
 
     def delete(self, name: str) -> None:
-        """Remove a value. Raises ``StaleTerm`` as ``set`` does."""
+        """Remove a value. Raises ``StaleTerm`` under the same condition as ``set``."""
         self._write("delete", name, b"")
 
     def _write(self, what: str, name: str, value: bytes | str) -> None:
         member = self._term._member
         if not self._term.valid:
-            raise self._stale("this process no longer trusts it")
+            raise self._stale("this member has lost it")
         args = [self._term.number, member.session, what, name, value]
         reply = member.group.protocol.run(PEERS_GUARDED_WRITE, args)
         if reply[0] != b"OK":
@@ -199,7 +199,10 @@ class Leadership:
         member = self._member
         if member.group.config.election == "none":
             name = member.group.name
-            raise PeerError(f"Group {name!r} elects no leader (election=None).", group=name)
+            raise PeerError(
+                f"Group {name!r} elects no leader (election=None). Use a group with an election.",
+                group=name,
+            )
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         terms: deque[Term] = deque(maxlen=1)
@@ -266,7 +269,7 @@ class Leadership:
 
     def stop(self) -> None:
         """End the term of a member that starts leaving, and begin no other."""
-        self._handing_over += 1  # for good: the heartbeat must not report the resignation first
+        self._handing_over += 1  # never reset: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number
             self.lose(self._term)
@@ -276,7 +279,7 @@ class Leadership:
         if self._last is not None:
             self.lay_down(self._last)
 
-    # -- reports of the server -------------------------------------------------------------------
+    # -- reports from the server -----------------------------------------------------------------
 
     def observe(self, reply: HeartbeatReply) -> bool:
         """Process a heartbeat's reply, under the lock; return whether the server still regards the

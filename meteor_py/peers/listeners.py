@@ -41,7 +41,7 @@ class Listeners:
         return function
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Queue calls of all functions registered for ``on_<what>``."""
+        """Queue a call to every function registered for ``on_<what>``."""
         for function in self._functions.get(what, ()):
             self.thread.call(function, *arguments)
 

@@ -29,7 +29,7 @@ class Member:
     #: The member's description of itself: any JSON value.
     metadata: Any
     status: Status
-    #: Whether it has a name, and so remains a member when it dies and can come back.
+    #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
     persistent: bool
     #: Members with a higher priority lead before others.
     priority: int

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 #: Maximum seconds that leaving waits for leader tasks and handlers to end.
 LEAVE_S = 5.0
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.16)
 #: How many former ids an unnamed member remembers.
 _FORMER_MAX = 16
@@ -64,9 +64,9 @@ class MemberHandle:
         self.state = SignalSafeCondition()
         #: False once it starts leaving or is lost. An expelled member that will rejoin is active.
         self.active = True
-        #: Whether the server knows that it is about to leave.
+        #: Whether the server has been notified that it is about to leave.
         self.announced = False
-        #: How it leaves: "stay" keeps a named member, as dead; "" removes it.
+        #: How it leaves: "stay" keeps a named member in the group, as dead; "" removes it.
         self._departure = "stay" if self.persistent else ""
         self._metadata: bytes = b""
         self._pid = os.getpid()
@@ -172,8 +172,8 @@ class MemberHandle:
         term stops being valid, its tasks end, and only then is another member elected.
 
         Args:
-            departure: "stay" keeps a named member, as dead; "" removes it; None does the same as
-                ``close()``.
+            departure: "stay" keeps a named member in the group, as dead; "" removes it; None does
+                the same as ``close()``.
         """
         if self.foreign or self.lost.is_set():
             return False
@@ -207,7 +207,7 @@ class MemberHandle:
     def finish_leaving(self, deadline: float) -> bool:
         """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
 
-        Until then, this remains a member and sends heartbeats. Returns whether the server was
+        Until then, it remains a member and sends heartbeats. Returns whether the server was
         notified.
         """
         self.announce_leaving()
@@ -220,7 +220,7 @@ class MemberHandle:
             self.withdraw()
             notified = True
         except MeteorError as error:
-            _log.warning("%r could not tell the server that it leaves: %s", self, error)
+            _log.warning("%r could not notify the server that it is leaving: %s", self, error)
             notified = False
         # If a signal interrupts the wait, closing the group notifies the server instead.
         self.lose("left")
@@ -232,7 +232,7 @@ class MemberHandle:
         self.group.protocol.run(PEERS_LEAVE, args, connection)
 
     def lose(self, reason: str) -> None:
-        """End the membership for good."""
+        """End the membership permanently."""
         with self.state:
             self.reason = self.reason or reason
             self.leadership.reset()
@@ -266,12 +266,12 @@ class MemberHandle:
         self._metadata = metadata
 
     def retry_fenced(self, call: Callable[[], list[Any]], deadline: float) -> list[Any]:
-        """Run a script for this member; if the server has expelled it, wait until the heartbeat has
-        rejoined, and run the script again.
+        """Run a script for this member. If the server has expelled it, wait until the heartbeat has
+        rejoined the group, and run the script again.
 
         Raises:
             MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost
-                for good.
+                permanently.
         """
         failures = 0
         while not self.lost.is_set():

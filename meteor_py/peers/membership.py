@@ -36,7 +36,7 @@ class Membership(Sender):
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:
         super().__init__(handle.group, handle)
         self.group = group
-        #: Whether it has a name, and so remains a member when it dies and can come back.
+        #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
         self.persistent = handle.persistent
         #: Members with a higher priority lead before others.
         self.priority = handle.priority
@@ -46,19 +46,19 @@ class Membership(Sender):
 
     @property
     def id(self) -> str:
-        """Its name, or a random id, which changes if the server takes the member for dead."""
+        """Its name, or a random id, which changes if the server presumes the member dead."""
         return self._handle.id
 
     @property
     def reason(self) -> str | None:
-        """Why the membership was lost; None while it lasts."""
+        """Why the membership was lost; None if it was not."""
         return self._handle.reason
 
     def update(self, metadata: Any) -> None:
         """Change the member's metadata; listeners get an "updated" event.
 
         Raises:
-            MembershipLost: This is no longer a member.
+            MembershipLost: The member is no longer in the group.
             TypeError: The metadata cannot be written as JSON.
             ValueError: The metadata is too long, or contains NaN or infinity, which JSON lacks.
         """
@@ -85,7 +85,7 @@ class Membership(Sender):
 
         Raises:
             TimeoutError: The member was not elected in time.
-            MembershipLost: This is no longer a member.
+            MembershipLost: The member is no longer in the group.
             PeerError: The group elects no leaders (``election=None``).
         """
         self._handle.check_owned()
@@ -108,7 +108,7 @@ class Membership(Sender):
         return function
 
     def resign(self) -> bool:
-        """Stop leading, and move to the end of the order of election.
+        """Stop leading, and move to the end of the election order.
 
         Waits up to 5 seconds for leader tasks to end; no other member is elected before that. If
         there is no other candidate, this member is elected again at once, in another term.
@@ -148,14 +148,14 @@ class Membership(Sender):
             priority: 1 to 256. Functions with a priority take turns in one thread of the member,
                 and messages for the lowest number come first. A function without a priority has
                 its own threads, and waits for no other function.
-            ack: With "auto", the return of the function settles the message. With "manual", the
+            ack: With "auto", the message is settled when the function returns. With "manual", the
                 function or other code calls ``message.ack()``, ``reply()``, ``fail()`` or
                 ``retry()``; up to 1,000 messages may be unsettled.
             timeout: Seconds after which an unsettled message fails. The function keeps running.
 
         Raises:
             ValueError: The queue already has a function, or an argument is out of range.
-            MembershipLost: This is no longer a member.
+            MembershipLost: The member is no longer in the group.
         """
         inbox = self._handle.inbox()
 
@@ -169,8 +169,8 @@ class Membership(Sender):
         """Iterate over the messages of a queue that has no function. Settle each of them.
 
         Args:
-            timeout: Seconds without a message after which the iteration ends; None iterates for as
-                long as this is a member.
+            timeout: Seconds without a message after which the iteration ends; None iterates until
+                the member leaves.
         """
         return self._handle.inbox().pull(queue, timeout)
 
@@ -180,8 +180,9 @@ class Membership(Sender):
         """Call a function with each ``Proposal``. It returns True, False, or None to abstain.
 
         One thread of this member calls the function once for each proposal made while it was a
-        member, including those that are already open. An exception is logged and counts as no. A
-        vote after ``proposal.deadline`` does not count. Another registered function replaces it.
+        member, including those that are already open. An exception is logged and counts as a
+        no. A vote after ``proposal.deadline`` does not count. Registering another function replaces
+        this one.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
@@ -206,10 +207,10 @@ class Membership(Sender):
 
         Args:
             name: The action. Another handler registered for the same action replaces this one.
-            early: Seconds before the time at which the thread stops sleeping and spins. Spinning
+            early: How many seconds before that time the thread stops sleeping and spins. Spinning
                 occupies a CPU core, and starts the function within microseconds of the time.
-            late: If the process learns the decision too late, or was asleep: "skip" the action and
-                call ``on_missed``, or "run" it anyway.
+            late: What to do if the process gets the decision too late, or was suspended: "skip" the
+                action and call ``on_missed``, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.
         """
         keys.check_name(name, "action")
@@ -229,8 +230,8 @@ class Membership(Sender):
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that this member does not run.
 
-        Either its time was over, or the server took this unnamed member for dead after the vote
-        started, so that it is now a different member.
+        Either its time had passed, or the server presumed this unnamed member dead after the vote
+        started, so that it rejoined as a different member.
         """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)
@@ -239,7 +240,7 @@ class Membership(Sender):
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave for good, named or not. A second call does nothing.
+        """Leave the group permanently, even if the member has a name. A second call does nothing.
 
         Waits up to 5 seconds for handlers; all other messages to this member fail.
         """

@@ -85,7 +85,7 @@ PARTS = (
     *("handlers", "properties"),
 )
 
-#: Keys of which a group has many: named after members or handles, and with random names.
+#: Kinds of keys that a group has many of: named after members or handles, or with random names.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
 _TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.

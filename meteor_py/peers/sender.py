@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.member_handle import MemberHandle
 
-#: How far in the future an action may lie. A time beyond that is probably in ms, or from another
-#: clock.
+#: Maximum seconds between a proposal and its action. A later time is probably in ms, or from
+#: another clock.
 _AHEAD_MAX_S = 30 * 86_400.0
 
 
@@ -64,7 +64,7 @@ class Sender(Closeable):
         timeout: float = 5.0,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all members that are alive now to vote (``@me.on_vote``).
+        """Ask all members that are currently alive to vote (``@me.on_vote``).
 
         The server decides as soon as the outcome is certain, even if the proposer dies; other
         processes learn the outcome from ``on_decision``. A member that abstains, does not vote in
@@ -82,14 +82,14 @@ class Sender(Closeable):
 
         Returns:
             A future of the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server is away or has lost the vote. Its ``poll`` is the id
-            of the vote.
+            raises ``PeerError`` if the server is unreachable or has lost the vote. Its ``poll`` is
+            the id of the vote.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.
             PeerError: No member is alive to vote, or 100 votes are open.
             MembershipLost: The proposer is no longer a member.
-            ConnectionFailed: The server was away for ``timeout`` seconds.
+            ConnectionFailed: The server was unreachable for ``timeout`` seconds.
             ValueError, TypeError: An argument is out of range or of the wrong type.
         """
         self._check_open()
@@ -107,7 +107,7 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to do something at one instant; if the vote passes, they do it.
+        """Ask all live members to vote on an action. If it passes, they run it at one instant.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
         whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.
@@ -118,8 +118,10 @@ class Sender(Closeable):
             name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
             params: Passed to the handlers, with the limits of a ``topic``.
             at: The time of the action, in seconds by ``group.now()``, truncated to milliseconds.
-            kind, timeout, require_leader: See ``propose``. The vote ends 0.2 s before ``at`` at
-                the latest, so that every member learns the decision in time.
+            kind: See ``propose``.
+            timeout: See ``propose``. The vote ends 0.2 s before ``at`` at the latest, so that
+                every member learns the decision in time.
+            require_leader: See ``propose``.
             max_error: Seconds by which a clock may be wrong. A member that knows the time less
                 accurately says no.
 
@@ -136,9 +138,9 @@ class Sender(Closeable):
             check_seconds("max_error", max_error)
         ):
             raise ClockTooUncertain(
-                f"This process knows the time of group {group.name!r} within "
-                f"{group.clock.error_bound:.6f} s, not {max_error:g} s. Allow a larger max_error, "
-                "or move closer to the server.",
+                f"This process knows the time of group {group.name!r} only to within "
+                f"{group.clock.error_bound:.6f} s, but max_error is {max_error:g} s. Allow a "
+                "larger max_error, or run closer to the server.",
                 group=group.name,
             )
         motion = self._motion(params, kind, timeout, require_leader)._replace(

@@ -74,16 +74,16 @@ class Accumulator:
         self._line: DirectLine | None = None
         self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
-        self._edition = 0  # increases when records are added, batches sealed, or it is closed
+        self._edition = 0  # increases with each addition and sealed batch, and on close
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
         #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
-        #: The direct line counts its records here, too.
+        #: They include the records on the direct line.
         self.pending_bytes = 0
         self.begun = 0
         self.settled = 0
-        self._waiters = 0  # threads that wait until a batch is settled
-        self._flushing = 0  # threads in ``wait_empty``, which lingering would delay
+        self._waiters = 0  # threads waiting for a batch to be settled
+        self._flushing = 0  # threads in ``wait_empty``; while there are any, batches do not linger
         self._checks_wanted = 0  # see ``wait_checked``
         self._checks_done: float = 0
         self._sender_ended = False
@@ -231,7 +231,7 @@ class Accumulator:
 
     def abandon(self, reason: MeteorError) -> list[Batch]:
         """Refuse further records in a forked child, and return the batches to abandon."""
-        self._make_locks()  # a thread of the parent may have held them
+        self._make_locks()  # a thread of the parent process may have held the old ones
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
@@ -268,7 +268,7 @@ class Accumulator:
                         self._work.wait(1.0)
                     self._fast.sender_waits = self._bulk = False
                 if self._line is not None and self._line.batch is not None:
-                    return None  # the sender continues with that record
+                    return None  # the sender handles the record on the direct line first
                 self._linger()
                 self._seal()
             return self._full.popleft() if self._full else None
@@ -344,7 +344,7 @@ class Accumulator:
     # -- for the direct line, which holds the lock ---------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether the sender has work besides a record that no thread is waiting for."""
+        """Whether the sender has work. A record on the direct line counts if a thread waits."""
         in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None
@@ -397,7 +397,7 @@ class Accumulator:
             if not isinstance(raised, Exception) and not in_callback():
                 raise
             _log.exception(
-                "The on_error callback of a publisher of stream %r raised an exception.",
+                "The on_error callback of a publisher for stream %r raised an exception.",
                 self._stream,
             )
 
@@ -412,7 +412,7 @@ class Accumulator:
             and self._closed is None
             and self._loss is None
             and line.is_free()
-        ):  # so no other record is pending
+        ):  # no other record is pending, so the direct line keeps the order
             sent = line.send(row, size, size + RECORD_OVERHEAD)
             if sent is not None:
                 return Ack(sent, 0)
@@ -432,7 +432,7 @@ class Accumulator:
         return self._checks_done < self._checks_wanted
 
     def _admit(self, size: int) -> int:
-        """Wait for room, and return the edition that has it.
+        """Wait until ``size`` bytes fit, and return the edition in which they do.
 
         Raises if the wait times out or the publisher is closed.
         """
@@ -449,7 +449,7 @@ class Accumulator:
                 return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
+            if now >= deadline or in_callback():  # the sender runs callbacks, and cannot make room
                 raise PublisherFull(
                     f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",
@@ -500,7 +500,7 @@ class Accumulator:
             self._count_fast()
             batch, self._open = self._open, None
             self._edition += 1
-            if batch is not None:  # None if a signal handler flushed before it was counted
+            if batch is not None:  # None if a signal handler flushed during the count
                 self._full.append(batch)
             if self._linger_s:
                 self._work.notify_all()
@@ -528,8 +528,8 @@ class Accumulator:
         timestamps, more_timestamps = _extend(columns.timestamps, cells[3], index, records)
         if self._edition != edition:
             return None
-        # No call and no new container from here on, so neither a signal handler nor the garbage
-        # collector interrupts.
+        # From here on, call nothing and create no container, so that neither a signal handler nor
+        # the garbage collector can interrupt.
         columns.values += cells[0]
         if keys is not None:
             keys += more_keys

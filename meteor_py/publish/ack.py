@@ -24,7 +24,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
     _completion: Completion
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._completion.poll()
 
     def result(self, timeout: float | None = None) -> int:
@@ -62,7 +62,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         raise NotImplementedError  # pragma: no cover
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call ``callback(ack)`` when the outcome is known, or now if it already is.
+        """Call ``callback(ack)`` when the outcome is known, or at once if it already is.
 
         The callback runs in the sender's thread and must not block. An exception in it is logged.
         """
@@ -73,7 +73,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             except BaseException as error:
                 if not isinstance(error, Exception) and not in_callback():
                     raise
-                _log.exception("A done callback of an Ack raised an exception.")
+                _log.exception("A callback added with add_done_callback() raised an exception.")
 
         self._completion.on_settled(call)
 
@@ -180,13 +180,13 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
 
 def _error_of(batch: Completion, index: int) -> Exception | None:
-    """Return the error of the record at ``index`` of a batch."""
+    """Return the error of the record at ``index`` in a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
 
 
 def _no_reply(timeout: float | None) -> TimeoutError:
-    return TimeoutError(f"No reply arrived within {timeout} seconds.")
+    return TimeoutError(f"No reply arrived within {timeout} seconds. The outcome is still pending.")
 
 
 def _describe(ack: _Outcome) -> str:

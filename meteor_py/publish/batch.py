@@ -40,7 +40,7 @@ class Batch(Completion):
         self.sequence = -1
         #: Whether the batch was sent and its reply lost, so that it may be in the log.
         self.in_doubt = False
-        #: The stream's epoch that the last attempt named, and in which a bare offset replies.
+        #: The stream epoch named in the last attempt. A reply that is a bare offset refers to it.
         self.stream_epoch = 0
         #: The direct line of the publisher; None for a batch that only reports a failure.
         self.line: DirectLine | None = None

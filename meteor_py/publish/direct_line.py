@@ -70,19 +70,19 @@ from meteor_py.runtime.locks import SignalSafeCondition
 if TYPE_CHECKING:
     from meteor_py.publish.accumulator import Accumulator
 
-#: Largest record that is sent directly, in bytes; an empty send buffer takes it whole.
+#: Largest record that is sent directly, in bytes. It always fits into an empty send buffer.
 BYTES_MAX = 16_384
-#: The same if frames are compressed, which takes longer than a publisher should hold the lock.
+#: The same for compressed frames: compressing more would hold the lock for too long.
 _COMPRESSED_BYTES_MAX = 511
-#: Seconds that a thread reads a reply before it leaves the record to the sender.
+#: Seconds that a thread waits for a reply before it leaves the record to the sender.
 _READ_S = 1.0
 #: Seconds between the sender's checks of a lent line. If no thread has read a reply for two checks,
 #: the sender reads it.
 _LOOK_S = 0.05
 #: Seconds for which the sender lends the line before it checks whether other work is due.
 _LEND_S = 1.0
-#: Seconds that the sender waits before it lends the line, after a batch of several records. In a
-#: loop of ``publish()`` the next batch is already on its way, and frames stay large.
+#: Seconds that the sender waits before it lends the line after a batch of several records. In a
+#: loop of ``publish()`` calls the next batch is about to arrive, and waiting keeps frames large.
 _BULK_S = 0.002
 
 
@@ -101,7 +101,7 @@ class State(enum.Enum):
     BROKEN = enum.auto()
 
 
-# Plain names, because looking up the member of an enum takes longer.
+# Module-level names, because looking up an enum member is slower.
 _SENDER, _FREE, _SENT = State.SENDER, State.FREE, State.SENT
 _READING, _RETURNED, _BROKEN = State.READING, State.RETURNED, State.BROKEN
 
@@ -130,18 +130,19 @@ class DirectLine:
         self.state = _SENDER
         #: The record in flight on the line.
         self.batch: Batch | None = None
-        self._settling: Batch | None = None  # settled, but waiting threads may not know yet
-        self._uncalled: deque[Batch] = deque()  # settled, but their callbacks are not called yet
+        self._settling: Batch | None = None  # settled, but waiting threads may not be awake yet
+        self._uncalled: deque[Batch] = deque()  # settled batches with callbacks still to be called
         self._next_sequence = 0
-        #: The offset after the last record acknowledged here, and the time; 0 before the first.
+        #: The offset after the last record acknowledged on the line, and the time of that
+        #: acknowledgement. Both are 0 before the first.
         self.end_offset = 0
         self.acknowledged_at = 0.0
-        self._reader = 0  # the thread that is READING, and until when at most
+        self._reader = 0  # the READING thread, and its deadline
         self._read_until = 0.0
         self._usable_until = 0.0  # by the monotonic clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
-        self._lent = 0  # how often the line was lent
+        self._lent = 0  # how many times the line was lent
         self._command: Sequence[Any] = ()  # the command that ``_head`` encodes
         self._head = self._epoch_argument = b""
 
@@ -166,14 +167,14 @@ class DirectLine:
         Args:
             command: The publish command, up to and including the producer epoch.
             ordering: The stream's ordering rule, if it has an ordering key.
-            stream_epoch: The stream's epoch, as far as the sender knows.
+            stream_epoch: The last stream epoch that the sender has read.
             acknowledged_at: When the server last acknowledged a batch, by the monotonic clock.
             valid_s: Seconds after an acknowledgement for which the line may be used.
             renew_at: When the sender must send a batch itself, to renew the producer's lifetime.
         """
         if self._command != command:
             self._command = command
-            # Without the number of arguments, which depends on the index.
+            # Omit the number of arguments, which depends on the index entry.
             self._head = b"".join(encode_commands([command])).partition(b"\r\n")[2]
         self._ordering = ordering
         self._stream_epoch = stream_epoch
@@ -203,7 +204,7 @@ class DirectLine:
     def _wait_for_work(self, has_work: Callable[[], bool]) -> None:
         """Wait until the sender has work, or the lent line needs its attention."""
         lent_until = time.monotonic() + _LEND_S
-        unread: Batch | None = None  # in flight at the last check
+        unread: Batch | None = None  # the batch in flight at the last check
         while True:
             woken = self._work.wait(_LOOK_S)
             now = time.monotonic()
@@ -295,7 +296,7 @@ class DirectLine:
         value, key, headers, timestamp = row
         columns = Columns([value])
         batch = Batch(now, now + self._delivery_timeout_s, columns)
-        if key is headers is timestamp is self._ordering is None:
+        if key is None and headers is None and timestamp is None and self._ordering is None:
             batch.encoded = ("0v", value)
         else:
             batch.columns = columns = Columns(*(None if cell is None else [cell] for cell in row))
@@ -364,7 +365,7 @@ class DirectLine:
         self.end_offset, self.acknowledged_at = reply + 1, now
         self._usable_until = usable_until
         batch.settle_quietly()
-        if batch.has_callbacks:  # checked after settling: a later callback runs when it is added
+        if batch.has_callbacks:  # a callback added after settling runs at once
             self._uncalled.append(batch)
             self._work.notify_all()
         accumulator.note_settled()
@@ -379,7 +380,7 @@ class DirectLine:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Take the line from a READING thread. Closing the connection will wake that thread."""
+        """Take the line from a READING thread. The sender closes the connection, which wakes it."""
         if self.state is _READING:
             self._reader = 0
             self.state = _BROKEN
@@ -404,7 +405,7 @@ class DirectLine:
         """Read the reply to ``batch`` in this thread, if no other thread does.
 
         Returns:
-            The rest of ``timeout_s``. If the batch is not settled yet, the sender settles it.
+            What is left of ``timeout_s``. If the batch is not settled yet, the sender settles it.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:
@@ -445,7 +446,7 @@ class DirectLine:
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:
-                return  # broken off
+                return  # another thread has broken off this read
             self._reader = 0
             self.state = _BROKEN if reply is not NO_REPLY else _RETURNED
             self._accumulator.note_sender_waits(True)

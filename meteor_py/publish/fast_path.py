@@ -4,7 +4,7 @@ The accumulator grants the fast path a number of bytes in its open batch. Until 
 the fast path appends bare values without counting records. Before the accumulator does anything
 else with the batch, it counts these records and revokes the grant.
 
-The accumulator reads and writes the attributes of a grant itself, by statements without a call: a
+The accumulator reads and writes the attributes of a grant itself, in statements without a call: a
 signal handler, which may flush or close the publisher, must not run in between.
 """
 

@@ -18,7 +18,7 @@ from itertools import islice
 
 from meteor_py.publish.batch import Batch
 
-#: Batches in flight at a time. The server remembers each producer's last eight.
+#: Maximum number of batches in flight. The server remembers each producer's last eight.
 WINDOW_BATCHES = 5
 
 

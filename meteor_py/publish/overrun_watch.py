@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
 #: Seconds to wait for the server.
 _TIMEOUT_S = 1.0
-#: Groups that one check examines.
+#: Maximum number of groups that one check examines.
 _GROUPS_MAX = 500
 
 
@@ -88,8 +88,8 @@ class OverrunWatch:
     def _groups_behind(self, connection: Connection, first: int) -> dict[str, int]:
         """Return the groups whose next offset is below ``first``, with that offset.
 
-        This reads the positions after ``first``, so a group below ``first`` had not confirmed the
-        dropped records.
+        The caller has read ``first`` before this call reads the positions, so a group below
+        ``first`` had not confirmed the dropped records.
         """
         name = self._stream.name
         found: dict[str, int] = {}

@@ -113,7 +113,7 @@ class Publisher(Closeable):
         Args:
             value: Bytes, or a value that the codec encodes.
             key: Optional bytes, or text, which is encoded as UTF-8.
-            headers: Optional header names and values. Values are bytes, or text like a key.
+            headers: Optional header names and values. Values are bytes or text, like keys.
             timestamp: The creation time: an aware datetime, or ms since 1970. By default, the time
                 at which the server appends the record.
 
@@ -196,7 +196,10 @@ class Publisher(Closeable):
         limit = self._time_limit(timeout)
         deadline = time.monotonic() + limit
         if not self._accumulator.wait_empty(limit):
-            raise TimeoutError(f"Records were still unacknowledged after {limit:g} seconds.")
+            raise TimeoutError(
+                f"Records were still unacknowledged after {limit:g} seconds. Flush again, or use a "
+                "longer timeout."
+            )
         if self._sender.must_check:
             self._accumulator.wait_checked(max(deadline - time.monotonic(), 0.0))
         self._raise_failure()

@@ -56,18 +56,18 @@ from meteor_py.runtime.threads import JoinableThread
 
 _log = logging.getLogger(__name__)
 
-#: How long a server remembers an idle producer.
+#: Milliseconds for which the server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
-#: Seconds after which the sender renews that time. Records on the direct line do not.
+#: Seconds after which the sender extends that time. Records on the direct line do not extend it.
 _RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds without an acknowledgement after which the sender reads the server's replication id
-#: again: a server can be demoted and promoted under an idle connection.
+#: again: a server can be demoted and promoted while the connection is idle.
 _REPLICATION_ID_S = 1.0
 #: Maximum seconds for a check for lost records, and for each reply within it.
 _CHECK_MAX_S, _CHECK_S = 3.0, 1.0
-#: Pauses between attempts in seconds: the first, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.5)
 
 
@@ -93,7 +93,7 @@ class Sender:
         self._stream_epoch = 0  # as of the last acknowledgement
         self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
         self._known_epoch = newest_epoch(handle.epochs)
-        self._send_whole = False  # send the script's text, because the server does not have it
+        self._send_whole = False  # whether to send the script's text, which the server lacks
         self._acked: Position | None = None  # the position after the last acknowledged batch
         self._failures = 0  # consecutive failures
         self._reason: MeteorError | None = None  # the error of the last failure
@@ -206,7 +206,7 @@ class Sender:
         """Continue with what publishers have done on the direct line."""
         broken = self._line.take_over()
         if self._line.end_offset and self._acked is not None:
-            self._stream_epoch = self._known_epoch  # the line takes only replies in that epoch
+            self._stream_epoch = self._known_epoch  # the line accepts only replies in that epoch
             self._acknowledged_at = max(self._acknowledged_at, self._line.acknowledged_at)
             self._acked = Position(
                 self._incarnation, self._stream_epoch, self._line.end_offset, self._path
@@ -368,7 +368,11 @@ class Sender:
             lost = self._connection.data_lost
             self._fail_all(reply_errors.stream_gone(self._stream, reply[0], last, data_lost=lost))
         elif code == "EXHAUSTED":
-            self._refuse(ServerRefused(f"Stream {self._stream!r} has used up its offsets."))
+            self._refuse(
+                ServerRefused(
+                    f"Stream {self._stream!r} has used up its offsets. Publish to a new stream."
+                )
+            )
         elif code == "INVALID":
             self._refuse(ServerRefused(f"The server refused a frame of stream {self._stream!r}."))
         else:  # STALEPRODUCER, or OUTOFSEQ with a higher sequence: another process uses our id
@@ -381,7 +385,7 @@ class Sender:
             self._renumber()
 
     def _start_indexing(self, ordering_key: str) -> None:
-        """Send all batches again with index entries: the stream has got an ordering key."""
+        """Send all batches again with index entries: the stream now has an ordering key."""
         self._handle.adopt_ordering_key(ordering_key)
         self._ordering = OrderingRule(ordering_key)
         self._keys = [*self._keys[:3], *self._handle.index_keys]
@@ -408,10 +412,11 @@ class Sender:
 
     @property
     def must_check(self) -> bool:
-        """Whether the last acknowledgement does not prove that its records still exist.
+        """Whether acknowledged records might have been lost since the last acknowledgement.
 
-        It proves that for a second, on the same connection. If the connection is readable although
-        no reply is due, it has probably ended.
+        Within a second, and on the same connection, an acknowledgement proves that its records
+        still exist. If the connection is readable although no reply is due, the server has
+        probably closed it.
         """
         idle_since = self._idle_since()
         if self._acked is None:
@@ -419,7 +424,7 @@ class Sender:
         if self._idle_s() > _REPLICATION_ID_S or not self._connection.connected:
             return True
         readable = self._connection.readable
-        # Look for a due reply after the socket, which may have had one that has been read since.
+        # Check for a due reply only now: another thread may have just read it from the socket.
         is_due = self.window or self._line.batch is not None
         return readable and not is_due and self._idle_since() == idle_since
 
@@ -568,7 +573,7 @@ class Sender:
                 raise
             except MeteorError:
                 continue  # the batch is sent again, and gets another reply
-            # If so, earlier attempts put it and the refused batch into the log.
+            # An earlier attempt has then put this batch and the refused one into the log.
             if type(reply) is int or reply[0] == b"OK":
                 batch.in_doubt = True
         if self.window.acknowledged:

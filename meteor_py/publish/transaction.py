@@ -50,7 +50,7 @@ _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
 #: Attempts to move frames while the server's replication id keeps changing.
 _EPOCHS_MAX = 5
-#: The number of records of a version that an older release wrote without counting.
+#: Stored instead of the number of records by older releases, which did not count them.
 _UNCOUNTED = -1
 
 
@@ -432,7 +432,9 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
             case b"LOST" | b"INVALID":
                 raise _lost(stream, name, _stuck(stream, writer, version, done, total))
             case b"EXHAUSTED":
-                raise ServerRefused(f"Stream {stream.name!r} has used up its offsets.")
+                raise ServerRefused(
+                    f"Stream {stream.name!r} has used up its offsets. Write to a new stream."
+                )
             case _:
                 raise reply_errors.stream_gone(stream.name, reply[0])
 
@@ -470,8 +472,8 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
 def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
     return PublishError(
         f"Version {version} of the writer {writer} was in stream {stream.name!r}, but the server "
-        "lost it in a failover to a lagging replica. Nothing was written now. Write all of it "
-        "again.",
+        "lost it in a failover to a lagging replica. This commit wrote nothing. Write the whole "
+        "version again.",
         stream=stream.name,
     )
 

@@ -124,10 +124,11 @@ class RecordValidator:
         frames.append((Columns(**whole), size + records * RECORD_OVERHEAD))
 
     def check_size(self, size: int) -> None:
-        """Raise ``RecordTooLarge`` if ``size`` bytes are over the limit."""
+        """Raise ``RecordTooLarge`` if ``size`` exceeds the limit."""
         if size > self._record_bytes_max:
             raise RecordTooLarge(
-                f"A record of {size} bytes is over the limit of {self._record_bytes_max}.",
+                f"The record is too large: {size} bytes, and max_record_bytes is "
+                f"{self._record_bytes_max}.",
                 stream=self._stream,
                 hint="Publish a reference to it, split it, or raise max_record_bytes.",
             )

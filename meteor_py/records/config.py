@@ -258,9 +258,9 @@ class SubscriberConfig:
         check_seconds("max_poll_interval", self.max_poll_interval)
         check_choice("on_gap", self.on_gap, ("raise", "skip"))
         if self.on_gap_skipped is not None and not callable(self.on_gap_skipped):
-            raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
+            raise TypeError("on_gap_skipped must be a function that takes two offsets.")
         if self.on_assigned is not None and not callable(self.on_assigned):
-            raise TypeError("on_assigned must be a function of the subscriber.")
+            raise TypeError("on_assigned must be a function that takes the subscriber.")
         if not isinstance(self.auto_confirm, bool):
             raise TypeError(f"auto_confirm must be True or False, not {self.auto_confirm!r}.")
         if self.group is None and (self.auto_confirm or self.on_assigned is not None):
@@ -316,7 +316,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def without_none(**settings: Any) -> dict[str, Any]:
-    """Return the settings that the caller passed, which are those that are not None."""
+    """Return the settings that are not None: those that the caller passed."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

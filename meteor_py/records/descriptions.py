@@ -126,7 +126,7 @@ class Description:
     appended: int
     #: All records below this offset are in the store; None without a store.
     archived: int | None
-    #: The archiver that is active now; None if there is none.
+    #: The active archiver; None if there is none.
     archiver: str | None
     config: StreamConfig
     incarnation: str

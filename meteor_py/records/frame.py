@@ -360,7 +360,7 @@ def _table(data: bytes, pointer: int) -> dict[int, int]:
 def _unpack(compression: str, payload: bytes) -> bytes:
     (size,) = struct.unpack_from("<I", payload)
     if not 8 <= size <= min(_UNPACKED_MAX, _RATIO_MAX * len(payload)):
-        raise ValueError(f"{len(payload)} bytes claim to unpack to {size}")
+        raise ValueError(f"its {len(payload)} bytes cannot unpack to {size} bytes")
     block = memoryview(payload)[4:]
     unpacked: bytes
     if compression == "lz4":
@@ -368,7 +368,7 @@ def _unpack(compression: str, payload: bytes) -> bytes:
         # buffer is uninitialized memory of this process, which must not reach the application.
         unpacked = lz4.block.decompress(block, uncompressed_size=size)
         if len(unpacked) != size:
-            raise ValueError(f"it unpacks to {len(unpacked)} bytes, not to the {size} it claims")
+            raise ValueError(f"it unpacks to {len(unpacked)} bytes instead of {size}")
     else:  # a zstd block declares its size, which pyarrow verifies
         unpacked = pa.decompress(block, decompressed_size=size, codec="zstd", asbytes=True)
     return unpacked

@@ -29,12 +29,12 @@ from meteor_py.records.record import Headers, Record
 #: The longest ordering key, in bytes.
 ORDERING_KEY_BYTES_MAX = 256
 
-#: The most records in an index entry, and in one that a consumer makes from the store.
+#: Maximum number of records in an index entry, and in one that a consumer builds from the store.
 ENTRY_RECORDS = 64
 STORED_ENTRY_RECORDS = 256
 
 _HEADER = "header:"
-#: The list of keys of an entry whose records have none.
+#: The key list of an entry whose records have no ordering keys.
 _NO_KEY = b"\x91\xa0"
 
 
@@ -190,7 +190,7 @@ def unpack_keys(packed_keys: bytes) -> list[bytes]:
 
 
 def _entries(order: list[int], keys: list[bytes], size: int) -> Iterator[bytes]:
-    """Yield two strings for each ``size`` records; ``order`` has the number of each one's key."""
+    """Yield two strings for each ``size`` records; ``order`` has each record's key number."""
     packed_keys = [pack_key(_short(key)) for key in keys]
     for start in range(0, len(order), size):
         part = order[start : start + size]

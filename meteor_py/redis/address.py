@@ -28,7 +28,7 @@ _PARTS = re.compile(
     r"(?P<scheme>[^:]+)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)"
     r"(?P<path>/[^?#]*)?(\?(?P<query>[^#]*))?"
 )
-_HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
+_HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
 #: Options that a URL may set. meteor_py sets all others itself. For each option that is set,
 #: redis-py sends a command and reads the reply before a connection is used.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")

@@ -236,7 +236,7 @@ class Connection:
         """Return the command that runs ``script`` by its hash or, if ``whole``, by its text."""
         if self.topology.guards_slots:
             verb = ("EVAL" if whole else "EVALSHA") + ("_RO" if script.read_only else "")
-            body = script.guarded_source if whole else script.guarded_sha
+            body = script.guarded.text if whole else script.guarded.sha
             return (verb, body, len(keys) + 1, *keys, key_names.guard(keys[0]), *args)
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
@@ -246,7 +246,7 @@ class Connection:
 
     def load(self, script: Script) -> None:
         """Load a script into the server, in the text that this client calls by its hash."""
-        source = script.guarded_source if self.topology.guards_slots else script.source
+        source = script.guarded.text if self.topology.guards_slots else script.source
         self.call("SCRIPT", "LOAD", source)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

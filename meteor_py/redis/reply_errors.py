@@ -102,7 +102,7 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost records {first} to {last} of stream {stream!r}, which this reader "
         "had passed: it failed over to a lagging replica, or restarted without its last writes. "
-        "Call skip_gap() to continue with the records that the server has now.",
+        "Call skip_gap() to continue with the records that the server still has.",
         stream=stream,
         first=first,
         last=last,
@@ -200,8 +200,8 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
 def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
     return OutcomeUnknown(
         f"The lease of this consumer of shared group {group!r} of stream {stream!r} expired before "
-        f"the server replied about {_shown(offsets)}, and the server no longer knows whether these "
-        "settlements counted. If not, the records will be delivered again.",
+        f"the server replied about {_shown(offsets)}, and the server no longer remembers whether "
+        "these settlements counted. If not, the records will be delivered again.",
         stream=stream,
     )
 

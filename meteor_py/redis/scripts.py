@@ -23,8 +23,25 @@ from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from typing import NamedTuple
 
 _DROP_GUARD = b"KEYS[#KEYS] = nil "
+
+
+class GuardedText(NamedTuple):
+    """The text of a script that is called with a guard key, and the hash of this text."""
+
+    source: bytes
+    text: bytes
+    sha: str
+
+    @classmethod
+    def of(cls, source: bytes) -> GuardedText:
+        """Drop the guard key on the line of the first statement, so that line numbers stay."""
+        flags, newline, body = source.partition(b"\n")
+        start = flags + newline if flags.startswith(b"#!") else b""
+        text = start + _DROP_GUARD + (body if start else source)
+        return cls(source, text, _sha(text))
 
 
 class Script:
@@ -37,9 +54,7 @@ class Script:
             first, body = self.source.split(b"\n", 1)
             self.source = b"\n".join((first, *map(_read, libraries), body))
         self.sha = _sha(self.source)
-        #: The text for clusters, which drops the guard key, and its hash.
-        self.guarded_source = _guarded(self.source)
-        self.guarded_sha = _sha(self.guarded_source)
+        self._guarded = GuardedText.of(self.source)
         #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
         # fakeredis would parse the '#!lua' line as Lua, and lacks two of the server's libraries.
@@ -49,20 +64,19 @@ class Script:
         if b"struct." in self.source or b"cmsgpack." in self.source:
             self.plain_source = _read("_fake") + self.plain_source
 
+    @property
+    def guarded(self) -> GuardedText:
+        """The text for clusters, which first drops the guard key, and its hash."""
+        if self._guarded.source is not self.source:  # tests change the text
+            self._guarded = GuardedText.of(self.source)
+        return self._guarded
+
     def __repr__(self) -> str:
         return f"Script({self.name!r})"
 
 
 def _sha(source: bytes) -> str:
     return hashlib.sha1(source, usedforsecurity=False).hexdigest()
-
-
-def _guarded(source: bytes) -> bytes:
-    """Drop the guard key first, on the line of the first statement, so that line numbers stay."""
-    flags, newline, body = source.partition(b"\n")
-    if flags.startswith(b"#!"):
-        return flags + newline + _DROP_GUARD + body
-    return _DROP_GUARD + source
 
 
 def _read(name: str) -> bytes:

@@ -54,7 +54,7 @@ class Completion:
         self.run_callbacks()
 
     def settle_quietly(self, error: Exception | None = None) -> None:
-        """Set the outcome and wake waiting threads. The caller sees to ``run_callbacks``."""
+        """Set the outcome and wake waiting threads. The caller must call ``run_callbacks``."""
         self.error = error
         self.settled = True  # set it first: waiters check it after they register
         if self._event is not None:
@@ -62,7 +62,7 @@ class Completion:
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether callbacks have not been called yet."""
+        """Whether some callbacks have not been called yet."""
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
@@ -98,7 +98,7 @@ class Completion:
         return self.settled or event.wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the outcome is known, or now if it already is."""
+        """Call ``callback`` when the outcome is known, or at once if it already is."""
         with _lock:
             if self._callbacks is None:
                 self._callbacks = deque()

@@ -80,7 +80,7 @@ class Registry(Generic[_T]):
     #: Whether to keep objects alive until they are discarded, because they may have unfinished work
     #: after the user drops them.
     keep: bool = False
-    #: Closes objects within a number of seconds, if their ``close`` may take longer.
+    #: Closes objects within a given number of seconds. Set if their ``close`` may take longer.
     close_within: Callable[[Sequence[_T], float], None] | None = None
 
     def __post_init__(self) -> None:

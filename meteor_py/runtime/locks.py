@@ -5,8 +5,8 @@ function, and after a C function has returned. A handler may raise: for Ctrl-C i
 ``KeyboardInterrupt``, and for SIGTERM many programs call ``sys.exit``. If a handler raises after
 the thread has taken a lock, but before it enters the ``try`` that releases the lock, the lock stays
 locked and every other thread waits forever. The methods of ``threading.Condition`` and
-``threading.Event`` are Python functions with such gaps, and so is
-``if lock.acquire(timeout=...): try: ...``.
+``threading.Event`` are Python functions with such gaps, and
+``if lock.acquire(timeout=...): try: ...`` has the same gap.
 
 In this module, each step that must not be interrupted is one call into C, or is inside the ``try``
 whose ``finally`` undoes it.

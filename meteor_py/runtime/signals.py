@@ -68,7 +68,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     _received_at = time.monotonic()
     done = _thread.allocate_lock()
     done.acquire()
-    # Do not use threading.Thread: to start one takes a lock that the main thread may hold.
+    # Do not use threading.Thread: starting one takes a lock that the main thread may hold.
     _thread.start_new_thread(_watch, (done, number))
     try:
         close_all(_timeout_s)

@@ -10,14 +10,14 @@ from typing import Any
 
 from meteor_py.runtime.locks import SignalSafeEvent
 
-#: Seconds between checks whether the thread has ended, in case its lock stays locked.
+#: Seconds between two checks that the thread is still running, in case its lock stays locked.
 _CHECK_S = 1.0
 #: Seconds between calls of ``push``.
 _PUSH_S = 0.02
 
 
 class _StartEvent(SignalSafeEvent):
-    """The event of ``threading.Thread`` that says that the thread runs."""
+    """The event that ``threading.Thread`` sets once the thread is running."""
 
     def _at_fork_reinit(self) -> None:
         """Called by ``threading`` in a forked child. There is no lock to replace."""

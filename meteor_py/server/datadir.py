@@ -148,7 +148,7 @@ def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = 
         keep: Whether the server writes its data to disk.
         tcp: Whether the server also listens on a port of 127.0.0.1.
         former: The address of the server to restart. Its socket, port and password are kept,
-            because clients know them.
+            because clients use them.
     """
     socket_path = _choose_socket_path(datadir, former)
     text = CONFIG.format(

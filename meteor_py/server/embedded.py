@@ -114,7 +114,9 @@ class EmbeddedServer:
     def _check_open(self) -> None:
         """Raise if the server has no user left, because the supervisor would stop it at once."""
         if not self._release.alive:
-            raise ServerStartFailed(f"The embedded server in {self.directory} was closed.")
+            raise ServerStartFailed(
+                f"The embedded server in {self.directory} was closed. Connect again."
+            )
         if self._users.fd >= 0:
             in_use = self._users.is_in_place()
         else:  # in a forked child, which does not count as a user
@@ -154,8 +156,8 @@ def open_embedded(
 
     Args:
         directory: Directory for the data. All processes that open it share one server. None starts
-            a private server without persistence in a temporary directory, which is deleted in the
-            end.
+            a private server without persistence, in a temporary directory that is deleted when the
+            server stops.
         tcp: Whether the server also listens on a free port of 127.0.0.1, with a random password.
             The process that starts the server decides.
         timeout_s: Seconds within which the server must reply. A server with much data needs time to
@@ -267,7 +269,7 @@ def _reach(
             raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
         # Reopen the file each time: after a start, the supervisor owns the open file and its lock.
         with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
-            if lock.take(fcntl.LOCK_EX):  # no supervisor runs, and only we can start one now
+            if lock.take(fcntl.LOCK_EX):  # no supervisor is running, and only we can start one
                 if started:
                     tries -= 1
                     # Retry only if another process took the port.
@@ -296,7 +298,7 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted now. Raise if it may not before the deadline."""
+    """Whether the server may be restarted yet. Raise if it may not before the deadline."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:

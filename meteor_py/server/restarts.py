@@ -15,7 +15,7 @@ RESTARTS = "restarts"
 WINDOW_S = 60.0
 
 #: Seconds between the first two restarts of a window, and the longest pause. The pause doubles with
-#: each restart. It stays short, so that a server whose disk was full is soon back.
+#: each restart. It stays short, so that a server whose disk was full soon runs again.
 _PAUSE_S = (0.1, 5.0)
 
 

@@ -7,8 +7,8 @@ uses only parts of the standard library that load within a millisecond.
 The directory holds three lock files, which are the only shared state. The kernel releases a
 ``flock`` when its holder dies, for whatever reason.
 
-- ``users.lock``: every user holds it shared. A process that gets it exclusively knows that there is
-  no user, and that none can arrive before the release. That process may stop the server.
+- ``users.lock``: every user holds it shared. If a process gets it exclusively, there is no user,
+  and none can arrive before the release. That process may stop the server.
 - ``watcher.lock``: the supervisor holds it exclusively. A process that gets it may start a
   supervisor.
 - ``server.lock``: the supervisor and, by inheritance, the server and its children hold it. While

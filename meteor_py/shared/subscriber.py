@@ -237,7 +237,9 @@ class SharedSubscriber(Closeable):
         that were already returned with an earlier record of their key.
 
         Args:
-            delay, failed, reason: As for ``SharedRecord.release``.
+            delay: As for ``SharedRecord.release``.
+            failed: As for ``SharedRecord.release``.
+            reason: As for ``SharedRecord.release``.
 
         Raises:
             AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The others

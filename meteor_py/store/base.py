@@ -9,14 +9,14 @@ import pyarrow as pa
 
 #: Terms per epoch. A store sees a single number that only increases: epoch * TERMS + term.
 TERMS = 1_000_000
-#: Number of states to keep from terms later than that of any stored record.
+#: Number of states to keep from terms later than the last term with records.
 _STATES_AHEAD = 3
 #: Called with the number of records processed so far and the total.
 Progress = Callable[[int, int], object]
 
 
 class Bounds(NamedTuple):
-    """The range of one incarnation of a stream that a store holds."""
+    """The range of offsets that a store holds for one incarnation of a stream."""
 
     #: The first offset, and the offset after the last record; equal if the store has no records.
     first: int
@@ -54,12 +54,12 @@ class RingbufferStore(Protocol):
     made of the characters ``[0-9a-f]``. Tables and batches have the columns of ``ARROW_SCHEMA`` and
     consecutive offsets.
 
-    **Live records.** Normally one archiver at a time appends. But a paused archiver that another
-    has replaced may not know this yet and still append, in its older *term*. Terms only increase,
-    and each begins where the live records end. So the live record at an offset is the one that was
-    appended in the newest term that begins at or before that offset. If an archiver repeats an
-    append within a term, the records are the same. A store may ignore an append in a term older
-    than its newest.
+    **Live records.** Normally one archiver at a time appends. But an archiver that was replaced
+    during a pause may not have noticed, and may still append in its older *term*. Terms only
+    increase, and each begins where the live records end. So the live record at an offset is the one
+    that was appended in the newest term that begins at or before that offset. If an archiver
+    repeats an append within a term, the records are the same. A store may ignore an append in a
+    term older than its newest.
 
     **Commits.** The stream records where its history ends, and callers never read beyond that
     offset. The store may hold more records: from an append whose archiver died before the commit,
@@ -93,7 +93,7 @@ class RingbufferStore(Protocol):
         """Set the store's id, if it has none or has the id ``replacing``.
 
         Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
-        stream's former server comes back, its archiver finds that the id has changed.
+        stream's former server starts again, its archiver finds that the id has changed.
         """
 
     def incarnations(self) -> list[str]:

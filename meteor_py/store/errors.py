@@ -33,7 +33,7 @@ def store_unavailable(
     stream: str, location: str, action: str, error: BaseException
 ) -> StoreUnavailable:
     return StoreUnavailable(
-        f"The store of stream {stream!r} at {location} cannot be {action} now: "
+        f"The store of stream {stream!r} at {location} currently cannot be {action}: "
         f"{mask(str(error)).rstrip('.')}.",
         stream=stream,
     )

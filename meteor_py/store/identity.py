@@ -66,7 +66,7 @@ def store_fields(
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     incarnations = store.incarnations()
     if incarnations and resume:
-        # Change the id, so that the former server cannot append if it comes back.
+        # Change the id, so that the former server cannot append if it starts again.
         fields |= {"store": secrets.token_hex(8), "store_before": store_id}
         bounds, state = _saved_state(store, stream, incarnations[-1])
         return fields | _resumed_fields(store, incarnations[-1], bounds, now, state), state

@@ -294,7 +294,9 @@ class ParquetStore(StatefulStore, ColumnStore):
         minute. A merged segment stays within one epoch, and has at most about 32 MiB.
 
         Args:
-            term, end, is_current: See ``tidy``.
+            term: See ``tidy``.
+            end: See ``tidy``.
+            is_current: See ``tidy``.
         """
         log = self._segment_log(incarnation)
         if len(self._large) > _LARGE_MAX:

@@ -171,7 +171,7 @@ def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
 
 
 def _settled(fences: Mapping[str, str]) -> dict[str, str]:
-    """Return the fences without versions of which no frame is in the log: their plans are lost.
+    """Return the fences without the versions that have no frame in the log: their plans are lost.
 
     The previous version of such a writer is complete, or there was none.
     """

@@ -47,10 +47,10 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Maximum UTF-8 bytes of the reason. Longer reasons are cut off: one may quote the whole record.
+#: Maximum UTF-8 bytes of the reason. Longer ones are truncated: an error may quote a whole record.
 REASON_BYTES_MAX = 1024
 
-#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.5)
 #: Seconds that one attempt waits for replicas. The client's connection is busy during the wait.
 _REPLICAS_S = 1.0
@@ -103,7 +103,7 @@ def bury(
             record may have the same offset.
         incarnation: The group's own, if it has one: a group that was deleted and created again may
             give up on the same record again.
-        tries: How often the handler was called with the record.
+        tries: How many times the handler was called with the record.
         acks: Number of replicas that must have the letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
             exceed it by up to twice the timeout of the target's client.
@@ -139,7 +139,7 @@ def bury(
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
     """Publish a letter once; return the server's replication history in which it is stored."""
     sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
-    if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
+    if sent.reply[0] == b"ORDERED":  # the target was given an ordering key in the meantime
         target.adopt_ordering_key(sent.reply[1].decode())
         sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     _check(target, sent.reply)
@@ -185,7 +185,7 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
     fingerprint = 0  # the same for any payload, because a retry may give another reason
     numbers = (epoch, sequence, count, fingerprint, PRODUCER_TTL_MS)
     checksum = zlib.crc32(payload) if target.config.checksum else ""
-    connection.refresh_history()  # a server can be demoted and promoted under an idle connection
+    connection.refresh_history()  # the server may have been promoted since the last call
     for _ in range(2):
         known_epoch = ""  # so that the reply is always a list
         head = (target.incarnation, connection.history, *numbers, form, payload, checksum)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum number of records that an iterator takes from the buffer at a time.
 _ITERATE = 10_000
@@ -214,7 +214,7 @@ class Fetcher:
             self.buffer.note_gap(error)
             raise
         if term is None:
-            self.buffer.close()  # another member reads these records now, so free their memory
+            self.buffer.close()  # another member now reads these records, so free their memory
             return False
         if term is not self._announced:
             self._start_term(term)
@@ -235,7 +235,7 @@ class Fetcher:
             self.buffer.resume(start)
         elif start is not None:
             self.buffer.seek(check_int("the offset from on_assigned", start, 0, OFFSET_MAX))
-        self._announced = term  # only now: if the callback raises, it must be called again
+        self._announced = term  # set it last: if the callback raises, it must be called again
 
     def _fetch_past_gaps(self, block_s: float, records: int) -> None:
         """Fetch once. With ``on_gap="skip"``, skip every gap and fetch the records after it."""
@@ -280,7 +280,7 @@ class Fetcher:
             session.confirm_silently(after, buffer.term)
 
     def _reopen(self, gap: Gap) -> None:
-        """Continue with the records that the stream has now, or with its new incarnation."""
+        """Continue with the stream's remaining records, or with its new incarnation."""
         stream = self.stream.reopen()
         buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         session: GroupSession | None = None

@@ -41,7 +41,8 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | da
     if reply[0] == b"NOOFFSET":
         raise NoConfirmedOffset(
             f"Group {group!r} of stream {stream.name!r} has no confirmed offset, and "
-            "InitialOffset.NONE requires one. Use EARLIEST or LATEST, or stream.seek_group().",
+            "InitialOffset.NONE requires one. Use EARLIEST or LATEST, or set the offset with "
+            "stream.seek_group().",
             stream=stream.name,
             group=group,
         )

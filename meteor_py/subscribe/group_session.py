@@ -3,11 +3,11 @@
 The application's thread acquires the lease, in ``hold``, so only members that poll compete for it.
 A background thread renews it while the application shows that it is alive, and sends the newest
 confirmed offset. Two locks guard the state that the threads share. A thread holds the
-``connection`` while it talks to the server, and the ``condition`` while it reads or changes the
+``connection`` while it calls the server, and the ``condition`` while it reads or changes the
 state. A thread that needs both takes the connection first. Beware that a signal handler may
 interrupt any method and call another.
 
-The lease is ``Vacant``, ``Held`` or ``Lapsed``, and the session active, inactive or closed. The
+The lease is ``Vacant``, ``Held`` or ``Lapsed``; the session is active, inactive or closed. The
 owner trusts a held lease until ``valid_until``, which is before it expires on the server (see
 ``lease.TRUSTED_FRACTION``). After that the lease is not lost: the next ``hold`` asks the server,
 and if no other member has taken the lease, the term continues.
@@ -117,8 +117,8 @@ class GroupSession:
         self.lease = lease
         #: The time, by ``now()``, until which the lease is trusted. Read without a lock.
         self.valid_until = 0.0
-        #: When the application last showed that it is alive, by ``now()``, and whether it is in a
-        #: poll now.
+        #: When the application last showed that it is alive, by ``now()``, and whether it is
+        #: currently polling.
         self.alive_at = now()
         self.polling = False
         #: The position after the last fetch. Confirms carry its epoch.
@@ -167,7 +167,7 @@ class GroupSession:
 
     @property
     def term(self) -> Term | None:
-        """This member's term. It may be over on the server without this member knowing."""
+        """This member's term. The server may already have ended it."""
         return self._state.term
 
     @property
@@ -307,7 +307,7 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # a signal handler ended it, so no thread sends this
+            if self._state.term is not term:  # ended by a signal handler: no thread sends this
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
@@ -322,7 +322,7 @@ class GroupSession:
         if type(state) is not Held or self._mode is not _Mode.ACTIVE or self.connection.is_mine():
             return
         if self._letters or (timeout_s is not None and timeout_s < _ROUND_TRIPS * self._timeout_s):
-            return  # it might take longer
+            return  # the confirm might take longer than the caller waits
         if at < state.renew_at and at < self.valid_until:
             try:
                 self.connection.use(partial(self._send_directly, state.term), timeout_s=0.0)
@@ -382,10 +382,10 @@ class GroupSession:
             self.condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Send the last confirm, release the lease, end the thread. Closing twice is fine.
+        """Send the last confirm, release the lease, end the thread. Idempotent.
 
         Raises:
-            TimeoutError: The thread does not end.
+            TimeoutError: The thread did not end in time.
         """
         if self._pid != os.getpid():
             return  # a forked child: lease, thread and connections belong to the parent
@@ -524,7 +524,7 @@ class GroupSession:
         confirm_at = self.confirms.due
         if confirm_at is not None:
             jobs.append((confirm_at, self._send_confirm))
-        # Even if the application is polling now, check later whether it still does.
+        # Check again later, even if the application is currently polling.
         wait_s = min(_IDLE_S, max(self._max_poll_interval_s, _SILENCE_S))
         wait_s = min(wait_s, self.confirms.watch_s(at))
         if self._leave_by is not None:
@@ -552,7 +552,7 @@ class GroupSession:
     def _lose_term(self, connection: Connection, term: Term, error: LeaseLost) -> None:
         """End a term that is over on the server.
 
-        A confirm whose reply was lost may have taken effect before, so ask the server. The answer
+        Ask the server about a confirm whose reply was lost: it may have taken effect. The answer
         is final, because the server refuses all later confirms of this term.
         """
         if self.confirms.in_doubt:
@@ -636,7 +636,9 @@ class GroupSession:
         """
         if not self._letters:
             return
-        history = connection.refresh_history()  # a server can be promoted under a connection
+        history = (
+            connection.refresh_history()
+        )  # a server can be promoted while a connection is open
         with self.condition:
             elsewhere = {h: last for h, last in self._letters.items() if h != history}
         if not history or not elsewhere:
@@ -655,7 +657,7 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """Extend the trust in the lease, counted from ``sent_at``. The caller holds the lock."""
+        """Trust the lease for longer, counted from ``sent_at``. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
         self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()

@@ -2,8 +2,8 @@
 
 At most one member holds a group's lease. Acquiring it starts a *term*: a number that only increases
 and a nonce that only its owner knows. The group's hash keeps both until another member acquires the
-lease, and the server compares every confirm with them. This fences off an owner that does not know
-yet that it has lost the lease. The lease itself is a key that expires by the server's clock.
+lease, and the server compares every confirm with them. This fences off an owner that has not
+noticed yet that it lost the lease. The lease itself is a key that expires by the server's clock.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Lease:
 
         Args:
             nonce: The caller's secret. After a lost reply, repeat the call with the same nonce.
-            expired: The expired term for whose grace period the caller has waited, if any.
+            expired: The expired term whose grace period the caller has waited out, if any.
         """
         waited_out = "" if expired is None else expired
         reply = self._run_owned(connection, ACQUIRE_LEASE, nonce, waited_out, self.above)

@@ -19,8 +19,8 @@ from meteor_py.runtime.locks import SignalSafeCondition
 
 #: Seconds after a request during which further confirms are merged into the next one.
 MERGE_S = 0.05
-#: Seconds after a request during which the background thread looks for confirms by itself, every
-#: ``MERGE_S`` seconds. Waking it for each confirm costs as much as sending the confirm.
+#: Seconds after a request during which the background thread checks for confirms every ``MERGE_S``
+#: seconds. Waking the thread for each confirm would cost as much as sending the confirm.
 _WATCH_S = 1.0
 #: Seconds without a reply after which the Ack of a confirm fails. The thread still retries.
 TIMEOUT_S = 30.0
@@ -32,7 +32,7 @@ class Confirmation(Completion):
     Args:
         send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
             that is possible within the timeout.
-        hurry: Makes the background thread send the confirms now.
+        hurry: Makes the background thread send the confirms at once.
     """
 
     __slots__ = ("_pid", "_send", "deadline", "hurry", "in_doubt", "offset", "sent")
@@ -92,7 +92,7 @@ class OffsetConfirms:
         self._overdue: list[Confirmation] = []  # at most one: the last that failed without a reply
         self._urgent = False
         self._send_at = 0.0
-        self._watched_until = 0.0  # until then, the background thread looks by itself
+        self._watched_until = 0.0  # until then, the background thread need not be woken
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
 
     def start(self, confirmed: int) -> None:
@@ -119,9 +119,9 @@ class OffsetConfirms:
         self.wanted = max(self.wanted, offset)
 
     def watch_s(self, at: float) -> float:
-        """Return the seconds after which the background thread must look for confirms again.
+        """Return the seconds after which the background thread must check for confirms again.
 
-        The caller holds the lock, and waits that long or less from ``at`` on.
+        The caller holds the lock, and must not wait longer than that, counted from ``at``.
         """
         if at > self._send_at + _WATCH_S:
             return math.inf
@@ -129,7 +129,7 @@ class OffsetConfirms:
         return MERGE_S
 
     def hurry(self) -> None:
-        """Make the next request due now, because a caller waits for it."""
+        """Make the next request due at once: a caller is waiting for its reply."""
         with self._state:
             self._urgent = True
             self._state.notify_all()
@@ -142,7 +142,7 @@ class OffsetConfirms:
         return 0.0 if self._urgent else self._send_at
 
     def take(self) -> int:
-        """Return the offset to send now."""
+        """Mark the pending confirms as sent, and return the offset to send."""
         with self._state:
             for confirmation in self._waiting:
                 confirmation.sent = True

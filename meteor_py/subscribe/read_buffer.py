@@ -70,7 +70,7 @@ class ReadBuffer:
 
         Raises:
             RecordsLost, LogTruncated: Records are missing. Also sets ``gap``.
-            OwnerChanged: Another member owns the group now; see ``LogReader.fetch``.
+            OwnerChanged: The group has a new owner; see ``LogReader.fetch``.
         """
         block_s = min(block_s, self._log.block_max_s)
         try:

@@ -34,7 +34,7 @@ OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 _TRIES = 3
 #: Seconds to wait for the last confirm.
 _FLUSH_S = 5.0
-#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.05, 5.0)
 
 
@@ -129,7 +129,7 @@ class Receiver:
         """
         self.stop()
         if self.is_current_thread():
-            return  # the handler called us; the thread ends when the handler returns
+            return  # called by the handler; the thread ends when the handler returns
         if not self.join(timeout):
             raise TimeoutError(
                 f"The handler of stream {self._stream!r} did not return within {timeout:g} "
@@ -148,7 +148,7 @@ class Receiver:
     def start(self) -> None:
         try:
             self._thread.start()
-        except BaseException:  # such as Ctrl-C; the thread may be running nevertheless
+        except BaseException:  # such as Ctrl-C; the thread may already be running
             self.stop()
             raise
 
@@ -191,7 +191,7 @@ class Receiver:
                     if not handled:
                         break
             except BaseException as error:
-                # Retry: an unreachable server may come back, and a lost lease may be free again.
+                # Retry: the server may become reachable, and a lost lease may become free.
                 left = isinstance(error, (LeaseLost, OutcomeUnknown))
                 if not left and not getattr(error, "retriable", False):
                     self._fail(error)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.5)
 
 #: A call to make on the session's connection, under its term.
@@ -75,7 +75,7 @@ class RenewalThread(JoinableThread):
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
             if not self._failures:  # once per outage
-                _log.warning("Cannot renew the lease of %s now: %s", session.lease, error)
+                _log.warning("Cannot renew the lease of %s; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # the group is gone, or access denied: a retry will not help

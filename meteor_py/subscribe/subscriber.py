@@ -103,7 +103,9 @@ class Subscriber(Closeable):
         """
         unknown = set(columns) - set(ARROW_SCHEMA.names)
         if unknown:
-            raise ValueError(f"Records have no column {sorted(unknown)[0]!r}.")
+            raise ValueError(
+                f"Records have no column {sorted(unknown)[0]!r}. Use the names in ARROW_SCHEMA."
+            )
         self._fetcher.buffer.read_columns(list(columns))
 
     # -- reading -------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class Subscriber(Closeable):
         and returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 returns only records that are available now.
+            timeout: Seconds to wait; 0 returns only records that are already available.
             max_records: Maximum number of records to return.
 
         Returns:
@@ -174,8 +176,8 @@ class Subscriber(Closeable):
             confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
-            LeaseLost: This member has lost the lease. If it does not know that yet, the Ack raises
-                this error later. If no one checks the Ack, the next ``poll()`` raises it.
+            LeaseLost: This member has lost the lease. If it has not noticed yet, the Ack raises
+                this error later. If the Ack is not checked, the next ``poll()`` raises it.
             ValueError: The record was not delivered by this subscriber.
             NotGrouped: The subscriber has no group.
         """
@@ -215,7 +217,7 @@ class Subscriber(Closeable):
     def term(self) -> int | None:
         """The number of this member's term, or None if it has no term. Numbers only increase.
 
-        Use ``is_assigned`` to find out whether the member holds the lease now.
+        Use ``is_assigned`` to find out whether the member currently holds the lease.
         """
         term = self._grouped("term").term
         return None if term is None else term.number
@@ -265,8 +267,8 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, the confirmed offset counts instead of the position. The end is as of the last
-        reply from the server.
+        In a group, counts from the confirmed offset instead of the position. The end is the one in
+        the server's last reply.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed
@@ -302,8 +304,8 @@ class Subscriber(Closeable):
     def skip_gap(self) -> None:
         """Continue with the first record after the gap that the last poll reported.
 
-        After ``LogTruncated``, continue with the records that the server has now. In a group, start
-        at the confirmed offset that the server has now. Does nothing if there is no gap.
+        After ``LogTruncated``, continue with the records that the server still has. In a group,
+        start at the server's current confirmed offset. Does nothing if there is no gap.
         """
         self._check_reader()
         self._fetcher.skip_gap()
@@ -330,7 +332,7 @@ class Subscriber(Closeable):
                 record.
             on_error: What to do with a record for which the handler raises: "stop" the receiver,
                 "skip" the record, "retry" it, or a stream that takes it as a dead letter.
-            tries: How often to call the handler with a record before ``on_error`` applies. The
+            tries: How many times to call the handler with a record before ``on_error`` applies. The
                 default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no

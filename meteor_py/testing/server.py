@@ -27,7 +27,7 @@ SOCKET = "server.sock"
 #: Seconds within which a server must load its data and reply.
 START_S = 20.0
 
-#: Seconds between two signals to stop, and how many are sent before SIGKILL.
+#: Seconds between two stop signals, and how many are sent before SIGKILL.
 STOP_WAIT_S = 0.5
 STOP_TRIES = 40
 

@@ -92,7 +92,7 @@ class StoreContract:
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        """Return a function that opens the stream's store: empty at first, then always the same."""
+        """Return a function that opens the stream's store, which is empty at first."""
         raise NotImplementedError
 
     @pytest.fixture

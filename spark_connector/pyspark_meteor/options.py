@@ -115,7 +115,7 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     starting = _parse_specs(options, *_STARTING, "latest" if streaming else "earliest")
     kinds = {starting.default.kind, *(spec.kind for spec in starting.by_stream.values())}
     if not group and "group" in kinds:
-        hint = "Pass the option group." if streaming else "Only readStream has groups."
+        hint = "Pass the option group." if streaming else "Only readStream supports groups."
         raise ValueError(f"startingOffsets=group starts at the position of a group. {hint}")
     ending = _parse_specs(options, *_ENDING, "latest")
     for option, specs in (("startingOffsets", starting), ("endingOffsets", ending)):
@@ -234,7 +234,10 @@ def _parse_limits(options: RawOptions) -> Limits:
             "maxTriggerDelay limits the wait for minOffsetsPerTrigger. Pass both, or neither."
         )
     if limits.max_records and limits.min_records > limits.max_records:
-        raise ValueError("minOffsetsPerTrigger is greater than maxOffsetsPerTrigger.")
+        raise ValueError(
+            "minOffsetsPerTrigger is greater than maxOffsetsPerTrigger. Lower it, or raise the "
+            "maximum."
+        )
     return limits
 
 
@@ -317,7 +320,9 @@ def _check_names(
     """Refuse the name of a stream that the query does not read: it is probably misspelled."""
     for name in specs.by_stream:
         if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
-            raise ValueError(f"{option} names stream {name!r}, which the query does not read.")
+            raise ValueError(
+                f"{option} names stream {name!r}, which the query does not read. Check the name."
+            )
 
 
 def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:

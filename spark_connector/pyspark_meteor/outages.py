@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.05, 2.0)
 
 
@@ -55,5 +55,5 @@ def outlast(server: ServerOptions, work: Callable[[], _T]) -> _T:
             time.sleep(min(pause_s(failures, *_BACKOFF_S), deadline - at))
         else:
             if failures:
-                _log.warning("The server is back after %d attempts.", failures)
+                _log.warning("The server is available again after %d attempts.", failures)
             return result

@@ -153,7 +153,7 @@ class Planner:
         ]
 
     def record_bytes(self, streams: Iterable[str]) -> int:
-        """Returns the average size of the records that are in the rings now."""
+        """Returns the average size of the records currently in the rings."""
         size = count = 0
         for name in streams:
             try:

@@ -252,7 +252,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         def resolve() -> int:
             if spec.kind == "group":
                 raise ValueError(
-                    f"startingOffsets=group: stream {name!r} has no group {group!r} yet."
+                    f"startingOffsets=group: stream {name!r} has no group {group!r} yet. Create it "
+                    "with stream.seek_group(), or choose another start."
                 )
             return self._planner.resolve(name, spec).offset
 
@@ -358,7 +359,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Returns ``end``, but ``start`` for streams of which only the epoch has changed.
+    """Returns ``end``, but ``start`` for streams in which only the epoch has changed.
 
     A new epoch alone must not cause a batch.
     """

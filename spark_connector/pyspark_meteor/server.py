@@ -65,7 +65,7 @@ class ServerOptions:
         if env and file:
             raise ValueError("Pass either passwordEnv or passwordFile, not both.")
         if (env or file) and not url:
-            raise ValueError("passwordEnv and passwordFile need a url.")
+            raise ValueError("passwordEnv and passwordFile need a url. Pass it as the option url.")
         if env and not _REDACTED.search(env):
             _log.warning(
                 "Spark shows the value of spark.executorEnv.%s in its UI and event log. Use "
@@ -81,7 +81,7 @@ class ServerOptions:
         """Returns the client of this process, which stays open for the next task.
 
         Raises:
-            ValueError: The password is not where the options say.
+            ValueError: The password cannot be read from the place that the options name.
         """
         key = (os.getpid(), self)
         with _lock:

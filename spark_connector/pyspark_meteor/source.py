@@ -102,7 +102,7 @@ def _check_append(overwrite: bool) -> None:
 
 
 def register(spark: SparkSession) -> None:
-    """Register the format ``meteor`` in a session that does not find it.
+    """Register the format ``meteor`` with a session that did not discover it.
 
     This is needed if the package was installed after the session first searched for data sources,
     or was shipped with ``--py-files``.

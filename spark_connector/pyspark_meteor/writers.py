@@ -1,6 +1,6 @@
 """The sinks: tasks stage rows, and the driver commits them.
 
-Spark may run a task twice, even at the same time, and does not tell an attempt that it has lost. So
+Spark may run a task twice, even at the same time, and an attempt does not learn which one won. So
 tasks only stage their rows, each attempt under a unique name. The driver commits the stages of the
 attempts that Spark reports as successful.
 
@@ -9,7 +9,7 @@ stage nothing and only count their rows. A different number of rows means that t
 restored and this is a different batch. The commit checks the number. It also checks that the stream
 still has the batch, since a failover may have lost it.
 
-The object that commits a batch runs in another process than the objects that wrote it. It knows
+The object that commits a batch is in a different process from the objects that wrote it. It has
 only the content of their messages.
 """
 

@@ -125,7 +125,10 @@ def _by_stream(
         column = rows.column("stream")
         for name in compute.unique(column):
             if not name.is_valid:
-                raise ValueError("A row has no stream: its column stream is null.")
+                raise ValueError(
+                    "A row has no stream: its column stream is null. Fill the column, or set the "
+                    "option stream."
+                )
             yield name.as_py(), rows.filter(compute.equal(column, name))
 
 

@@ -258,7 +258,8 @@ def test_two_resumes_of_one_archive_begin_different_epochs(
 ) -> None:
     """A position of the first resumed stream is refused by the second, even if their clocks agree.
 
-    The archive's last epoch is ahead of both clocks, so that both resumes count on from its number.
+    The archive's last epoch is ahead of both clocks, so that both resumes derive their epoch number
+    from it.
     """
     ahead = 4_000_000_000_000
     stored.redis.hset(keys.meta(STREAM), mapping={"epoch": ahead, "epochs": f"{ahead}:0"})

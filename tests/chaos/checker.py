@@ -1,10 +1,10 @@
 """The checker: finds violations in the events of all processes, without side effects.
 
 Log: each acknowledged record is in the log once, at the offset of its ack. The log contains no
-record that was never published or was reported as failed. The records of each publisher are in its
-order, and records published after an acknowledgement follow the acknowledged one. Groups: see
-terms.py. Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end
-of the log never decrease, and the ring keeps its capacity.
+record that was never published or was reported as failed. Each publisher's records are in the order
+in which it published them, and records published after an acknowledgement follow the acknowledged
+one. terms.py checks groups, and stored.py checks the store and readers without a group. In the
+samples, confirmed offsets and the end of the log never decrease, and the ring keeps its capacity.
 """
 
 from __future__ import annotations
@@ -123,7 +123,11 @@ def check_records(
 
 
 def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
-    """Check that the log has the order of each publisher, and the known order in time."""
+    """Check the order of the log.
+
+    The records of each publisher are in order, and each record follows all records that were
+    acknowledged before it was published.
+    """
     newest: dict[str, int] = {}
     for offset, value in log.items():
         publisher, counter = author(value)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal[
-    # Publishers: `values` were requested; are in the log at `offsets`; are not in the log; unknown.
+    # Publishers: `values` were published; they are in the log at `offsets`; they are not in the
+    # log; it is unknown whether they are.
     "publish",
     "acked",
     "failed",
@@ -30,8 +31,8 @@ Kind = Literal[
     "refused",
     "lease_lost",
     "released",
-    # Any reader: the records from `first` to `last` are gone; were skipped; were lost by the
-    # server. The store could not be read or listed.
+    # Any reader: the records from `first` to `last` are gone; they were skipped; the server has
+    # lost them; the store could not be read or listed.
     "missing",
     "gap",
     "truncated",

@@ -22,7 +22,7 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
 #: Seconds after which a confirm must have an outcome.
 OUTCOME_S = 40.0
-#: Maximum seconds of handling a batch.
+#: Maximum seconds to handle a batch.
 HANDLE_S = 0.005
 #: Probabilities, per handled batch or record.
 LEAVE = 0.01

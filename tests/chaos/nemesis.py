@@ -42,7 +42,7 @@ SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 class Fault(Protocol):
     def __call__(self) -> bool:
-        """Cause the fault; return False if it has no target now."""
+        """Cause the fault; return False if there is currently no target for it."""
 
 
 class Nemesis:
@@ -88,7 +88,7 @@ class Nemesis:
         self._replaced: set[int] = set()  # ports of primaries that a failover has replaced
 
     def step(self) -> None:
-        """Repair faults that are due, and cause another if it is time."""
+        """Repair the faults that are over, and cause another if it is time."""
         self._repair(time.monotonic())
         if time.monotonic() < self._next_at:
             return

@@ -49,7 +49,7 @@ UNPLACED = ("no member is left", "it moved too often")
 
 
 class Workers:
-    """The member processes, and the faults that they suffer."""
+    """The member processes, and the faults injected into them."""
 
     def __init__(self, url: str, log: Path, rng: random.Random) -> None:
         self._url, self._log, self._rng = url, log, rng
@@ -65,7 +65,7 @@ class Workers:
         )
 
     def step(self) -> None:
-        """Restart the processes that died of poison, and hurt one."""
+        """Restart the processes that poison messages killed, and inject a fault into one."""
         for slot, process in list(self.running.items()):
             if process.poll() is not None:
                 self.faults["poisoned"] += 1
@@ -203,7 +203,7 @@ def check(
             assert future.exception(0) is None, (body, verb, future.exception(0))
             assert verb != "ask" or future.result(0) == body["n"], body
         elif reason not in UNPLACED or body["to"] != "any":
-            # Each of its sessions ended. The first and the last may have ended before its handler.
+            # Each of its sessions ended; the first and the last perhaps before the handler started.
             assert len(found) >= MAX_DELIVERIES - 2, f"{reason}: {body}, {found}"
         if found and body["to"] != "any":
             firsts[body["s"], body["to"]].append(min(line["at"] for line in found))

@@ -292,7 +292,7 @@ def test_run_archives_and_releases_its_lease_at_the_end(
         assert "this process is the archiver" in command.line("stderr")
         stored.fill(60)
         stored.wait_archived(60)
-        while "archived below 60, 0 waiting" not in command.line("stderr"):
+        while "all records below 60 are archived, 0 waiting" not in command.line("stderr"):
             pass  # line() raises when the command has ended
         assert stored.lease_left_ms > 0
         done = command.end(how)
@@ -343,7 +343,7 @@ def test_run_continues_when_the_store_is_back(stored: StoredStream) -> None:
         while "Cannot archive stream" not in command.line("stderr"):
             pass  # line() raises when the command has ended
         away.rename(stored.root)
-        while "archived below 60, 0 waiting" not in command.line("stderr"):
+        while "all records below 60 are archived, 0 waiting" not in command.line("stderr"):
             pass
         assert command.end(signal.SIGINT).code == 130
     assert stored.stored() == list(range(60))
@@ -387,11 +387,11 @@ def test_run_once_archives_existing_records(stored: StoredStream, tmp_path: Path
     stored.fill(60)
     fill(other, 70)
     done = succeed(stored.url, "archive", "run", "--once", "--segment-records", "30")
-    assert f"stream {STREAM!r}: archived below 60, 60 new records" in done.err
+    assert f"stream {STREAM!r}: archived 60 new records. All records below 60" in done.err
     assert (stored.archived, other.describe().archived) == (60, 70)
     assert stored.owner is None
     done = succeed(stored.url, "archive", "run", "--once", STREAM)
-    assert "archived below 60, 0 new records" in done.err
+    assert "archived 0 new records. All records below 60" in done.err
 
 
 def test_run_once_succeeds_if_another_archiver_archives_the_records(stored: StoredStream) -> None:
@@ -408,7 +408,7 @@ def test_run_once_shows_its_progress_at_a_terminal(stored: StoredStream) -> None
     with at_terminal(stored, "run", "--once", STREAM) as terminal:
         assert terminal.wait() == 0
         assert f"archiving {STREAM}".encode() in terminal.output
-        assert "archived below 60" in terminal.text
+        assert "archived 60 new records" in terminal.text
 
 
 # Without a store
@@ -462,8 +462,8 @@ def test_run_without_names_skips_unreachable_stores(stored: StoredStream, tmp_pa
     fill(other, 70)
     stored.root.rename(stored.root.with_name("away"))
     done = succeed(stored.url, "archive", "run", "--once")
-    assert f"stream {STREAM!r} is left out: " in done.err
-    assert "stream 'hidden' is left out: " in done.err
+    assert f"skipping stream {STREAM!r}: " in done.err
+    assert "skipping stream 'hidden': " in done.err
     assert "client." not in done.err
     assert other.describe().archived == 70
     other.delete()

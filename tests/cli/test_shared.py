@@ -262,11 +262,11 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
 @pytest.mark.parametrize(
     ("found", "groups", "sentence"),
     [
-        (described(lag=0), [], "All records are settled; the group waits for new ones."),
+        (described(lag=0), [], "All records are settled. The group is waiting for new ones."),
         (described(consumers=()), [], "There is no live consumer, and 10 records are not settled."),
         (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead. The next consumer that polls gets"),
-        (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their keys, which"),
+        (described(waiting=WAITING_MAX), [], "1,000,000 records are waiting for their keys, which"),
         (
             described(dead_letters_pending=1),
             [],

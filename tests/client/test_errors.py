@@ -17,7 +17,7 @@ from meteor_py import errors
 ARGUMENTS: dict[str, object] = {
     "problem": "What happened.",
     "message": "What happened.",
-    "why": "is in the log, but its replica is away.",
+    "why": "is in the log, but its replica is down.",
     "stream": "orders",
     "writer": "query-1",
     "version": 4,

@@ -26,7 +26,7 @@ INDEXED_KEYS = [
 
 
 class Parties:
-    """Clients of one server, each with another role."""
+    """Clients of one server, each with a different role."""
 
     def __init__(self, connect: Callable[[str], meteor.Client]) -> None:
         self._connect = connect

@@ -193,7 +193,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
     strict_url: str, folder: Path, late: bool
 ) -> None:
-    """A command sent at once may meet the server's alert, a later one a broken pipe or an EOF."""
+    """A command sent at once may get the server's alert; a later one, a broken pipe or an EOF."""
     place = address.parse(f"{strict_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'), safe='')}")
     connection = Connection(place, 10)
     connection.connect()

@@ -59,8 +59,8 @@ def test_killed_primary_loses_nothing_that_a_replica_acknowledged(
         replicated.wait_for_failover(primary)
         load.run_until(200)
     assert not load.losses.ranges
-    missing = {v for v, o in load.acknowledged.items() if dict(load.log()).get(o) != v}
-    assert not missing
+    found = dict(load.log())
+    assert not {value for value, offset in load.acknowledged.items() if found.get(offset) != value}
 
 
 def test_a_slot_without_a_primary_is_an_error_until_it_is_back(cluster: Cluster) -> None:

@@ -124,11 +124,11 @@ def test_guarded_scripts_see_only_their_own_keys(client: meteor.Client) -> None:
     for script in scripts.ALL:
         first, _, _ = script.source.partition(b"\n")
         flags = first + b"\n" if first.startswith(b"#!") else b""
-        assert script.guarded_source.startswith(flags + b"KEYS[#KEYS] = nil ")
-        assert script.guarded_source.count(b"\n") == script.source.count(b"\n")
+        assert script.guarded.text.startswith(flags + b"KEYS[#KEYS] = nil ")
+        assert script.guarded.text.count(b"\n") == script.source.count(b"\n")
     client.stream(NAME, create=True)
     with client._connector.redis as plain:
-        counted = scripts._guarded(b"return #KEYS")
+        counted = scripts.GuardedText.of(b"return #KEYS").text
         assert (
             plain.execute_command("EVAL", counted, 2, keys.log(NAME), keys.guard(keys.log(NAME)))
             == 1

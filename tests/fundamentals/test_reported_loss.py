@@ -1,7 +1,7 @@
 """Reported loss: if records are lost, readers and publishers learn exactly which ones.
 
 A ring drops its oldest records. A reader that is too slow gets ``RecordsLost`` with the first and
-last offset that it missed. A server that crashes may come back without the records that it
+last offset that it missed. A server that crashes may restart without the records that it
 acknowledged last. A client that has seen them gets ``LogTruncated`` with the first and last offset
 that the server has lost. Readers raise the error until ``skip_gap()`` is called; no record is
 skipped silently.

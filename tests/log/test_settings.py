@@ -55,7 +55,7 @@ def values(client: meteor.Client) -> set[bytes]:
 
 @contextmanager
 def as_written_by_0_2(server: Server) -> Iterator[None]:
-    """Take the settings away: an older release has created the stream."""
+    """Delete the settings, as if an older release had created the stream."""
     with server.client() as plain:
         assert plain.delete(SETTINGS) == 1
         yield
@@ -70,7 +70,7 @@ def stored(guarded: Server, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# What a hostile client may write
+# Hostile writes
 
 
 @pytest.mark.parametrize("role", WRITERS)

@@ -34,7 +34,7 @@ class Split:
     Both branches have the same first 100 records. Then the lost branch gets 10 more. The
     surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
     the variant "skew", the last common epoch is ahead of both servers' clocks, so both branches
-    count on from its number.
+    derive their next epoch number from it.
     """
 
     publisher: meteor.Publisher

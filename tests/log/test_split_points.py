@@ -13,7 +13,7 @@ from tests.support.proxied_stream import ReplicatedStream
 
 @pytest.fixture
 def stream(any_url: str) -> meteor.Stream:
-    """A stream with frames of 3, 1 and 4 records, of which the ring has dropped the first."""
+    """A stream with frames of 3, 1 and 4 records. The ring has dropped the first frame."""
     stream = meteor.connect(any_url).stream("orders", capacity=5)
     with stream.publisher() as pub:
         for size in (3, 1, 4):

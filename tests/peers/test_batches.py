@@ -244,7 +244,9 @@ def test_callback_of_a_future_that_blocks_delays_no_other_message(post: Post) ->
         leave.set()
 
 
-def test_settlements_are_retried_while_the_server_is_away(private_server: ServerFactory) -> None:
+def test_settlements_are_retried_while_the_server_is_unreachable(
+    private_server: ServerFactory,
+) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with Post(server.url) as post:
         group, other = post.group(ttl=2), post.group()

@@ -16,7 +16,7 @@ from tests.support.peering import GROUP, LONG_S, Open, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: How a request without a reply may end while members come and go. A timeout is not among them: a
+#: Errors with which a request may end while members come and go. A timeout is not one of them: a
 #: member must report the failure.
 ERRORS = {"NoLeader", "MemberUnknown", "MemberLeft", "MembershipLost"}
 

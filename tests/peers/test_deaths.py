@@ -1,4 +1,4 @@
-"""Members of peer groups that die, are replaced, and come back.
+"""Members of peer groups that die, are replaced, and rejoin.
 
 Several handles in one process: the events that they see, and the ids of the members.
 """
@@ -80,7 +80,7 @@ def test_waiting_for_a_name_ends_when_the_handle_is_closed(open_group: Open) -> 
     assert [str(error).endswith("open another.") for error in errors] == [True]
 
 
-def test_named_member_dies_and_comes_back_elsewhere(open_group: Open) -> None:  # T22
+def test_named_member_dies_and_rejoins_elsewhere(open_group: Open) -> None:  # T22
     one, two, three = open_group(ttl=LONG_S), open_group(), open_group()
     heard = Heard(one)
     two.join("a", metadata=1)

@@ -149,7 +149,7 @@ def test_sigterm_hands_over_at_once(start: Start, open_group: Open) -> None:
     assert other.answer() == "serving"
     heard = Heard(group)
     other.terminate()
-    eventually(lambda: heard.count("status", "b", "dead") == 1)  # a named member may come back
+    eventually(lambda: heard.count("status", "b", "dead") == 1)  # a named member may rejoin
     assert group.leader is None
 
 
@@ -256,7 +256,7 @@ def test_clock_step_expels_no_member_and_deaths_are_still_detected(
     assert not any(event.member == "a" for event in events)
 
 
-def test_leader_of_a_server_that_comes_back_empty_must_be_reelected(
+def test_leader_of_a_server_that_restarts_empty_must_be_reelected(
     private_server: ServerFactory, open_group: Open
 ) -> None:
     server = private_server("--save", "")

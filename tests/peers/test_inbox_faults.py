@@ -87,9 +87,7 @@ def test_expelled_named_member_continues_with_its_messages(post: Post) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_member_taken_for_dead_handles_no_message_before_older_ones(
-    post: Post, begun: bool
-) -> None:
+def test_member_presumed_dead_handles_no_message_before_older_ones(post: Post, begun: bool) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me, gate = other.join("a"), Gate()
     me.on("q")(gate)

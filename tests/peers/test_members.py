@@ -176,7 +176,7 @@ def test_unnamed_member_that_rejoins_has_another_id(open_group: Open) -> None:  
     assert len(seen) == 20
 
 
-def test_any_process_may_remove_a_member_which_does_not_rejoin(open_group: Open) -> None:
+def test_any_process_may_remove_a_member_and_it_does_not_rejoin(open_group: Open) -> None:
     one, two = open_group(ttl=0.9), open_group()
     heard = Heard(one)
     me = two.join("a")

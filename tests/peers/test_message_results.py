@@ -122,7 +122,7 @@ def test_message_to_all_waits_for_all_replies_even_if_one_fails(post: Post) -> N
     assert isinstance(replies.failed["a"], HandlerFailed)
 
 
-def test_message_for_any_moves_when_its_member_dies_and_completes_once(post: Post) -> None:
+def test_message_to_any_member_moves_when_its_member_dies_and_completes_once(post: Post) -> None:
     group, first, second = post.group(ttl=0.5), post.group(), post.group()
     gate, got = Gate(lambda message: "too late"), Record(lambda message: message.deliveries)
     first.join("a").on("q")(gate)
@@ -138,7 +138,7 @@ def test_message_for_any_moves_when_its_member_dies_and_completes_once(post: Pos
     assert result(future) == 2
 
 
-def test_message_for_any_fails_only_when_no_member_is_left(post: Post) -> None:
+def test_message_to_any_member_fails_only_when_no_member_is_left(post: Post) -> None:
     group = post.group()
     gates = {name: Gate() for name in ("a", "b")}
     for name, gate in gates.items():

@@ -118,7 +118,7 @@ def test_tell_does_not_expire(post: Post) -> None:
     assert got.bodies == [1]
 
 
-def test_message_for_any_goes_to_no_dead_member(post: Post) -> None:
+def test_message_to_any_member_goes_to_no_dead_member(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     assert isinstance(failure(group.any.send("q")), MemberUnknown)
@@ -224,7 +224,9 @@ def test_replaced_member_cannot_send_before_it_knows(post: Post) -> None:
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
-def test_messages_for_any_are_spread_evenly(post: Post, members: int, rng: random.Random) -> None:
+def test_messages_to_any_member_are_spread_evenly(
+    post: Post, members: int, rng: random.Random
+) -> None:
     group = post.group()
     for n in range(members):
         group.join(f"m{n}")
@@ -242,7 +244,7 @@ def test_messages_for_any_are_spread_evenly(post: Post, members: int, rng: rando
     assert square < {2: 24.0, 4: 30.7, 8: 40.5}[members], lengths
 
 
-def test_messages_for_any_from_one_handle_reach_different_members(post: Post) -> None:
+def test_messages_to_any_member_from_one_handle_reach_different_members(post: Post) -> None:
     group = post.group()
     for name in ("a", "b"):
         group.join(name).on("q")(lambda message, name=name: name)

@@ -121,7 +121,7 @@ def test_each_version_detects_deaths_of_the_other(post: Post) -> None:
     assert b":-" in on_key(group, "HGET", "members", "new")
 
 
-def test_message_for_any_moves_between_versions(post: Post) -> None:
+def test_message_to_any_member_moves_between_versions(post: Post) -> None:
     group = post.group(ttl=60)
     old = OldMember(group, "old")
     future = group.any.ask("q", 7, timeout=60)

@@ -40,7 +40,7 @@ def has_orphans(peers: Peers) -> bool:
     return bool(peers.run("heartbeat", "")[-2])
 
 
-def test_messages_for_any_move_in_order_and_in_bounded_steps(peers: Peers) -> None:
+def test_messages_to_any_member_move_in_order_and_in_bounded_steps(peers: Peers) -> None:
     peers.join("a")
     names = fill(peers)
     peers.join("b")

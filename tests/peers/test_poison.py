@@ -140,7 +140,7 @@ with meteor.connect(sys.argv[1]) as m, m.peer_group(sys.argv[2]) as group:
 
 
 class Victims:
-    """Processes whose handler dies of the message "poison"."""
+    """Processes that the message "poison" kills."""
 
     def __init__(self, post: Post, group: PeerGroup) -> None:
         self._url = post.url

@@ -109,7 +109,7 @@ def test_members_without_the_queue_fail_alone(post: Post) -> None:
     assert inbox_length(group, "without") == 1  # a handler may be registered later
 
 
-def test_messages_for_any_go_to_members_that_handle_the_queue(post: Post) -> None:
+def test_messages_to_any_member_go_to_members_that_handle_the_queue(post: Post) -> None:
     group = post.group(ttl=60)
     got = Record()
     for number in range(4):

@@ -19,7 +19,7 @@ from tests.support.peering import peers as peers
 # Membership
 
 
-def test_heartbeat_of_a_dropped_member_reports_it_and_does_not_renew(peers: Peers) -> None:
+def test_heartbeat_reports_a_dropped_member_and_does_not_renew_it(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
@@ -27,7 +27,7 @@ def test_heartbeat_of_a_dropped_member_reports_it_and_does_not_renew(peers: Peer
     assert peers.members() == {"b"}
 
 
-def test_heartbeat_of_a_removed_member_reports_it_until_the_name_rejoins(peers: Peers) -> None:
+def test_heartbeat_reports_a_removed_member_until_its_name_rejoins(peers: Peers) -> None:
     peers.join("a", named=True)
     assert peers.leave("a", "") == ["OK", 1]
     assert peers.heartbeat("a") == [2]
@@ -92,7 +92,7 @@ def test_named_member_that_dies_stays_and_another_leads(peers: Peers) -> None:
     assert peers.members() == {"a", "b"}
 
 
-def test_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
+def test_named_member_that_rejoins_can_lead_again(peers: Peers) -> None:
     """Requested in atomix#258: in Atomix, it could not."""
     peers.join("a", named=True)
     peers.join("b", named=True)
@@ -157,7 +157,7 @@ def test_dead_member_is_removed_after_expiration_and_may_rejoin(
     assert peers.events()[-1] == ("joined" if expiration is not None else "alive", "a")
 
 
-def test_member_that_comes_back_in_time_is_not_removed_later(build: Build) -> None:
+def test_member_that_rejoins_in_time_is_not_removed_later(build: Build) -> None:
     peers = build(member_expiration=0.5)
     peers.join("a", named=True)
     peers.join("b")

@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Call a handler repeatedly, wherever the main thread is, even inside itself."""
+    """Call a signal handler repeatedly, at any point of the main thread, even while it runs."""
     depth = 0
 
     def ring(*_: object) -> None:

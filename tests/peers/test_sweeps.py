@@ -149,10 +149,10 @@ def test_overdue_members_do_not_count_towards_min_size(build: Build) -> None:
     assert peers.leader == ""
 
 
-# Messages of the dead
+# Messages of dead members
 
 
-def test_messages_for_any_wait_for_the_only_named_member(peers: Peers) -> None:
+def test_messages_to_any_member_wait_for_the_only_named_member(peers: Peers) -> None:
     peers.join("w", named=True)
     for message in ("one", "two"):
         send(peers, message)
@@ -163,7 +163,7 @@ def test_messages_for_any_wait_for_the_only_named_member(peers: Peers) -> None:
     assert entries(peers, "dead") == []
 
 
-def test_messages_for_any_go_to_the_next_member_to_join(peers: Peers) -> None:
+def test_messages_to_any_member_go_to_the_next_member_to_join(peers: Peers) -> None:
     peers.join("w", named=True)
     for message in ("one", "two"):
         send(peers, message, verb="ask")

@@ -115,7 +115,7 @@ def test_future_fails_when_its_handle_is_closed(url: str) -> None:
         handle = panel.handle()
         future = handle.propose("x", timeout=LONG_S)
         handle.close()
-        with pytest.raises(PeerError, match="closed before"):
+        with pytest.raises(PeerError, match="closed first"):
             outcome_of(future)
         assert not future.cancel()
 

@@ -1,6 +1,6 @@
 """The outcome of every record is reported: by its ack, a callback, flush, close or a log line.
 
-Also forks, interpreter exit, and waiting for replicas.
+The tests also cover forks, interpreter exit, and waiting for replicas.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_connection_cut_under_a_waiting_thread_loses_and_repeats_nothing(
     assert proxied.values()[1:] == [b"%d" % offset for offset in range(1, 20)]
 
 
-def test_reply_in_pieces_is_read_by_whoever_comes_first(proxied: ProxiedStream) -> None:
+def test_reply_in_pieces_is_read_by_whichever_thread_comes_first(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.chunk(1, pause_s=0.002)
     for offset in range(1, 10):
@@ -214,7 +214,7 @@ def test_reply_in_pieces_is_read_by_whoever_comes_first(proxied: ProxiedStream) 
         assert ack.result(10) == offset
 
 
-# 5. The sender judges
+# 5. The sender decides
 
 
 def test_callbacks_run_in_the_senders_thread(proxied: ProxiedStream) -> None:

@@ -306,7 +306,7 @@ def test_a_call_with_a_record_over_the_limit_is_refused_as_a_whole(
         record["headers"] = {"name": b"x" * headers}
     with stream.publisher() as pub:
         message = check_refused(lambda: pub.publish(**record), plain, meteor.RecordTooLarge)
-        assert "limit" in message
+        assert "max_record_bytes is 1048576" in message
         columns = {"key": "keys", "headers": "headers"}
         others = {columns[k]: [None, v, None] for k, v in record.items() if k != "value"}
         values = [b"good", record["value"], b"good"]

@@ -129,7 +129,7 @@ def test_a_publisher_that_sends_nothing_more_learns_that_its_records_are_lost(
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])
-def test_a_loss_is_learned_even_if_the_last_acknowledgement_is_recent(
+def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     replicated: ReplicatedStream, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "_REPLICATION_ID_S", 60.0)  # as if it were less than a second old
@@ -229,7 +229,7 @@ def test_a_stored_error_does_not_keep_the_callers_variables_alive(
         pub.close()
 
 
-# Acknowledged batches in the window, and waits
+# Acknowledged batches in the window, and waiting
 
 
 def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(

@@ -1,4 +1,4 @@
-"""An embedded server that is killed comes back, and its clients continue."""
+"""An embedded server that is killed is restarted, and its clients continue."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_pause_before_a_restart_grows_to_a_limit_and_is_reset(
     assert limit.wait_s(tmp_path) <= 0
 
 
-def test_server_that_cannot_write_its_files_comes_back_later(kept: Path) -> None:
+def test_server_that_cannot_write_its_files_is_restarted_later(kept: Path) -> None:
     with meteor.connect(f"embedded://{kept}", timeout=0.5) as m:
         stream = m.stream("s", create=True)
         with stream.publisher() as pub:

@@ -189,7 +189,7 @@ def test_frames_staged_before_are_moved_and_indexed_by_consumers(client: meteor.
 def test_stage_that_lost_frames_is_refused(client: meteor.Client) -> None:
     stream = client.stream("s", ordering_key="key")
     stage = Stage(stream._handle, "w.0.0")
-    for number in range(5):  # without one frame it has as many fields as five without entries
+    for number in range(5):  # four frames with index entries have as many fields as five without
         stage.write(Columns([b"v"], [b"%d" % number]))
     staged = stage.finish()
     fields = ["0n", "0f", "0p", "0c", "0g"]
@@ -232,7 +232,7 @@ def test_ordering_key_is_added_once_and_not_changed(client: meteor.Client) -> No
         client.stream("t", create=True).configure(ordering_key="keys")
 
 
-def test_one_of_two_clients_wins_that_add_different_ordering_keys(
+def test_if_two_clients_add_different_ordering_keys_one_wins(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, other = client.stream("s", create=True), client.stream("s")

@@ -1,4 +1,4 @@
-"""Work in the server is bounded: per call, whatever the sizes, and per record, whoever waits."""
+"""Script calls do bounded work, and a record costs few calls, however many consumers wait."""
 
 from __future__ import annotations
 

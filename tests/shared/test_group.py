@@ -79,7 +79,7 @@ def test_purge_reaches_records_beyond_max_waiting(any_url: str) -> None:
         assert offsets(drain(c1)) == [*range(1_351, 1_401)]
 
 
-def test_purge_settles_records_that_nobody_has_scanned_when_they_are(any_url: str) -> None:
+def test_purge_settles_unscanned_records_when_they_are_scanned(any_url: str) -> None:
     with Queue(any_url, "ABAB") as queue:
         queue.consumer().close()
         assert queue.shared.purge("A", limit=1) == 1

@@ -213,7 +213,7 @@ def test_reply_may_be_applied_twice(held: Holdings) -> None:
     assert (len(held), held.granted) == (1, {})
 
 
-# What the server says
+# Replies from the server
 
 
 def test_records_that_a_failover_took_back_are_not_held(held: Holdings) -> None:

@@ -77,7 +77,7 @@ def offsets_in_log(client: meteor.Client) -> list[int]:
 def test_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
     client: meteor.Client, frame: int
 ) -> None:
-    """A frame of which only some records must go stays in the log, and so do its index entries."""
+    """If only some records of a frame exceed the limit, the frame and its index entries stay."""
     stream = client.stream("s", ordering_key="key", capacity=1_000)
     with stream.publisher() as pub:
         for _ in range(5_000 // frame):

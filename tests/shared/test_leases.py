@@ -55,7 +55,7 @@ def test_ack_that_counted_is_not_reported_as_refused_after_the_lease_expired(
 ) -> None:
     with Queue(any_url, "A") as queue:
         late, other = cut_off(queue, monkeypatch, request=False)
-        late.flush()  # no Fenced: the server tells that its last step was taken
+        late.flush()  # no Fenced: the server reports that it has executed the last step
         assert queue.shared.describe().acked == 1
         assert other.poll(0) == []
 

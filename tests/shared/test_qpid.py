@@ -414,7 +414,7 @@ def noted(any_url: str) -> Iterator[Queue]:
         yield queue
 
 
-def test_only_this_release_may_be_processed_after_the_next_record(noted: Queue) -> None:
+def test_record_released_with_only_this_may_be_processed_after_the_next_one(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     noted.release(c1, "A-0", only_this=True)

@@ -238,7 +238,7 @@ def test_ordering_key_of_a_stream_cannot_be_changed(client: meteor.Client) -> No
 
 @pytest.mark.parametrize("how", ["one by one", "lists", "arrow"])
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_records_get_their_ordering_key_from_key_or_header_however_published(
+def test_ordering_key_comes_from_key_or_header_however_records_are_published(
     client: meteor.Client, ordering_key: str, how: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)

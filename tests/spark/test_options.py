@@ -208,7 +208,7 @@ def test_crash_in_any_of_the_first_batches_changes_neither_the_start_nor_the_bat
     kept = Checkpoint()
     with Engine(kept, **given) as engine:
         assert engine._plan(), "planned but not done"
-    fill(stream, 10)  # -4 would mean another offset now
+    fill(stream, 10)  # -4 would now mean another offset
     with Engine(kept, **given) as engine:
         assert engine.plan()
         engine.read()

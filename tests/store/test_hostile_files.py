@@ -66,12 +66,12 @@ def refusal(store: ParquetStore, rows: int) -> str:
 
 
 def repeated(entry: bytes, rows: int, kind: pa.DataType | None = None) -> pa.Array:
-    """Return an array that has one entry many times, in the memory of one."""
+    """Return an array that repeats one entry many times but stores it only once."""
     one = pa.array([entry], kind or pa.binary())
     return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), one)
 
 
-# What a row group unpacks to
+# The unpacked size of row groups
 
 
 def test_a_value_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
         assert "its footer " in refusal(store, 10)
 
 
-# What segments have
+# Valid segments
 
 
 def test_row_groups_are_small_even_if_records_differ_much_in_size(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Edge cases of stores: servers that come back, stores that hang, conflicting settings."""
+"""Edge cases of stores: servers that were believed lost, stores that hang, conflicting settings."""
 
 from __future__ import annotations
 

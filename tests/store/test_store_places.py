@@ -81,7 +81,7 @@ def test_tilde_in_a_path_is_the_home_directory(
 
 
 @pytest.mark.parametrize("name", ["a b", "what?", "100%41", "#1", "größe", "a@b", "{x}", "'\""])
-def test_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
+def test_path_may_contain_any_characters(tmp_path: Path, name: str) -> None:
     store = claimed(tmp_path / name)
     store.append(INCARNATION, 1, records(0, 10))
     assert store.uri is not None

@@ -1,4 +1,4 @@
-"""Receivers pass on every record in order, keep their lease, and never end without an error."""
+"""Receivers pass on every record in order, keep their lease, and never end silently."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def fork() -> int:
     """Fork while no other thread is writing a log line.
 
     A child inherits the locks of its parent. If another thread holds the lock of stderr, the child
-    waits forever, at the latest when it exits and flushes.
+    waits for it forever: when it writes to the log, or when it exits and flushes.
     """
     handlers = [*logging.getLogger().handlers, logging.lastResort]
     held = [handler for handler in handlers if handler is not None]

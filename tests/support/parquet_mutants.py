@@ -1,4 +1,4 @@
-"""Broken segment files, and what a reader makes of them. Run as a program: it may crash.
+"""A program that reads broken segment files. It runs in a separate process, because it may crash.
 
 python -m tests.support.parquet_mutants SEED CASES
 
@@ -24,7 +24,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.segment import Segment
 from meteor_py.store.segment_file import BAD_BYTES, SegmentFile
 
-#: Bytes of address space that the program may take on top of what it has at the start.
+#: Bytes of address space that the program may use in addition to those at its start.
 _SPACE = 2 * 1024**3
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",
@@ -32,13 +32,13 @@ OPTIONS: dict[str, Any] = {
     "column_encoding": {"offset": "DELTA_BINARY_PACKED"},
     "write_statistics": ["offset", "timestamp", "appended"],
 }
-#: Numbers that are interesting as sizes.
+#: Sizes that are likely to reveal an overflow or a missing check.
 _SIZES = (0, 1, -1, 127, 128, 2**16, 2**28, 2**31 - 1, -(2**31), 2**32, 2**40, 2**62)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reader made of broken files."""
+    """How many broken files a reader refused and read, and the MiB by which the process grew."""
 
     refused: int
     read: int
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def fuzz(seed: int, cases: int) -> Outcome:
-    """Read broken files in a process of its own; raise if it crashes or finds a problem."""
+    """Read broken files in a separate process; raise if it crashes or finds a problem."""
     command = [sys.executable, "-m", __name__, str(seed), str(cases)]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=3600)
@@ -55,7 +55,7 @@ def fuzz(seed: int, cases: int) -> Outcome:
 
 
 def bases(rng: random.Random) -> list[tuple[bytes, Segment]]:
-    """Small files as ``segment_file.write`` writes them; some without checksums of pages.
+    """Small files as ``segment_file.write`` writes them; some without page checksums.
 
     Without checksums, damage to a page reaches the decoder.
     """
@@ -104,7 +104,7 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
 
 
 def flipped_footers(whole: bytes) -> Iterator[bytes]:
-    """One bit of each byte of the footer is flipped: among other things, lengths of lists."""
+    """Yield copies of a file, each with one bit of the footer flipped. Some change list lengths."""
     for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
         data = bytearray(whole)
         data[at] ^= 64
@@ -121,7 +121,7 @@ def varint(value: int) -> bytes:
 
 
 def is_read(data: bytes, segment: Segment) -> bool:
-    """Whether a reader takes the file. If so, check that its batches are well-formed."""
+    """Whether a reader accepts the file. If so, check that its batches are well-formed."""
     try:
         file = SegmentFile(pa.BufferReader(data), segment)
         for group in range(len(file.edges) - 1):

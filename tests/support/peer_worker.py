@@ -1,4 +1,4 @@
-"""A process for chaos runs: a member that logs each message, and dies of poison."""
+"""A process for chaos runs: a member that logs each message, and that a poison message kills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def main() -> None:
         def work(message: Message) -> int:
             body = message.body
             line = {"id": message.id, "at": time.monotonic(), "deliveries": message.deliveries}
-            os.write(log, json.dumps(line | body).encode() + b"\n")  # one write: none is torn
+            os.write(
+                log, json.dumps(line | body).encode() + b"\n"
+            )  # one system call: no line is torn
             if body["poison"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return int(body["n"])

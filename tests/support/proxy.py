@@ -78,7 +78,7 @@ class Proxy:
     # Controls, which any thread may call.
 
     def cut(self) -> None:
-        """End all connections now, losing held bytes."""
+        """End all connections at once, losing held bytes."""
         with self._control():
             for link in self._links:
                 if not link.ended:
@@ -86,14 +86,14 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th next request that contains `match`, which is never executed.
+        """Cut before the n-th request from now that contains `match`. It is never executed.
 
         Earlier requests of its connection are executed and get their replies.
         """
         self._arm("before", n, match)
 
     def cut_after_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut after the n-th next request that contains `match`, losing its reply.
+        """Cut after the n-th request from now that contains `match`, losing its reply.
 
         Later requests of its connection are never executed.
         """

@@ -75,7 +75,7 @@ class Half:
         self.source = source
         self.sink = sink
         self.reading = True
-        self.blocked = False  # the sink accepts no more for now
+        self.blocked = False  # the sink currently accepts no more bytes
         self.held_bytes = 0
         self.pause_until = 0.0
         self.splitter = Splitter()
@@ -175,7 +175,7 @@ class Link:
         self._counters.cuts += self.cut
         for half in self.halves:
             try:
-                # Tells the peer now, even while the proxy's thread polls this socket.
+                # Notifies the peer at once, even while the proxy's thread polls this socket.
                 half.source.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # the peer closed it first

@@ -1,4 +1,4 @@
-"""A model of the records of a shared group, by the rules of its documentation."""
+"""A model of the records in a shared group, which follows the documented rules."""
 
 from __future__ import annotations
 

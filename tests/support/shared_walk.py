@@ -39,7 +39,7 @@ IDLE_STEPS = 30
 _OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")
 
 
-#: Sizes in the scripts, and small ones, with which a short walk meets every border.
+#: Limits in the scripts, and smaller ones, so that a short walk reaches each limit.
 _SMALL = {
     b"local BATCH = 32 ": b"local BATCH = 3 ",
     b"local LOADS = 400 ": b"local LOADS = 6 ",
@@ -238,7 +238,9 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        self.exchange(hand, 0)  # takes back all of a dead consumer: the model knows no portions
+        self.exchange(
+            hand, 0
+        )  # takes back all records of a dead consumer at once: the model has no portions
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()
@@ -391,7 +393,7 @@ class Walk(Model):
         return reply
 
     def tell_all(self) -> None:
-        """Tell the model what the hand has settled: it is sent before anything is claimed."""
+        """Apply the hand's settlements to the model: they are sent before anything is claimed."""
         hand = self.hand
         if hand is None or self.told:
             return

@@ -178,8 +178,8 @@ def expire(consumer: meteor.SharedSubscriber) -> None:
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 
 
-#: Changes numbers of the group's progress: KEYS 1 meta; ARGV  1 how many numbers, then the place of
-#: each and what to add to it, or 'x' and its value.
+#: Changes numbers in the group's progress. KEYS  1 meta. ARGV  1 the number of changes; then for
+#: each change the place of a number, and what to add to it, or 'x' and its new value.
 _CHANGE = b"""
 local format = '<ddddddddddddddddc6c6'
 local p = {struct.unpack(format, redis.call('HGET', KEYS[1], 'progress'))}
@@ -202,7 +202,7 @@ def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None
 
 
 def make_due(connector: Any, protocol: Any, part: str, *members: Any) -> None:
-    """Let leases, delays or the times of dead letters (a ``part`` of the state) end now."""
+    """Make the leases, delays or dead letters (a ``part`` of the state) due at once."""
     for member in members:
         connector.call("ZADD", protocol.key(part), "XX", 1, member)
     if connector.call("EXISTS", protocol.key("meta")):

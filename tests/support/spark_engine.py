@@ -1,4 +1,4 @@
-"""A stand-in for Spark's engine, which calls a streaming source or a sink task like Spark does.
+"""A stand-in for Spark's engine, which calls a streaming source or a sink task as Spark does.
 
 Like Spark's, it asks for the initial offset repeatedly, plans twice, reads with a reader that was
 pickled before the run, commits late, and compares offsets as JSON. A test may let it crash between

@@ -33,7 +33,7 @@ class Kafka:
     topic: str = ""
 
     def fresh(self) -> Kafka:
-        """Create a topic with a new name, because clients see a deleted name for a while."""
+        """Create a topic with a new name, because clients still see a deleted topic for a while."""
         from confluent_kafka.admin import AdminClient, NewTopic
 
         admin = AdminClient(self._client)

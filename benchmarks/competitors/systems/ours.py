@@ -42,7 +42,7 @@ class Meteor:
         return MeteorConsumer(self._connect(), self.form)
 
     def _connect(self) -> meteor.Client:
-        # The server in memory loses its data when it ends, on purpose.
+        # The in-memory server deliberately loses its data when it ends.
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)
         return meteor.connect(self.url)
 

@@ -7,9 +7,10 @@
     A..B                from A up to but not including B; both are optional
     @T1..T2             the same by time; T2 may be a duration: @2026-11-16..1h
 
-A TIME is in ms (13 digits) or seconds since 1970, a date, RFC 3339 (``2026-11-16T14:30:00Z``),
-``now``, or a duration before now: ``-1h30m`` (units ms, s, m, h, d, w). Without a zone it is local
-time. Times are compared with the time at which the server appended a record.
+A TIME is a number of ms (13 digits) or seconds since 1970, a date, an RFC 3339 time
+(``2026-11-16T14:30:00Z``), ``now``, or a duration before now: ``-1h30m`` (units ms, s, m, h, d, w).
+A time without a zone is local time. The command compares times with the time at which the server
+appended a record.
 """
 
 from __future__ import annotations

@@ -47,11 +47,17 @@ meteor archive run --once orders  # for cron""",
 )
 @options.stream_names
 @options.flag("--once", help="Archive the existing records, and exit.")
-@options.count("--segment-records", help="Write a file once N records wait. Default: 1,000,000.")
-@options.size(
-    "--segment-bytes", min=1, help="Write a file once records fill SIZE in memory. Default: 64MiB."
+@options.count(
+    "--segment-records", help="Write a file once N records are waiting. Default: 1,000,000."
 )
-@options.seconds("--segment-age", help="Write a file once a record is this old. Default: 60.")
+@options.size(
+    "--segment-bytes",
+    min=1,
+    help="Write a file once the waiting records use SIZE of memory. Default: 64MiB.",
+)
+@options.seconds(
+    "--segment-age", help="Write a file once a record has waited this long. Default: 60."
+)
 @options.seconds(
     "--lease-ttl",
     positive=True,
@@ -129,7 +135,7 @@ class _ArchiverReport:
         if found.archiver is None and self._owner is None:
             return  # no archiver has the lease yet
         archived = found.archived or 0
-        state = f"archived below {archived:,}, {found.next - archived:,} waiting"
+        state = f"all records below {archived:,} are archived, {found.next - archived:,} waiting"
         if found.archiver not in (None, self._owner):
             self._owner = found.archiver
             if found.archiver == self.archiver.member:
@@ -191,7 +197,7 @@ def _flush(archiver: Archiver) -> None:
                 archived, moved_at = now, time.monotonic()
                 show(min(now, end) - start)
     new = counted(archived - start, "new record")
-    say(f"stream {stream.name!r}: archived below {archived:,}, {new}.")
+    say(f"stream {stream.name!r}: archived {new}. All records below {archived:,} are in the store.")
 
 
 @command("ls", example="meteor archive ls orders --json | jq -r .file")
@@ -199,7 +205,7 @@ def _flush(archiver: Archiver) -> None:
 @options.json_lines
 @_store
 def list_segments(session: Session, stream: str, as_json: bool, store: str | None) -> None:
-    """List the archive files of a stream, in order of offsets."""
+    """List the archive files of a stream, in offset order."""
     with session.stream(stream, store=store, archive=False) as opened:
         archive = opened.store
         found, end = archive.segments(), archive.bounds()[1]
@@ -277,7 +283,7 @@ meteor archive expire orders --max-bytes 500GB --yes""",
     metavar="TIME",
     help="Delete records appended before a time: -30d, 2026-11-16, 2026-11-16T14:30:00Z.",
 )
-@options.size("--max-bytes", help="Delete until the files have at most SIZE: 500GB, 1TiB.")
+@options.size("--max-bytes", help="Delete until the files use at most SIZE: 500GB, 1TiB.")
 @options.count("--offset", min=0, help="Delete records below this offset.")
 @options.flag("--force", help="Also delete records that a group has not confirmed.")
 @options.confirmation("Show what would be deleted, and exit.")

@@ -53,7 +53,7 @@ def read_all(what: str, names: Iterable[str], read: Callable[[str], Iterable[T]]
         except ConnectionFailed:
             raise
         except (MeteorError, ValueError) as error:
-            say(f"{what} {name!r} is left out: {explain(error)}")
+            say(f"skipping {what} {name!r}: {explain(error)}")
             is_complete = False
     return found, is_complete
 

@@ -68,7 +68,8 @@ _handling = options.together(
     ),
     _timeout("How long to wait.", _REPLY_S),
     options.flag(
-        "--wait-for-handler", help="Wait for a handler, even if no receiver has one for QUEUE now."
+        "--wait-for-handler",
+        help="Wait for a handler, even if no receiver currently has one for QUEUE.",
     ),
 )
 
@@ -108,8 +109,8 @@ meteor peers ask workers price '{"item": "book"}' --to leader --timeout 2""",
 def ask(session: Session, group: str, to: str, queue: str, **message: Any) -> None:
     """Send a request to members, and print the reply as JSON.
 
-    With `--to all`, prints an object per member with member, reply and error. The exit status is 1
-    if a member did not reply.
+    With `--to all`, prints one object per member, with the fields member, reply and error. The
+    exit status is 1 if a member did not reply.
     """
     reply = _deliver(session, group, to, "ask", queue, **message)
     if to == "all":
@@ -192,7 +193,7 @@ meteor peers propose workers upgrade --kind consensus --timeout 30""",
     metavar="KIND",
     help="Votes needed: majority, consensus (all members), or a number. Default: majority.",
 )
-@_timeout("Time to vote.", _VOTE_S)
+@_timeout("How long members may vote.", _VOTE_S)
 @options.json_object
 def propose(
     session: Session,

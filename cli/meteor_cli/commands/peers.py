@@ -94,7 +94,7 @@ def list_members(session: Session, group: str, as_json: bool) -> None:
             print_json({"group": group} | member_fields(member, leader_id))
         return
     if not members:
-        say(f"group {group!r} has no members now.")
+        say(f"group {group!r} currently has no members.")
         return
     rows = [
         [
@@ -106,7 +106,7 @@ def list_members(session: Session, group: str, as_json: bool) -> None:
     ]
     print_table("id | status | leader | priority# | joined# | metadata", rows)
     if leader is None and elects:
-        say(f"group {group!r} has no leader now.")
+        say(f"group {group!r} currently has no leader.")
 
 
 @command(
@@ -120,7 +120,7 @@ meteor peers watch workers --json | jq -c 'select(.event == "elected")'""",
 def watch_peers(session: Session, group: str, as_json: bool) -> None:
     """Print the state of a group, then a line for each event.
 
-    Reports members that join, leave, die or come back, elections, votes, and outages of the server.
+    Reports elections, votes, outages of the server, and members that join, leave, die or come back.
     All observers see the same events in the same order, numbered without gaps.
     """
     with session.peer_group(group) as opened:
@@ -159,8 +159,8 @@ def show_leader(session: Session, group: str, wait_s: float, as_json: bool) -> N
         alive = sum(member.alive for member in found.members)
         needed = f"; an election needs {smallest}" if alive < smallest > 1 else ""
         raise _failed(
-            f"Group {group!r} has no leader now. {counted(alive, 'member', 'is', 'are')} alive"
-            f"{needed}."
+            f"Group {group!r} currently has no leader. "
+            f"{counted(alive, 'member', 'is', 'are')} alive{needed}."
         )
     if as_json:
         fields = member_fields(found.leader, found.leader.id)
@@ -183,8 +183,9 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
-    Either the receiver did not know a message's type, or one member after another left while
-    handling it. The group keeps about the last thousand.
+    Either the receiver did not know the type of the message, or the message was delivered too
+    often without being settled, or no member was left for it. The group keeps about the last
+    thousand.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()

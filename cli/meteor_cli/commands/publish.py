@@ -61,7 +61,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     "--max-bytes",
     max=32 * _MAX_BYTES,
     default=_MAX_BYTES,
-    help="Largest record, with key and headers. Default: 1 MiB; at most 32 MiB.",
+    help="Maximum size of a record, with key and headers. Default: 1 MiB; at most 32 MiB.",
 )
 @click.option("--create/--no-create", default=True, help="Create the stream if it is missing.")
 @options.count("--capacity", help="Capacity of a new stream. Default: 10,000.")
@@ -125,7 +125,7 @@ def _publish_input(
 ) -> None:
     typed = sys.stdin.isatty()
     if typed:
-        say("type one record per line, and Ctrl-D to finish.")
+        say("type one record per line, and press Ctrl-D to finish.")
     tally = Tally(stream, patience_s)
     try:
         with (

@@ -44,7 +44,7 @@ meteor server --private --tcp  # a temporary server, for any client"""
 def server(session: Session, directory: Path | None, private: bool, tcp: bool) -> None:
     """Run a server until Ctrl-C, and print its URL.
 
-    The server program is part of this package or found in PATH. All processes that use the same
+    The server program comes with this package or is found in PATH. All processes that use the same
     directory share one server, which stops when the last of them ends. If the server is killed,
     this command restarts it.
     """

@@ -92,7 +92,7 @@ def _print_shared(found: Sequence[tuple[str, SharedDescription]]) -> None:
 )
 @options.json_object
 def describe_shared(session: Session, stream: str, group: str, number: int, as_json: bool) -> None:
-    """Show settings, consumers and keys, and why records wait."""
+    """Show settings, consumers and keys, and why records are waiting."""
     with _opened(session, stream, group) as opened:
         keys = opened.keys()
         found = opened.describe()
@@ -145,7 +145,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         "lease": f"{config.lease_ttl:g} s",
         "give up": f"{when}, then {'park' if parks else 'continue with'} the key",
         "dead letters": letters,
-        "without key": "unordered" if is_free else f"ordered as key {config.default_key}",
+        "without key": "unordered" if is_free else f"in order, as key {config.default_key}",
     }
     if found.lost_last:
         first, last = found.lost_last
@@ -156,7 +156,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
 def _most(max_per_key: int) -> str:
     from meteor_py.shared.config import PREFETCH_MAX
 
-    return "as prefetch" if max_per_key == PREFETCH_MAX else counted(max_per_key, "record")
+    return "up to prefetch" if max_per_key == PREFETCH_MAX else counted(max_per_key, "record")
 
 
 def _print_states(keys: Sequence[KeyState]) -> None:
@@ -284,12 +284,12 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
     from meteor_py.shared.config import WAITING_MAX
 
     if found.lag == 0:
-        return ["All records are settled; the group waits for new ones."]
+        return ["All records are settled. The group is waiting for new ones."]
     why: list[str] = []
     if found.waiting >= WAITING_MAX:
         why.append(
-            f"{found.waiting:,} records wait for their keys, which is the maximum. The group "
-            "delivers no new records until some of these are settled, resumed or purged."
+            f"{found.waiting:,} records are waiting for their keys, which is the maximum. The "
+            "group delivers no new records until some of these are settled, resumed or purged."
         )
     why += _stopped(stream, found, keys)
     lag = f"{counted(found.lag, 'record', 'is', 'are')} not settled"
@@ -298,8 +298,10 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
     if not has_live:
         why.append(f"There is no live consumer, and {lag}.")
     if dead:
-        more = f", and {len(dead) - 1:,} more" if len(dead) > 1 else ""
-        why.append(f"{dead[0]} is dead{more}. The next consumer that polls gets its records.")
+        lost, their = f"{dead[0]} is dead", "its"
+        if len(dead) > 1:
+            lost, their = f"{len(dead):,} consumers are dead, such as {dead[0]}", "their"
+        why.append(f"{lost}. The next consumer that polls gets {their} records.")
     if not has_live:
         return why
     why += _held_back(found, keys)

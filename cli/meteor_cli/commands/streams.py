@@ -114,13 +114,11 @@ def _limit(limit: T | None, show: Callable[[T], str]) -> str:
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The settings that can be changed later.
 _settings = options.together(
-    options.count("--capacity", help="Records that the ring keeps. Default: 10,000."),
+    options.count("--capacity", help="Number of records that the ring keeps. Default: 10,000."),
     options.duration(
         "--max-age", help="How long the ring keeps a record: 3600, 12h, 7d. 0: no limit (default)."
     ),
-    options.size(
-        "--max-bytes", help="Bytes of frames that the ring keeps: 500MB. 0: no limit (default)."
-    ),
+    options.size("--max-bytes", help="Maximum size of the ring: 500MB. 0: no limit (default)."),
     options.compression,
     click.option("--checksum/--no-checksum", default=None, help="Store a CRC-32 with each frame."),
     click.option(
@@ -132,13 +130,13 @@ _settings = options.together(
     ),
     options.count(
         "--max-unarchived",
-        help="Records that may wait for the archiver. Default: 10 times the capacity.",
+        help="Maximum number of unarchived records in the ring. Default: 10 times the capacity.",
     ),
     options.duration(
         "--retain", help="How long the store keeps a confirmed record: 30d. 0: no limit (default)."
     ),
     options.size(
-        "--retain-bytes", help="Bytes of files that the store keeps: 1TB. 0: no limit (default)."
+        "--retain-bytes", help="Maximum size of the files in the store: 1TB. 0: no limit (default)."
     ),
 )
 

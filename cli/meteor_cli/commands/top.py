@@ -45,9 +45,10 @@ def top(
 ) -> None:
     """Show a live table of streams, groups and stores.
 
-    For each stream: records published per second, records in the ring and its capacity, memory. For
-    each group below it: records confirmed per second, lag, and the owner of the lease. `(store)` is
-    the archiver. "lost" counts records that were dropped before the group read them.
+    For each stream, the table shows the records published per second, the records in the ring, its
+    capacity, and its memory. For each group below the stream, it shows the records confirmed per
+    second, the lag, and the owner of the lease. `(store)` is the archiver. "lost" counts records
+    that were dropped before the group read them.
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once; for a live feed, use `meteor watch --json`.")

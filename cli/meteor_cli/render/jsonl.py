@@ -1,12 +1,12 @@
-"""Records as JSON lines: the format that ``tail --json`` writes and ``publish --jsonl`` reads.
+"""``tail --json`` writes records as JSON lines, and ``publish --jsonl`` reads them.
 
     {"stream":"orders","offset":17,"timestamp":1794836508123,"appended":1794836508123,
      "key":"customer-7","value":"hello","headers":{"trace":"42"}}
 
-Times are in ms since 1970. A missing key and missing headers are ``null``. Bytes (key, value,
-header values) are a string if they are valid UTF-8, and otherwise ``{"b64": "..."}``, so every
-record can be read back unchanged. Characters that are unsafe on a terminal are written as ``\\u``
-escapes. Later versions may add fields, but never remove one or change its meaning.
+Times are in ms since 1970. A missing key and missing headers are ``null``. Keys, values and header
+values are strings if they are valid UTF-8, and otherwise objects: ``{"b64": "..."}``. Every record
+can therefore be read back unchanged. Characters that are unsafe on a terminal are written as
+``\\u`` escapes. Later versions may add fields, but never remove one or change its meaning.
 """
 
 from __future__ import annotations

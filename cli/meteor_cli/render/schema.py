@@ -1,10 +1,10 @@
-"""Other commands print the JSON objects below. As for records, later versions may add fields, but
+"""Other commands print the JSON objects below. As with records, later versions may add fields, but
 never remove one or change its meaning.
 
 Times are in ms since 1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations
 are in seconds, sizes in bytes, and rates per second. An unknown or missing value is ``null``;
 ``bench`` omits it. If an event of ``peers watch`` has ``resync``, the server had lost or trimmed
-the event, and the command derived it from the state of the group; such events share one ``view``.
+the event, and the command derived it from the state of the group. Such events share one ``view``.
 ``peers ask`` prints the reply itself, except with ``--to all``.
 """
 

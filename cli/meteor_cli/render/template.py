@@ -1,4 +1,4 @@
-r"""Templates of ``tail --format``, similar to those of kcat and rpk.
+r"""``tail --format`` takes a template, similar to those of kcat and rpk.
 
     %o %k %v %h %s   offset, key, value, headers, stream
     %T %A            timestamp and append time, in ms

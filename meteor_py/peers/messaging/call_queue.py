@@ -22,12 +22,12 @@ _FAILED_S = 0.5
 
 
 class CallQueue:
-    """The owner keeps the items, under ``state``, and passes two functions.
+    """The turns of one call queue. Its owner keeps the items, guarded by ``state``.
 
-    ``is_waiting`` says whether an item or an unfinished call is waiting; its caller holds
+    ``is_waiting`` returns whether an item or an unfinished call is waiting; its caller holds
     ``state``. ``take_turn`` makes one call, and returns the seconds to wait before the next turn.
-    An unfinished call stays with the owner, and the next turn repeats it. ``track`` gets the thread
-    when it starts.
+    The owner keeps an unfinished call, and the next turn repeats it. ``track`` is called with the
+    thread when it starts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CallQueue:
         return self._is_waiting() and now() >= self._not_before
 
     def _pause_s(self) -> float | None:
-        """How long the thread may wait. The caller holds ``state``."""
+        """Return how long the thread may wait, in seconds. The caller holds ``state``."""
         if not self._has_turn and self._is_waiting():
             return max(self._not_before - now(), 0.001)
         return None

@@ -22,14 +22,14 @@ _FIRST_S = 1.0
 
 
 class Declaration:
-    """The declaration of one member. The heartbeat sends it. Queues added later go out at once."""
+    """The declaration of one member, sent by the heartbeat. Later queues are declared at once."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
         self._lock = threading.RLock()
         self._queues: dict[str, None] = {}
         self._changed_at = 0.0
-        #: The session and the queues that the server knows.
+        #: The session and the queues last declared to the server.
         self._sent: tuple[str, str] | None = None
 
     def add(self, queue: str) -> None:

@@ -2,8 +2,8 @@
 
 The server keeps unsettled messages in a stream. One thread reads it and passes a bounded part of
 each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
-queue with more messages than this process may hold is *behind*: the thread continues it from the
-queue's own position when there is room.
+queue with more messages than this process may hold is *behind*: when there is room, the thread
+continues reading for it from the queue's own position.
 
 Each read also reads the session that owns the member. If that is another session, the thread drops
 the messages. Another process may handle them, or this process reads them again, in order, once it
@@ -48,9 +48,9 @@ _PAGE_BYTES = 4 * 1_048_576
 _BODIES = 8
 #: Settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
-#: Seconds between checks of whether a full queue that is behind has room.
+#: Seconds between two checks for room in a full queue that is behind.
 _FULL_S = 0.02
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
 
@@ -168,8 +168,8 @@ class Inbox:
             raise self._member.lost_error()
         if state.queue in self._queues:
             raise ValueError(
-                f"The queue {state.queue!r} of member {self._member.id!r} has a handler or an "
-                "iterator already. Give it more workers, or choose another name."
+                f"The queue {state.queue!r} of member {self._member.id!r} already has a handler or "
+                "an iterator. Give it more workers, or choose another name."
             )
         if self._thread.ident is None:
             self._thread.start()
@@ -221,7 +221,7 @@ class Inbox:
 
     def _open(self, message: Message) -> bool:
         """Decode a message; return False if it has expired, cannot be decoded, was delivered too
-        often, or belongs to another session by now."""
+        many times, or now belongs to another session."""
         state = message.queue_state
         if state.timeout is not None:
             message.overdue_at = now() + state.timeout
@@ -246,8 +246,8 @@ class Inbox:
         if count is None or count <= 0:
             if count == -1:
                 _log.error(
-                    "Message %s of queue %r was delivered %d times and never settled. It is a dead "
-                    "letter now.",
+                    "Message %s of queue %r was delivered %d times and never settled. It is now a "
+                    "dead letter.",
                     message.id,
                     message.queue,
                     self._group.config.max_deliveries,
@@ -290,8 +290,8 @@ class Inbox:
             raise
 
     def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
-        """Settle a message, with retries for as long as this is a member. If other messages are
-        waiting for a handler, the calling thread does not wait for the server."""
+        """Settle a message, with retries for as long as the member is in the group. If other
+        messages are waiting for a handler, the calling thread does not wait for the server."""
         item = self._settlement(message, code, kind, data)
         if item is not None:
             self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)
@@ -314,7 +314,7 @@ class Inbox:
                 message.id,
             )
         if item.what == "begin" and item.result is not None and item.result > 0:
-            return  # the handler gets the message now
+            return  # the handler gets the message
         self._release(message, fenced=item.result is None)
 
     def _release(self, message: Message, fenced: bool) -> None:
@@ -534,7 +534,7 @@ class Inbox:
             state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """Drop messages that no handler has: they may belong to another member now. If they do not,
+        """Drop messages that no handler has: they may now belong to another member. If they do not,
         the thread reads them again."""
         for state in self._queues.values():
             for key, message in list(state.held.items()):

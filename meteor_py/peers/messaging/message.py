@@ -19,7 +19,7 @@ Place = tuple[int, int]
 class Message:
     """A message that a member received. Settle it once, with ``ack``, ``reply`` or ``fail``.
 
-    An unsettled message stays in the inbox. If its member dies and comes back, or another process
+    An unsettled message stays in the inbox. If its member dies and rejoins, or another process
     takes over the member's name, the message is delivered again with the same ``id``.
     """
 
@@ -43,18 +43,19 @@ class Message:
     received_at: float
     #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float
-    #: Its queue in this process.
+    #: The state of its queue in this process.
     queue_state: QueueState = field(repr=False)
     #: The decoded body.
     body: Any = None
-    #: Its receiver, its position in the inbox, and until when the sender waits (group's clock).
+    #: The receiver, the position in its inbox, and when the sender stops waiting (group's clock).
     member: str = field(default="", repr=False)
     place: Place = field(default=(0, 0), repr=False)
     until: float = field(default=0.0, repr=False)
     #: The type and the bytes of the undecoded body.
     kind: str = field(default="", repr=False)
     data: bytes = field(default=b"", repr=False)
-    #: Whether a handler has it, settled it, or must not get it; when the handler's time is over.
+    #: Whether a handler has it, whether it is settled, whether no handler may get it any more, and
+    #: when the handler's time limit expires.
     taken: bool = field(default=False, repr=False)
     settled: bool = field(default=False, repr=False)
     dropped: bool = field(default=False, repr=False)
@@ -84,7 +85,7 @@ class Message:
         """Settle the message as done, with a reply for a sender that asked.
 
         Raises:
-            TypeError, ValueError: The codec cannot encode the reply, or it is over 1 MiB.
+            TypeError, ValueError: The codec cannot encode the reply, or it exceeds 1 MiB.
         """
         return self.queue_state.inbox.reply(self, value)
 

@@ -63,7 +63,7 @@ def reply_type(reply: bytes) -> str:
 
 
 def no_handler(queue: str, group: str, member: str | None = None) -> NoHandler:
-    """The error of a request to a queue that its receivers do not handle."""
+    """Return the error for a request to a queue that its receivers do not handle."""
     subject = f"Member {member!r} of" if member else "No live member of"
     verb = "does not handle" if member else "handles"
     return NoHandler(
@@ -90,7 +90,7 @@ def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
     if code == "nohandler":
         return no_handler(text, group, member)
     if code == "poison":
-        text = f"it was delivered {text} times and never settled. It is a dead letter now."
+        text = f"it was delivered {text} times and never settled. It is now a dead letter."
     verb = "cannot read" if code == "unknown" else "failed to handle"
     return HandlerFailed(f"{name} {verb} the message: {text}", group=group, member=member)
 

@@ -1,4 +1,4 @@
-"""Requests: messages of a group handle, and the replies that they wait for.
+"""Requests: the messages that a group handle sends, and the replies to them.
 
 A call queue stores the messages in the order of the calls. Messages that wait while a call is under
 way share the next call. Each call has a number, so that the server recognizes a repeat after a lost
@@ -62,7 +62,7 @@ To = Literal["member", "any", "all", "leader"]
 PENDING_MAX = 10_000
 #: Maximum size of a body or a reply in bytes.
 BODY_BYTES_MAX = 1_048_576
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.3)
 #: Seconds to wait for the server's reply when a message has timed out.
 _LAST_READ_S = 1.0
@@ -82,7 +82,7 @@ class MessageFuture(Future[Any]):
     """The future of a message.
 
     A callback may block, so only one thread may run callbacks. ``try_end`` lets any other thread
-    complete the future if it has none.
+    complete a future without callbacks.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Requests:
         self.group = group
         self.codec = codec
         lock = threading.RLock()
-        #: Notified for the reply thread, and for callers that wait for room.
+        #: Wakes the reply thread, and callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
         #: Unfinished messages, the messages among them that are not stored yet, and their bytes.
         self._pending: dict[str, Request] = {}
@@ -161,9 +161,9 @@ class Requests:
         #: How many messages and calls there have been. Their numbers are part of their ids.
         self._messages = self._batches = 0
         self._random = random.Random()  # chooses a member; seeded by the operating system
-        #: Calls of the main thread that failed, which the call queue repeats.
+        #: Failed calls of the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
-        #: Attempts in a row that found a sender expelled.
+        #: Consecutive attempts that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
         #: When the reply thread looks for messages that have timed out, by ``now()``.
@@ -331,7 +331,7 @@ class Requests:
         if reply[0] == b"OLD":
             raise MessageFailed(
                 f"The server has stored later messages of this handle of group "
-                f"{self.group.name!r}. This one may be stored or not.",
+                f"{self.group.name!r}. This one may or may not be stored.",
                 group=self.group.name,
             )
         return [result.decode() for result in reply[1:]]
@@ -384,13 +384,14 @@ class Requests:
     def _refusal(self, result: list[str], message: Request) -> MeteorError:
         name, code, member = self.group.name, result[0], message.member
         if code == "NOLEADER":
-            return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
+            text = f"Group {name!r} currently has no leader. Try again later."
+            return NoLeader(text, group=name)
         if code == "FULL":
             full = result[1]
             return InboxFull(
-                f"Member {full!r} of group {name!r} has as many unsettled messages as it may have "
-                f"({self.group.config.max_inbox:,}). Nothing was sent. Send again when it has "
-                "settled some, or give the group a larger max_inbox.",
+                f"Member {full!r} of group {name!r} already has {self.group.config.max_inbox:,} "
+                "unsettled messages (max_inbox). Nothing was sent. Send the message again later, "
+                "or give the group a larger max_inbox.",
                 group=name,
                 member=full,
             )
@@ -565,7 +566,8 @@ class Requests:
     def _not_stored(self, message: Request) -> MessageExpired:
         return MessageExpired(
             f"A message to group {self.group.name!r} could not be stored within "
-            f"{seconds_in_words(message.timeout)}. If a reply was lost, it may be stored.",
+            f"{seconds_in_words(message.timeout)}. If the server's reply was lost, the message may "
+            "be stored.",
             group=self.group.name,
             timeout=message.timeout,
         )
@@ -629,8 +631,8 @@ def check_size(data: bytes) -> None:
     """Raise ``ValueError`` for a body that is too large."""
     if len(data) > BODY_BYTES_MAX:
         raise ValueError(
-            f"The body of a message may have {BODY_BYTES_MAX:,} bytes, not {len(data):,}. Send a "
-            "reference to the data instead."
+            f"The body of a message may have at most {BODY_BYTES_MAX:,} bytes, not {len(data):,}. "
+            "Send a reference to the data instead."
         )
 
 

@@ -34,7 +34,7 @@ _BATCH_BYTES = 262_144
 _WAITING_MAX = 256
 #: Seconds for which settling is retried while the application waits.
 _SETTLE_S = 10.0
-#: Seconds between two attempts: the first pause, and the limit up to which the pause doubles.
+#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
 #: See ``peers/settle.lua``.
@@ -51,7 +51,7 @@ class Settlement:
     code: str
     kind: str = ""
     data: bytes = b""
-    #: When to stop trying, by ``now()``; None to try for as long as this is a member.
+    #: When to stop trying, by ``now()``; None to try for as long as the member is in the group.
     deadline: float | None = None
     #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
     result: int | None = None
@@ -93,7 +93,7 @@ class Settlements:
         """Queue a settlement, and return the server's answer.
 
         Args:
-            patient: Whether to retry for as long as this is a member.
+            patient: Whether to retry for as long as the member is in the group.
 
         Raises:
             MeteorError: The server refused, or could not be reached; not if ``patient``.
@@ -192,7 +192,7 @@ class Settlements:
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:
             count = len(self._batch)
-            _log.warning("Settling messages (%d) is being retried: %s", count, error)
+            _log.warning("Could not settle messages (%d), and will retry: %s", count, error)
         for item in list(self._batch):
             if item.deadline is not None and (not retriable or now() >= item.deadline):
                 item.error = error

@@ -26,7 +26,7 @@ class Target:
 
     Get it from a group or a membership. All three verbs store the message, in the order of the
     calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A
-    verb may return before the message is stored; the future says what became of it. One thread
+    verb may return before the message is stored; the future reports the outcome. One thread
     runs the callbacks of all futures, so they must not block. The future may raise:
 
     - ``MemberUnknown``: the group has no such member, or no live member;
@@ -73,7 +73,7 @@ class Target:
             priority: 1 to 256. Of the waiting messages, lower numbers are delivered first.
             wait_for_handler: If false, raise ``NoHandler`` if no receiver handles the queue. A
                 member that has registered no handler yet may still do so, and a dead member may
-                come back: messages to them wait in either case.
+                rejoin: messages to them wait in either case.
         """
         return self._post("tell", queue, body, timeout, priority, wait_for_handler)
 
@@ -147,7 +147,7 @@ class Everybody(Target):
         """Store a message for all members.
 
         Args:
-            include_dead: Also store it for named members that are dead, until they come back.
+            include_dead: Also store it for named members that are dead, until they rejoin.
             include_self: If false, the member that sends it does not get it.
         """
         options = _options(include_dead, include_self)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds before its time, in addition to ``early``, at which an action gets a thread.
+#: How many seconds before its time, in addition to ``early``, an action gets a thread.
 _AHEAD_S = 0.03
-#: Seconds before its time at which a heartbeat reads the server's clock once more.
+#: How many seconds before an action a heartbeat reads the server's clock once more.
 _SHARPEN_S = 0.3
 #: Maximum seconds between checks of the clock, because it may be adjusted at any time.
 _CHECK_S = 0.5

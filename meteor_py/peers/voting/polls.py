@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between the end of a vote on an action and the action, to spread the decision.
+#: Seconds between the end of a vote on an action and the action, so that all members get the
+#: decision in time.
 LEAD_S = 0.2
 #: Decided polls to remember, so that each outcome is reported once.
 REMEMBERED = 1_000
-#: Seconds after the end of a vote at which its proposer asks for the outcome.
+#: How many seconds after the end of a vote its proposer asks for the outcome.
 _ASK_S = 0.01
-#: The same for other handles, at random: if the proposer is dead, another handle must ask.
+#: The same for other handles, as a random range: if the proposer is dead, one of them must ask.
 _OTHERS_ASK_S = (0.3, 1.3)
-#: Seconds after the end of a vote at which a handle stops asking for its outcome.
+#: How many seconds after the end of a vote a handle stops asking for its outcome.
 _ABANDON_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
 
@@ -96,7 +97,7 @@ class Polls:
         self._jobs: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
         self._decided: dict[str, None] = {}
-        #: Voters whose threads closing must stop.
+        #: Voters whose threads ``close`` must stop.
         self._voters: list[Voter] = []
         self._state = SignalSafeCondition()
         self._thread: JoinableThread | None = None
@@ -124,7 +125,10 @@ class Polls:
         entry = _Open(now() + motion.timeout, now() + motion.timeout + _ABANDON_S, future)
         with self._state:
             if self._stopped:
-                raise MeteorError(f"This handle of group {self._group.name!r} is closed.")
+                raise MeteorError(
+                    f"This handle of group {self._group.name!r} is closed. Open another with "
+                    "client.peer_group()."
+                )
             self._open[poll] = entry  # first: the outcome may arrive before the reply
         try:
             left_s = self._put_to_vote(poll, motion, by)
@@ -165,7 +169,8 @@ class Polls:
         name = self._group.name
         match reply[0]:
             case b"NOLEADER":
-                return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
+                text = f"Group {name!r} currently has no leader. Try again later."
+                return NoLeader(text, group=name)
             case b"TOOLATE":
                 late = (motion.at or 0) / 1000 - int(reply[1]) / 1000
                 return ActionRefused(
@@ -182,7 +187,8 @@ class Polls:
             case b"NOMEMBER":
                 text = f"No member of group {name!r} is alive to vote. Join it first."
                 return PeerError(text, group=name)
-        return PeerError(f"Group {name!r} has {reply[1]} open votes. Wait for them.", group=name)
+        text = f"Group {name!r} already has {reply[1]} open votes. Wait until one of them ends."
+        return PeerError(text, group=name)
 
     def run(self, script: Script, args: Sequence[Any], deadline: float) -> list[Any]:
         """Run a script that is safe to repeat, with retries until ``deadline`` by ``now()``."""
@@ -200,7 +206,7 @@ class Polls:
     # -- events --------------------------------------------------------------------------------
 
     def proposed(self, event: Event) -> None:
-        """Process a proposal, under the group's lock: the view is that of the proposal."""
+        """Process a proposal, under the group's lock, so that the view matches the proposal."""
         if self._thread is None:
             return
         members = self._group.view.members
@@ -248,7 +254,7 @@ class Polls:
                     )
                 except BaseException:  # even SystemExit, from a callback of a future
                     if not self._stopped:
-                        _log.exception("The polls of group %r failed.", self._group.name)
+                        _log.exception("Processing the votes of group %r failed.", self._group.name)
 
     def _pause(self) -> float | None:
         times = [entry.ask_at for entry in self._open.values()]
@@ -300,7 +306,7 @@ class Polls:
             return
         try:
             found = next(self.read("poll", poll), None)
-        except MeteorError as error:  # the server is away, or has lost the group, which recovers
+        except MeteorError as error:  # the server is unreachable, or the group must be restored
             entry.failures += 1
             entry.ask_at = now() + pause_s(entry.failures, *_BACKOFF_S)
             if now() > entry.abandon_at:
@@ -312,15 +318,15 @@ class Polls:
         left_s, fields = found
         if fields["result"]:
             self._decide(fields)
-        else:  # the server was away for a while and gave voters more time
+        else:  # the server was down for a while, and gave voters more time
             entry.ask_at = now() + left_s + _ASK_S
             entry.abandon_at = entry.ask_at + _ABANDON_S
 
     def read(
         self, what: str, which: str, patience_s: float = 0.0
     ) -> Iterator[tuple[float, dict[str, bytes]]]:
-        """Read one poll, or all polls that concern a member: the seconds left to vote, and the
-        fields as in its events."""
+        """Read one poll, or all polls that concern a member. Yield the seconds left to vote, and
+        the same fields as in the poll's events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             yield int(left_ms) / 1000, read_fields(flat)
@@ -337,7 +343,10 @@ class Polls:
             entry = self._open.pop(poll, None)
         if entry is not None and entry.future is not None:
             name = self._group.name
-            text = f"The outcome of poll {poll} in group {name!r} {why}. Others may know it."
+            text = (
+                f"The outcome of poll {poll} in group {name!r} {why}. Other processes may have "
+                "received it."
+            )
             entry.future.set_exception(PeerError(text, group=name))
 
     # -- the end -------------------------------------------------------------------------------
@@ -354,7 +363,7 @@ class Polls:
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(deadline - now(), 0.0))
         for poll in list(self._open):
-            self._abandon(poll, "is not known, because this handle was closed before")
+            self._abandon(poll, "is unknown, because this handle was closed first")
         for voter in voters:
             if not voter.join(deadline):
                 _log.warning("A vote handler of group %r did not end in time.", self._group.name)

@@ -78,8 +78,8 @@ def dump_topic(topic: Any, codec: PeerCodec) -> bytes:
     kind, data = codec.encode(topic)
     if len(data) > TOPIC_MAX:
         raise ValueError(
-            f"The topic or parameters of a vote may have {TOPIC_MAX:,} bytes, not {len(data):,}. "
-            "Send the data first, and vote on a reference to it."
+            f"The topic or parameters of a vote may have at most {TOPIC_MAX:,} bytes, not "
+            f"{len(data):,}. Send the data first, and vote on a reference to it."
         )
     return kind.encode() + b":" + data
 

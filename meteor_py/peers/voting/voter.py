@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for which reading open votes is retried while the server is away.
+#: Seconds for which to retry reading open votes while the server is unreachable.
 _PATIENCE_S = 5.0
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -111,7 +111,9 @@ class Voter:
         try:
             vote = self._vote(proposal)
         except BaseException:  # even SystemExit: the proposer is waiting
-            _log.exception("The vote handler of %r failed, which counts as no.", self._member)
+            _log.exception(
+                "The vote handler of %r failed, which counts as a no vote.", self._member
+            )
             return "n"
         return "a" if vote is None else "y" if vote else "n"
 

@@ -103,7 +103,7 @@ class Tour:
             verb = "Connected to" if self._url else "Started a private"
             took = self._figure(f"{(time.perf_counter() - start) * 1000:.0f} ms")
             title = click.style("A tour of meteor_py", bold=True)
-            click.echo(f"{title}. Every figure is measured now, on this machine.")
+            click.echo(f"{title}. Every figure is measured live, on this machine.")
             self._report(f"{verb} {product_name(m.describe())} in {took}")
             self._code(f'>>> m = meteor.connect("{m.address if self._url else "embedded://"}")')
             yield m, url
@@ -210,9 +210,9 @@ class Tour:
         return outcome
 
     def _aftermath(self, outcome: takeover.Outcome) -> str:
-        pause, lost = f"{outcome.pause_s:.2f} s", f"{outcome.lost} lost"
+        pause, lost = f"{outcome.pause_s:.2f} s", f"lost {outcome.lost}"
         return (
-            f"after {self._figure(pause)}; of {takeover.RECORDS:,} records {self._figure(lost)}, "
+            f"after {self._figure(pause)}; {self._figure(lost)} of {takeover.RECORDS:,} records, "
             f"{outcome.twice} redelivered"
         )
 
@@ -223,7 +223,7 @@ class Tour:
         self._check(outcome.vote.passed, "the remaining members agree")
         self._check(outcome.acted == peers.MEMBERS - 1, "all remaining members act")
         self._report(
-            f"Killed the leader of {peers.MEMBERS} peers; they elected a new one after "
+            f"Killed the leader of {peers.MEMBERS} peers; the others elected a new one after "
             f"{self._figure(f'{outcome.pause_s:.2f} s')};",
             f"a vote took {self._figure(f'{outcome.vote_s * 1000:.0f} ms')}, then both acted "
             f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')} (clocks within "

@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- Create the settings key of a stream that a release before 0.3 created.
+-- Create the settings key for a stream from a release before 0.3, which kept its settings in meta.
 --
 -- KEYS  1 meta  2 settings
 -- ARGV  1 incarnation
 -- Returns {'OK', all fields and values of settings}, or {'NOSTREAM'}  {'INCARNATION'}
 -- Atomic because the settings must be complete and belong to this incarnation.
 --
--- Never overwrites existing settings: more clients may write meta than settings.
+-- Never overwrites existing settings, which only administrators may write: other clients can write
+-- meta as well, and could change its copies of the settings.
 
 local incarnation = redis.call('HGET', KEYS[1], 'incarnation')
 if incarnation ~= ARGV[1] then return {incarnation and 'INCARNATION' or 'NOSTREAM'} end

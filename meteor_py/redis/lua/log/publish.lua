@@ -13,7 +13,7 @@
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'INVALID'}: the number of records is not between 1 and 99,999, the index entries do not match
 --     it, or a new producer has no lifetime
---   {'ORDERED', ordering key}: the stream has got an ordering key, and the index entry is missing
+--   {'ORDERED', ordering key}: the stream now has an ordering key, and the index entry is missing
 -- Atomic because the offset, its frame and the producer's state must agree.
 -- There is no '#!lua' line, so that the script also runs on a server that is out of memory. There, a
 -- retry gets its first reply again. A new frame fails at XADD, the first write, and changes nothing.

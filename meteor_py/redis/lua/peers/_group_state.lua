@@ -1,13 +1,13 @@
 -- The state of a peer group: read the clock, drop overdue members, elect a leader. Scripts that do more
 -- than send or settle messages continue with this file after _messages.lua. So every live client acts
--- as failure detector for the group.
+-- as a failure detector for the group.
 
 local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
--- How often a message for any member may move. Each move takes the end of a member, so the limit
--- stops nothing but an endless series of members that end before they handle it.
+-- How many times a message to any member may move. A message moves only when its member leaves, so
+-- the limit stops only an endless series of members that leave before they handle the message.
 local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
@@ -283,7 +283,7 @@ local function decide(id, result, reason)
   call('ZREM', LIMITS, id)
   if not f[1] then return end  -- it was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- Members that come back before the time of an agreed action must be able to find it.
+  -- Members that rejoin before the time of an agreed action must be able to find it.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)

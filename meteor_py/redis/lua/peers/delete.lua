@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Delete a peer group with all its keys.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 'force' to delete it even if it has live members  2... keys that are named after members
 -- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', number of live members}
 -- Atomic because no member may join in between. Replies and messages expire.

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Return the state of a group, and the number of its last event.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  none
 -- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, members and their
 --   records in turn, properties and their values in turn}, or {'NOGROUP'}

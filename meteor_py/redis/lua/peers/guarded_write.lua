@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Write a guarded value, if the writer still leads in its term.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 term  2 session  3 'set' or 'delete'  4 name  5 value
 -- Returns {'OK'}, or {'NOGROUP'}  {'STALE', current term}
 -- Atomic because another member could be elected between check and write.

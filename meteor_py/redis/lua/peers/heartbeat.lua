@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Renew the leases of members, and report the state of the group.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 session  2... its members; no members if the client only watches
 -- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, seconds by the server's
 --   clock; a list with, for each member, 1 if it is a member, 0 if it was dropped, 2 if it was removed on

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Join a peer group, or return to it under a name.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
 --       6 'takeover', or 'fail' if a live member has the name
 --       7 maximum number of members of a group
@@ -41,7 +41,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- Hand over messages to any member that arrived while all members were dead.
+-- Hand over the messages to any member, if they arrived while all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

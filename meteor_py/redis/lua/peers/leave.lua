@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Remove a member from its group, or mark a named member as dead if it may come back.
+-- Remove a member from its group, or mark a named member as dead if it may rejoin.
 --
--- KEYS  1 the prefix of the keys of the group
--- ARGV  1 id  2 its session; '' to remove it, whatever its session  3 'stay' if it may come back, else ''
+-- KEYS  1 the prefix of the group's keys
+-- ARGV  1 id  2 its session; '' to remove it, whatever its session  3 'stay' if it may rejoin, else ''
 -- Returns {'OK', 1 if it was a member, else 0}, or {'NOGROUP'}
 -- Atomic because its messages, its votes and its leadership end with it.
 

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Start a vote of all live members on a proposal.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms left to vote  4 time of the
 --       action in ms by the server's clock, '' for no action  5 ms between the end of the vote and the
 --       action  6 name of the action, '' for none  7 topic  8 the member that proposes, '' for none

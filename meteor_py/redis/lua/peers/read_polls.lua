@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Read one poll, or the polls that a member must catch up on.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 'poll' or 'member'  2 its id
 -- Returns {'OK', ms left to vote, fields and values of a poll as in its events, ...}; only 'OK' if
 --   there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has yet to vote, then

@@ -1,7 +1,7 @@
 #!lua
 -- Store messages in the inboxes of their receivers.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 number of the batch
 --       in its session, higher than the last  4 '1' to skip the check of the clock  5 ids of finished
 --       messages of the handle  6... for each message: id; id and session of the sender, '' if it is not

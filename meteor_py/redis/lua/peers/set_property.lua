@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Set or delete a property of the group.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 name  2 'set' or 'delete'  3 value  4 maximum number of properties of a group
 -- Returns {'OK', 1 if it was changed, else 0}, or {'NOGROUP'}  {'FULL', properties}
 -- Atomic because the change and the event that reports it are one step.

@@ -2,14 +2,14 @@
 -- Settle messages: acknowledge them, reply to them, or fail them. Also count deliveries of messages
 -- that an earlier session of the member may have begun to handle.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 member  2 its session
 --       3... for each message: the operation: settle, settle-begun if its deliveries may have been
 --       counted, or begin; its entry in the inbox; its id; then, to settle it: ok, failed, expired, or
 --       unknown if it cannot be decoded and becomes a dead letter; type of the reply; reply, or the
 --       reason; or, to begin it: a token, which is the same in a repeat after a lost reply
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session now owns the
---   member and its messages. A result is 0 if the message was not there. Otherwise it is 1 if the
+--   member and its messages. A result is 0 if the inbox lacks the message. Otherwise it is 1 if the
 --   message was settled; for begin, the number of deliveries including this one, or -1 if there were
 --   already max_deliveries of them, and the message has become a dead letter.
 -- Atomic because a message is settled once, by the session that owns its member.

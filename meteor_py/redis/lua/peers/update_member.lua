@@ -3,7 +3,7 @@
 -- leadership and move it to the end of the order; or stop giving it new work, because it will leave as
 -- soon as its running work is done.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 'metadata', 'handlers', 'resign' or 'leave'  4 metadata, or the queues with a
 --       space after each, or the term that ends
 --       5 the highest term that the member knows of, if it resigns: the next term is higher

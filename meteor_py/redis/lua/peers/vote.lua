@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Cast a vote, and decide as soon as the outcome is certain.
 --
--- KEYS  1 the prefix of the keys of the group
+-- KEYS  1 the prefix of the group's keys
 -- ARGV  1 poll  2 member  3 its session  4 y, n or a
 -- Returns {'OK', 1 if the vote counted, 0 if it was too late or repeated, or the member was not asked},
 --   or {'NOGROUP'}  {'FENCED'}: another session now owns the member

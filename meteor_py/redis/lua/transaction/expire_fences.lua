@@ -4,7 +4,7 @@
 -- KEYS  1 meta  2 fences  3 expiry times of fences
 -- ARGV  1 incarnation  2 writer  3 lifetime of its fence, ms  4 maximum number of fences to delete
 -- Returns {'OK', fences deleted}; {'NOSTREAM'}; {'INCARNATION'}
--- Atomic because a fence must not be deleted after its writer has returned.
+-- Atomic because a fence must not be deleted after its writer has resumed writing.
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -52,13 +52,13 @@ local function renewed(found, n)
 end
 
 local next_offset, now = tonumber(m[4]), append_time()
-local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients have to wait
+local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients wait meanwhile
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not (s[1] and s[2] and s[3] and s[4]) then return {'LOST'} end
-  -- A stage that was written before the stream got an ordering key has no index entries.
+  -- A stage that was written before the stream was given an ordering key has no index entries.
   -- Consumers index its frames.
   local entry = KEYS[6] and s[5] and strings(s[5])
   if KEYS[6] and s[5] and not entry then return {'LOST'} end

@@ -30,7 +30,7 @@ if ARGV[5] ~= '1' then return {'UNKNOWN'} end
 local count = 0
 for i = 4, #KEYS do
   local name, frames = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
-  -- All frames of a stage have an index entry, or none has: the stream may have got its ordering
+  -- All frames of a stage have an index entry, or none has: the stream may have been given its ordering
   -- key after the stage was written.
   local fields = 4 + redis.call('HEXISTS', KEYS[i], '0g')
   if frames > 0 and redis.call('HEXISTS', KEYS[i], '0n') == 0 then return {'LOST', name} end
