@@ -371,7 +371,13 @@ class Connection:
             self._pid = os.getpid()
         if self._connection is None:
             version = self.topology.version
-            connection = self._open()
+            self._opening = connection = self._prepare()  # for interrupt()
+            try:
+                connection.connect()
+            except (redis.RedisError, OSError) as error:
+                self._fail(error)
+            finally:
+                self._opening = None
             self._history = None
             self._connection = connection
             sock = self._socket()
@@ -384,25 +390,17 @@ class Connection:
             return connection
         return self._connection
 
-    def _open(self) -> AbstractConnection:
-        """Open a connection to the node that the topology names."""
+    def _prepare(self) -> AbstractConnection:
+        """Return a redis-py connection to the node that the topology names, not connected yet."""
         self.node = self._pinned or self.topology.locate(self.tag)
         target = self.target
         options = connection_options(target, self.timeout_s)
         self._handshake_only = False
         if target.uses_tls:
             options["redis_connect_func"] = self._log_in
-        connection = target.connection_class(
+        return target.connection_class(
             **target.options, **options, socket_read_size=_HANDSHAKE_SIZE
         )
-        self._opening = connection  # for interrupt()
-        try:
-            connection.connect()
-        except (redis.RedisError, OSError) as error:
-            self._fail(error)
-        finally:
-            self._opening = None
-        return connection
 
     @property
     def target(self) -> Address:
