@@ -352,7 +352,7 @@ class Cluster:
         primaries = self._shape[0]
         node, primary = self.nodes[number], number % primaries
         myself = "myself," if node is reader else ""
-        place = f"{node.id} {node.address}@{node.bus_port} {myself}"
+        place = f"{node.id} {node.announced} {myself}"
         if number >= primaries:
             return f"{place}slave {self.nodes[primary].id} 0 0 {primary + 1} connected"
         first, end = (REDIS_CLUSTER_HASH_SLOTS * n // primaries for n in (number, number + 1))

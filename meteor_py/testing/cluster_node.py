@@ -52,6 +52,11 @@ class Node(Server):
     def address(self) -> str:
         return f"{HOST}:{self.port}"
 
+    @property
+    def announced(self) -> str:
+        """The address at which other nodes reach this one: host, port and bus port."""
+        return f"{self.address}@{self.bus_port}"
+
     def ask(self, *command: str | int, timeout_s: float = 10) -> Any:
         """Send one command to this node and return its reply without parsing it.
 

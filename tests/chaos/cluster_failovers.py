@@ -10,14 +10,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 import meteor_py as meteor
-from meteor_py.testing import Cluster, Sentinels, Server
+from meteor_py.testing import Cluster, Node, Sentinels, Server
+from tests.chaos.backend import Proxies
 from tests.conftest import require_redis
 from tests.support.client_load import (
     STREAM,
@@ -30,7 +31,8 @@ from tests.support.client_load import (
     unreported,
     wait_until,
 )
-from tests.support.servers import binaries, plain_client
+from tests.support.partition import PartitionedCluster
+from tests.support.servers import HOST, binaries, plain_client
 
 TRIALS = 2
 #: Seconds of load before and after a failover, and for which replicas lag.
@@ -230,7 +232,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
             for number in range(PLANNED):
                 load.publishing.longest_pause_s = 0.0
                 cluster.failover(cluster.owner(STREAM))
-                assert load.goes_on(), f"nothing was acknowledged after failover {number}"
+                assert load.publishing.goes_on(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
                 time.sleep(2 * NODE_TIMEOUT_S)  # sooner, the primaries do not vote again
@@ -262,8 +264,7 @@ def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
             # A replica reports what it has once per second.
             time.sleep(0.3)
         sentinels.failover()
-        before = len(publishing.acked)
-        assert wait_until(lambda: len(publishing.acked) > before, RECOVERY_S)
+        assert publishing.goes_on(), publishing.problems
         sentinels.wait_until_stable()
         publishing.stop()
         group.reach(stream.end().offset)
@@ -283,3 +284,98 @@ def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
             f"{len(publishing.acked):,} records acknowledged, {len(gone):,} lost and reported, "
             f"longest pause {publishing.longest_pause_s:.1f} s"
         )
+
+
+@pytest.mark.parametrize("acks", [0, 1])
+def test_a_primary_that_is_cut_off_with_its_clients_loses_nothing_unreported(
+    acks: int, program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(PartitionedCluster(program, NODE_TIMEOUT_S))
+        sides = Sides(cluster, stack)
+        inside, outside = sides.start_clients(acks)
+        time.sleep(CALM_S)
+        old = sides.divide()
+        new = cluster.wait_for_failover(old)
+        if not acks:  # the new primary has no replica yet
+            assert outside.publishing.goes_on(), outside.publishing.problems
+        sides.heal()
+        cluster.wait_until_stable()
+        for client in (inside, outside):
+            assert client.publishing.goes_on(), client.publishing.problems
+        for client in (inside, outside):
+            client.stop()
+        log = read_log(outside.stream)
+        assert cluster.owner(STREAM) is new
+    gone = [len(client.check(log)) for client in (inside, outside)]
+    assert duplicates(log.values()) == []
+    if acks:
+        assert gone == [0, 0]
+    else:
+        assert gone[0] > 0, "the primary accepted nothing while it was cut off"
+    with capsys.disabled():
+        print(
+            f"\n{program.name}, acks={acks}: a primary was cut off. Of its clients' "
+            f"{len(inside.publishing.acked):,} records {gone[0]:,} were lost and reported, of the "
+            f"others' {len(outside.publishing.acked):,} records {gone[1]:,}"
+        )
+
+
+class Side:
+    """The clients on one side of a partition."""
+
+    def __init__(self, stream: meteor.Stream, acks: int, name: str) -> None:
+        self.stream = stream
+        self.publishing = Publishing(stream, window=5, batch=50, acks=acks, prefix=name.encode())
+        self.group = GroupReading(stream, name)
+        self.publishing.start()
+        self.group.start()
+
+    def stop(self) -> None:
+        self.publishing.stop()
+        self.group.reach(self.stream.end().offset)
+        self.group.stop()
+
+    def check(self, log: dict[int, bytes]) -> list[int]:
+        """Check that every loss was reported, and return the lost offsets."""
+        assert self.publishing.problems == self.group.problems == []
+        assert unreported(self.publishing.acked, log, self.publishing.reported) == []
+        assert unreported(self.group.seen, log, self.group.reported) == []
+        return lost(self.publishing.acked, log)
+
+
+class Sides:
+    """A partition: the primary of the stream and some clients inside, everything else outside."""
+
+    def __init__(self, cluster: PartitionedCluster, stack: ExitStack) -> None:
+        self._cluster = cluster
+        self._stack = stack
+        ports = [node.port for node in cluster.nodes]
+        self._inside, self._outside = (Proxies.to(ports, stack) for _ in range(2))
+
+    def start_clients(self, acks: int) -> tuple[Side, Side]:
+        inside = self._connect(self._inside).stream(STREAM, capacity=10_000_000)
+        outside = self._connect(self._outside).stream(STREAM, create=False)
+        return Side(inside, acks, "inside"), Side(outside, acks, "outside")
+
+    def _connect(self, proxies: Proxies) -> meteor.Client:
+        # Both the addresses that the nodes announce and the seeds lead through the proxies.
+        to_proxy = {(HOST, port): (HOST, proxy) for port, proxy in proxies.remap.items()}
+        remap = to_proxy | {door: to_proxy[real] for door, real in self._cluster.remap.items()}
+        url = self._cluster.url
+        return self._stack.enter_context(meteor.connect(url, timeout=TIMEOUT_S, remap=remap))
+
+    def divide(self) -> Node:
+        """Cut the primary of the stream off; return it."""
+        primary = self._cluster.owner(STREAM)
+        self._cluster.cut_off(primary)
+        self._outside.isolate(primary.port)
+        for node in self._cluster.nodes:
+            if node is not primary:
+                self._inside.isolate(node.port)
+        return primary
+
+    def heal(self) -> None:
+        self._cluster.network.heal()
+        self._inside.heal()
+        self._outside.heal()

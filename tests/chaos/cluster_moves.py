@@ -170,7 +170,7 @@ def test_twenty_slot_moves_lose_duplicate_and_reorder_nothing(
         with load:
             for number in range(MOVES):
                 mover.move(ways[number % len(ways)])
-                assert load.goes_on(), f"nothing was acknowledged after move {number}"
+                assert load.publishing.goes_on(), f"nothing was published after move {number}"
         load.check_nothing_lost()
     with capsys.disabled():
         moves = ", ".join(

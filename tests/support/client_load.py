@@ -65,9 +65,16 @@ class Publishing(Client):
     """
 
     def __init__(
-        self, stream: meteor.Stream, *, window: int = 1, batch: int = BATCH, acks: int = 0
+        self,
+        stream: meteor.Stream,
+        *,
+        window: int = 1,
+        batch: int = BATCH,
+        acks: int = 0,
+        prefix: bytes = b"",
     ) -> None:
-        super().__init__("publisher")
+        super().__init__(f"{prefix.decode()}publisher")
+        self._prefix = prefix
         self.publisher = stream.publisher(acks=acks, delivery_timeout=RESULT_S)
         #: Offsets and values. After a failover, an offset may have been acknowledged twice.
         self.acked: list[tuple[int, bytes]] = []
@@ -84,8 +91,9 @@ class Publishing(Client):
         self._pending: deque[tuple[list[bytes], meteor.ManyAck]] = deque()
 
     def step(self) -> None:
-        values = [b"%d" % (self._next + n) for n in range(self._batch)]
-        keys = [b"k%d" % (int(value) % KEYS) for value in values]
+        numbers = range(self._next, self._next + self._batch)
+        values = [b"%s%d" % (self._prefix, number) for number in numbers]
+        keys = [b"k%d" % (number % KEYS) for number in numbers]
         self._next += self._batch
         try:
             self._pending.append((values, self.publisher.publish_many(values, keys=keys)))
@@ -108,6 +116,12 @@ class Publishing(Client):
                 self._note_loss(error)
             except meteor.MeteorError as error:
                 self.errors[type(error).__name__] += 1
+
+    def goes_on(self) -> bool:
+        """Wait until another batch is acknowledged; return whether it was in time."""
+        before = len(self.acked)
+        wait_until(lambda: len(self.acked) > before or bool(self.problems))
+        return len(self.acked) > before
 
     def _settle(self, most: int) -> None:
         while len(self._pending) > most:
@@ -136,10 +150,10 @@ class Publishing(Client):
 class GroupReading(Client):
     """The only member of a group: reads and confirms every record."""
 
-    def __init__(self, stream: meteor.Stream) -> None:
-        super().__init__("group")
+    def __init__(self, stream: meteor.Stream, group: str = GROUP) -> None:
+        super().__init__(f"group-{group}")
         self.subscriber = stream.subscriber(
-            group=GROUP, initial_offset="earliest", lease_ttl=LEASE_S
+            group=group, initial_offset="earliest", lease_ttl=LEASE_S
         )
         self.seen: list[tuple[int, bytes]] = []
         self.reported: list[tuple[int, int]] = []
@@ -273,11 +287,6 @@ class Load:
         )
         for each in (self.group, self.peer, *self._shared):
             each.stop()
-
-    def goes_on(self) -> bool:
-        """Wait until another batch is acknowledged; return whether it was in time."""
-        before = len(self.publishing.acked)
-        return wait_until(lambda: len(self.publishing.acked) > before or bool(self.problems))
 
     @property
     def problems(self) -> list[str]:
