@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -31,8 +32,9 @@ from meteor_py.redis import keys as key_names
 from meteor_py.redis.address import LOGIN_OPTIONS, Address, Node, mask, show_node
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
-from meteor_py.redis.topology import ABANDONED_S, Redirects, Topology, slot_of
+from meteor_py.redis.topology import ABANDONED_S, PAUSES_S, Redirects, Topology, slot_of
 from meteor_py.redis.wire import Wire
+from meteor_py.runtime.backoff import pause_s
 
 #: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
@@ -263,8 +265,6 @@ class Connection:
         except ConnectionFailed as error:
             if not (was_connected or error.redirected):
                 raise
-            if error.redirected and not self._redirects.pause(self.timeout_s):
-                raise
         return self.retry_redirected(work, *args, **kwargs)
 
     def retry_redirected(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -277,15 +277,19 @@ class Connection:
         Raises:
             ConnectionFailed: The server cannot be reached, or its keys are still being moved.
         """
-        interrupts = self._interrupts
+        deadline = time.monotonic() + self.timeout_s
+        interrupts, failures = self._interrupts, 0
         while True:
             try:
                 return work(*args, **kwargs)
             except ConnectionFailed as error:
-                if not error.redirected or self._interrupts != interrupts:
+                failures += 1
+                pause = pause_s(failures, *PAUSES_S)
+                if not error.redirected or time.monotonic() + pause > deadline:
                     raise
-                if not self._redirects.pause(self.timeout_s):
+                if self._interrupts != interrupts:
                     raise
+            time.sleep(pause)
 
     # -- the server's history ------------------------------------------------------------------
 
@@ -367,7 +371,13 @@ class Connection:
             self._pid = os.getpid()
         if self._connection is None:
             version = self.topology.version
-            connection = self._open()
+            self._opening = connection = self._prepare()  # for interrupt()
+            try:
+                connection.connect()
+            except (redis.RedisError, OSError) as error:
+                self._fail(error)
+            finally:
+                self._opening = None
             self._history = None
             self._connection = connection
             sock = self._socket()
@@ -380,25 +390,17 @@ class Connection:
             return connection
         return self._connection
 
-    def _open(self) -> AbstractConnection:
-        """Open a connection to the node that the topology names."""
+    def _prepare(self) -> AbstractConnection:
+        """Return a redis-py connection to the node that the topology names, not connected yet."""
         self.node = self._pinned or self.topology.locate(self.tag)
         target = self.target
         options = connection_options(target, self.timeout_s)
         self._handshake_only = False
         if target.uses_tls:
             options["redis_connect_func"] = self._log_in
-        connection = target.connection_class(
+        return target.connection_class(
             **target.options, **options, socket_read_size=_HANDSHAKE_SIZE
         )
-        self._opening = connection  # for interrupt()
-        try:
-            connection.connect()
-        except (redis.RedisError, OSError) as error:
-            self._fail(error)
-        finally:
-            self._opening = None
-        return connection
 
     @property
     def target(self) -> Address:

@@ -117,8 +117,7 @@ class Connector:
         ``work`` must not use the connector.
         """
         if not self._topology.is_movable:
-            shared = self._shared_connection(None)
-            return shared.use(lambda found: found.retry_idle(self._checked_use, found, work))
+            return self._shared_connection(None).use(partial(self._checked_use, work))
         return self._again(lambda: self._use_at(self._topology.locate(tag), tag, work))
 
     def use_each(
@@ -201,7 +200,7 @@ class Connector:
 
         def use(connection: Connection) -> _T:
             connection.tag = tag  # for the text of errors
-            return self._checked_use(connection, work)
+            return self._checked_use(work, connection)
 
         return self._shared_connection(node).use(use)
 
@@ -261,11 +260,13 @@ class Connector:
                 shared = self._shared[node] = SharedConnection(opener)
             return shared
 
-    def _checked_use(self, connection: Connection, work: Callable[[Connection], _T]) -> _T:
+    def _checked_use(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
         if connection.node not in self._checked:
             check_server(connection)
             self._checked.add(connection.node)
-        return work(connection)
+        if self._topology.is_movable:  # the caller tries again, perhaps on another connection
+            return work(connection)
+        return connection.retry_idle(work, connection)
 
     def _resolve(self) -> Address:
         if self.address.scheme == "fake":

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from redis.crc import key_slot
 
 from meteor_py.redis.address import Node
-from meteor_py.runtime.backoff import pause_s
 
 #: Seconds between two looks at the topology, however many connections have failed.
 REFRESH_S = 0.1
@@ -96,25 +95,21 @@ def tag_of(arguments: Sequence[Any]) -> str | None:
     return None
 
 
+def pauses_s(error: Exception | None, others_s: tuple[float, float]) -> tuple[float, float]:
+    """Return the shortest and longest pause after ``error``: ``PAUSES_S`` after a redirect."""
+    return PAUSES_S if getattr(error, "redirected", False) else others_s
+
+
 class Redirects:
     """The redirects that one connection got in a row, while a slot moves or a primary changes."""
 
     def __init__(self) -> None:
-        self._count = 0
         self._first = self._last = -_APART_S
 
     def note(self) -> float:
-        """Count a redirect; return the seconds since the first one in a row."""
+        """Note a redirect; return the seconds since the first one in a row."""
         now = time.monotonic()
         if now - self._last > _APART_S:
-            self._first, self._count = now, 0
+            self._first = now
         self._last = now
-        self._count += 1
         return now - self._first
-
-    def pause(self, timeout_s: float) -> bool:
-        """Wait before the next attempt. Returns False after ``timeout_s`` seconds of redirects."""
-        if self._last - self._first > timeout_s:
-            return False
-        time.sleep(pause_s(max(self._count, 1), *PAUSES_S))
-        return True
