@@ -174,7 +174,7 @@ def test_twenty_slot_moves_lose_duplicate_and_reorder_nothing(
                 how = ways[number % len(ways)]
                 load.publishing.longest_pause_s = 0.0
                 mover.move(how)
-                assert load.publishing.goes_on(), f"nothing was published after move {number}"
+                assert load.publishing.continues(), f"nothing was published after move {number}"
                 pauses.setdefault(how, []).append(load.publishing.longest_pause_s)
         load.check_nothing_lost()
     with capsys.disabled():
