@@ -58,6 +58,9 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
     # The former primary still runs and accepts writes for seconds.
     with meteor.connect(sentinels.url) as m, m.stream(STREAM, create=True).publisher() as pub:
         pub.publish(b"x").result()
+        with sentinels.primary.client() as plain:  # otherwise the failover may lose the record
+            plain.set("a", 1)
+            assert plain.execute_command("WAIT", 2, 10_000) == 2
         before = pub._sender._connection.node
         sentinels.failover()
         after = (HOST, sentinels.primary.port)
