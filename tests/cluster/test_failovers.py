@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,16 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.testing import Cluster
-from tests.support.cluster_load import STREAM, ClusterLoad
+from tests.support.client_load import (
+    CAPACITY,
+    STREAM,
+    Load,
+    Publishing,
+    duplicates,
+    lost,
+    read_log,
+    unreported,
+)
 from tests.support.waiting import eventually
 
 SLOT = Cluster.slot(STREAM)
@@ -22,45 +30,40 @@ def replicated(program: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_planned_failovers_lose_nothing(replicated: Cluster, rng: random.Random) -> None:
-    with ClusterLoad(replicated.url, rng) as load:
-        for _ in range(3):
-            load.run_until(200)
+def test_planned_failover_loses_nothing(replicated: Cluster) -> None:
+    with meteor.connect(replicated.url) as m:
+        with Load(m) as load:
+            assert load.publishing.goes_on()
             replicated.failover(replicated.owner(SLOT))
-        load.run_until(200)
-    load.check()
+            assert load.publishing.goes_on()
+        load.check_nothing_lost()
 
 
-def test_killed_primary_loses_only_records_that_are_reported(
-    replicated: Cluster, rng: random.Random
+@pytest.mark.parametrize("acks", [0, 1])
+def test_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated(
+    replicated: Cluster, acks: int
 ) -> None:
-    with ClusterLoad(replicated.url, rng) as load:
-        load.run_until(500)
+    with meteor.connect(replicated.url) as m:
+        stream = m.stream(STREAM, capacity=CAPACITY)
+        publishing = Publishing(stream, window=5, acks=acks)
+        publishing.start()
+        assert publishing.goes_on()
         primary = replicated.owner(SLOT)
-        for replica in replicated.replicas_of(primary):
+        replicas = replicated.replicas_of(primary)
+        for replica in [] if acks else replicas:
             replica.pause()  # it lags behind
-        load.run_until(500)
+        assert publishing.goes_on()
         primary.kill()
-        for replica in replicated.nodes:
-            if replica.running:
-                replica.resume()
+        for replica in replicas:
+            replica.resume()
         replicated.wait_for_failover(primary)
-        load.run_until(200)
-    load.check(losing=True)
-
-
-def test_killed_primary_loses_nothing_that_a_replica_acknowledged(
-    replicated: Cluster, rng: random.Random
-) -> None:
-    with ClusterLoad(replicated.url, rng, acks=1) as load:
-        load.run_until(500)
-        primary = replicated.owner(SLOT)
-        primary.kill()
-        replicated.wait_for_failover(primary)
-        load.run_until(200)
-    assert not load.losses.ranges
-    found = dict(load.log())
-    assert not {value for value, offset in load.acknowledged.items() if found.get(offset) != value}
+        assert publishing.goes_on()
+        publishing.stop()
+        assert publishing.problems == []
+        log = read_log(stream)
+    assert duplicates(log.values()) == []
+    assert unreported(publishing.acked, log, publishing.reported) == []
+    assert not acks or lost(publishing.acked, log) == []
 
 
 def test_a_slot_without_a_primary_is_an_error_until_it_is_back(cluster: Cluster) -> None:
@@ -73,12 +76,11 @@ def test_a_slot_without_a_primary_is_an_error_until_it_is_back(cluster: Cluster)
                 m.stream(STREAM, create=False)
         finally:
             node.resume()
-        eventually(lambda: m.streams() == [STREAM] if _reachable(m) else False)
+        eventually(lambda: streams(m) == [STREAM])
 
 
-def _reachable(client: meteor.Client) -> bool:
+def streams(client: meteor.Client) -> list[str]:
     try:
-        client.streams()
+        return client.streams()
     except meteor.ConnectionFailed:
-        return False
-    return True
+        return []

@@ -9,7 +9,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.testing import Cluster
-from tests.support.cluster_load import STREAM, ClusterLoad
+from tests.support.client_load import STREAM, Load
 from tests.support.waiting import eventually
 
 SLOT = Cluster.slot(STREAM)
@@ -18,17 +18,18 @@ SLOT = Cluster.slot(STREAM)
 def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
     cluster: Cluster, rng: random.Random
 ) -> None:
-    with ClusterLoad(cluster.url, rng) as load:
-        load.run_until(200)
-        for number in range(4):
-            target = rng.choice(cluster.others(cluster.owner(SLOT)))
-            move = cluster.begin_move(SLOT, target)
-            if number % 2:  # slowly: clients meet the slot in every state
-                while move.migrate(1):
-                    pass
-            move.finish()
-            load.run_until(100)
-    load.check()
+    with meteor.connect(cluster.url) as m:
+        with Load(m) as load:
+            assert load.publishing.goes_on()
+            for number in range(4):
+                target = rng.choice(cluster.others(cluster.owner(SLOT)))
+                move = cluster.begin_move(SLOT, target)
+                if number % 2:  # slowly: clients meet the slot in every state
+                    while move.migrate(1):
+                        pass
+                move.finish()
+                assert load.publishing.goes_on()
+        load.check_nothing_lost()
 
 
 @pytest.mark.parametrize("keys_moved", [1, 1000])
@@ -68,10 +69,11 @@ def test_valkey_moves_a_slot_atomically_under_load(cluster: Cluster, rng: random
     with cluster.nodes[0].client() as plain:
         if plain.info("server").get("server_name") != "valkey":
             pytest.skip("only Valkey 9 has CLUSTER MIGRATESLOTS")
-    with ClusterLoad(cluster.url, rng) as load:
-        load.run_until(200)
-        for _ in range(2):
-            target = rng.choice(cluster.others(cluster.owner(SLOT)))
-            cluster.move_slot(SLOT, target, atomic=True)
-            load.run_until(100)
-    load.check()
+    with meteor.connect(cluster.url) as m:
+        with Load(m) as load:
+            assert load.publishing.goes_on()
+            for _ in range(2):
+                target = rng.choice(cluster.others(cluster.owner(SLOT)))
+                cluster.move_slot(SLOT, target, atomic=True)
+                assert load.publishing.goes_on()
+        load.check_nothing_lost()
