@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from meteor_py.errors import ServerStartFailed
 from meteor_py.testing.cluster_node import Node, View, owner_of
 from meteor_py.testing.server import HOST
+from meteor_py.testing.server_group import STABLE_S, ServerGroup
 from meteor_py.testing.slot_move import SlotMove
 from meteor_py.testing.waiting import eventually
 
-#: Seconds within which a cluster must start, or recover from a change.
-STABLE_S = 30.0
 
-#: How often a start is tried, because another process may take a free port before a node does.
-START_TRIES = 3
-
-
-class Cluster:
+class Cluster(ServerGroup):
     """Primaries with slots in equal parts, and their replicas, on 127.0.0.1.
 
     The nodes write nothing to disk unless ``args`` says so, and die with the test process. Starting
-    takes 2.1 s, because a primary accepts no writes in its first two seconds. Not thread-safe,
-    except for ``url``, ``slot()``, ``owner()`` and the nodes' ``client()``.
+    takes 2.1 s, because a primary accepts no writes in its first two seconds. A cluster is
+    ``stable`` even while a slot is on its way; see ``repair()``. Not thread-safe, except for
+    ``url``, ``slot()``, ``owner()`` and the nodes' ``client()``.
 
     >>> with Cluster(primaries=3) as cluster:
     ...     slot = cluster.slot("orders")
@@ -66,16 +61,6 @@ class Cluster:
         self._node_timeout_s = node_timeout_s
         #: All nodes that were not removed: at first the primaries, then the replicas.
         self.nodes: list[Node] = []
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.nodes)} nodes {self.url}>"
@@ -117,11 +102,6 @@ class Cluster:
         number = slot if isinstance(slot, int) else self.slot(slot)
         return owner_of(number, self.nodes)
 
-    @property
-    def stable(self) -> bool:
-        """Whether all nodes run and agree, and every replica is connected to its primary."""
-        return not self._obstacle()
-
     def others(self, node: Node) -> list[Node]:
         """Return the primaries without this node: where its slots can move."""
         return [each for each in self.primaries if each is not node]
@@ -130,49 +110,6 @@ class Cluster:
         """Delete all data of the primaries, and with it that of their replicas."""
         for node in self.primaries:
             node.flush()
-
-    # -- start and stop ------------------------------------------------------------------------
-
-    def start(self) -> Self:
-        """Start all nodes and wait until they agree and accept writes.
-
-        Raises:
-            RuntimeError: The cluster was started before.
-            ServerStartFailed: A node did not start. The message ends with its log.
-        """
-        if self.nodes:
-            raise RuntimeError(f"{self} was started before. Create another.")
-        for tries_left in reversed(range(START_TRIES)):
-            try:
-                self._start_nodes()
-                break
-            except ServerStartFailed:
-                if not tries_left:
-                    raise
-                self.close()
-                self.nodes.clear()
-        self.wait_until_stable()
-        return self
-
-    def close(self) -> None:
-        """Kill all nodes and remove their directories. Idempotent."""
-        for node in self.nodes:
-            node.close()
-
-    def wait_until_stable(self, timeout_s: float = STABLE_S) -> None:
-        """Wait until all nodes run, agree about slots and roles, and every replica is connected.
-
-        A slot on its way is no obstacle. See ``repair()``.
-
-        Raises:
-            AssertionError: The timeout expired. The message says what was missing.
-        """
-        try:
-            eventually(lambda: self.stable, timeout_s)
-        except AssertionError:
-            raise AssertionError(
-                f"{self} is not stable after {timeout_s:g} s: {self._obstacle()}."
-            ) from None
 
     def repair(self) -> None:
         """Resume and restart nodes, finish slot moves, and wait until the cluster is stable.
@@ -332,11 +269,17 @@ class Cluster:
 
     # -- internals -----------------------------------------------------------------------------
 
+    def _all_servers(self) -> list[Node]:
+        return self.nodes
+
+    def _forget_servers(self) -> None:
+        self.nodes.clear()
+
     def _new_node(self) -> Node:
         self.nodes.append(Node(self._args, self._program, self._node_timeout_s))
         return self.nodes[-1]
 
-    def _start_nodes(self) -> None:
+    def _start_servers(self) -> None:
         primaries, replicas = self._shape
         for _ in range(primaries * (1 + replicas)):
             self._new_node()
@@ -390,7 +333,6 @@ class Cluster:
         return found
 
     def _obstacle(self) -> str:
-        """Return why the cluster is not stable; empty if it is."""
         views: dict[str, dict[str, View]] = {}
         for node in self.nodes:
             if not node.running:

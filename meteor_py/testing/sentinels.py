@@ -5,19 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import redis
 
-from meteor_py.errors import ServerStartFailed
 from meteor_py.testing.server import HOST, Server, plain_client
+from meteor_py.testing.server_group import STABLE_S, ServerGroup
 from meteor_py.testing.waiting import eventually
-
-#: How often a start is tried, because another process may take a free port before a server does.
-START_TRIES = 3
-
-#: Seconds within which everything must start, or recover from a failover.
-STABLE_S = 40.0
 
 _CONFIG_FILE = "sentinel.conf"
 
@@ -55,12 +49,13 @@ class Sentinel(Server):
         return [_CONFIG_FILE, "--sentinel", "--port", str(self.port), "--bind", HOST]
 
 
-class Sentinels:
+class Sentinels(ServerGroup):
     """A primary, its replicas, and the sentinels that watch them, on 127.0.0.1.
 
     The servers write nothing to disk unless ``args`` says so, and die with the test process.
-    Starting takes less than a second. Not thread-safe, except for ``url`` and ``client()`` of the
-    servers.
+    Starting takes about a second. After a failover they are ``stable`` again when a sentinel has
+    told the old primary to follow the new one, which takes up to about ten seconds. Not
+    thread-safe, except for ``url`` and ``client()`` of the servers.
 
     >>> with Sentinels() as sentinels:
     ...     old = sentinels.kill_primary()
@@ -102,16 +97,6 @@ class Sentinels:
         self.servers: list[Server] = []
         self.sentinels: list[Sentinel] = []
 
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
 
@@ -146,51 +131,6 @@ class Sentinels:
         """The other servers, whether or not they are running."""
         primary = self.primary
         return [server for server in self.servers if server is not primary]
-
-    # -- start and stop ------------------------------------------------------------------------
-
-    def start(self) -> Self:
-        """Start all servers and sentinels, and wait until they know each other.
-
-        Raises:
-            RuntimeError: They were started before.
-            ServerStartFailed: A server did not start. The message ends with its log.
-        """
-        if self.servers:
-            raise RuntimeError(f"{self} was started before. Create another.")
-        for tries_left in reversed(range(START_TRIES)):
-            try:
-                self._start_servers()
-                break
-            except ServerStartFailed:
-                if not tries_left:
-                    raise
-                self.close()
-                self.servers.clear()
-                self.sentinels.clear()
-        self.wait_until_stable()
-        return self
-
-    def close(self) -> None:
-        """Kill all processes and remove their directories. Idempotent."""
-        for server in (*self.sentinels, *self.servers):
-            server.close()
-
-    def wait_until_stable(self, timeout_s: float = STABLE_S) -> None:
-        """Wait until everything runs, the sentinels agree, and the replicas follow the primary.
-
-        A server that was demoted or restarted becomes a replica only when a sentinel tells it,
-        which takes up to about ten seconds.
-
-        Raises:
-            AssertionError: The timeout expired. The message says what was missing.
-        """
-        try:
-            eventually(lambda: not self._obstacle(), timeout_s)
-        except AssertionError:
-            raise AssertionError(
-                f"{self} is not stable after {timeout_s:g} s: {self._obstacle()}."
-            ) from None
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -231,6 +171,13 @@ class Sentinels:
 
     # -- internals -----------------------------------------------------------------------------
 
+    def _all_servers(self) -> list[Server]:
+        return [*self.sentinels, *self.servers]
+
+    def _forget_servers(self) -> None:
+        self.servers.clear()
+        self.sentinels.clear()
+
     def _start_servers(self) -> None:
         replicas, sentinels = self._shape
         primary = Server(*self._args, program=self._program, port=0)
@@ -270,8 +217,7 @@ class Sentinels:
         ]
 
     def _obstacle(self) -> str:
-        """Return what prevents stability; empty if nothing does."""
-        for server in (*self.servers, *self.sentinels):
+        for server in self._all_servers():
             if not server.running:
                 return f"{server} is not running"
         ports = set()

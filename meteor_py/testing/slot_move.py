@@ -12,7 +12,7 @@ from meteor_py.testing.waiting import eventually
 #: Seconds for one MIGRATE, and for one atomic move.
 MIGRATE_S = 60.0
 
-#: Number of keys per MIGRATE when nobody asked for another number.
+#: Default number of keys per MIGRATE.
 STEP_KEYS = 100
 
 #: States in which an atomic move has ended without moving anything.

@@ -232,7 +232,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
             for number in range(PLANNED):
                 load.publishing.longest_pause_s = 0.0
                 cluster.failover(cluster.owner(STREAM))
-                assert load.publishing.goes_on(), f"nothing was published after failover {number}"
+                assert load.publishing.continues(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
                 time.sleep(2 * NODE_TIMEOUT_S)  # sooner, the primaries do not vote again
@@ -264,7 +264,7 @@ def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
             # A replica reports what it has once per second.
             time.sleep(0.3)
         sentinels.failover()
-        assert publishing.goes_on(), publishing.problems
+        assert publishing.continues(), publishing.problems
         sentinels.wait_until_stable()
         publishing.stop()
         group.reach(stream.end().offset)
@@ -298,11 +298,11 @@ def test_a_primary_that_is_cut_off_with_its_clients_loses_nothing_unreported(
         old = sides.divide()
         new = cluster.wait_for_failover(old)
         if not acks:  # the new primary has no replica yet
-            assert outside.publishing.goes_on(), outside.publishing.problems
+            assert outside.publishing.continues(), outside.publishing.problems
         sides.heal()
         cluster.wait_until_stable()
         for client in (inside, outside):
-            assert client.publishing.goes_on(), client.publishing.problems
+            assert client.publishing.continues(), client.publishing.problems
         for client in (inside, outside):
             client.stop()
         log = read_log(outside.stream)

@@ -51,7 +51,7 @@ def reported(
         (
             seen(),
             seen(next=6),
-            [("records_lost", "the server lost records 6 to 9")],
+            [("log_truncated", "the server lost records 6 to 9")],
         ),
         (
             seen(),
@@ -63,7 +63,7 @@ def reported(
             seen(epoch=2, epoch_first=8, next=30),
             [
                 ("epoch_changed", "the server was restarted or failed over"),
-                ("records_lost", "the server lost records 8 to 9"),
+                ("log_truncated", "the server lost records 8 to 9"),
             ],
         ),
         (seen(archived=5), seen(archived=5, archiver="a"), [("archiver_taken", "archived by a")]),
@@ -350,9 +350,9 @@ def test_watch_reports_records_lost_in_a_failover(replicated: ReplicatedStream) 
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
-        if "records_lost" not in [each["event"] for each in found]:
-            found.append(watch.event("records_lost"))
-        lost = next(each for each in found if each["event"] == "records_lost")
+        if "log_truncated" not in [each["event"] for each in found]:
+            found.append(watch.event("log_truncated"))
+        lost = next(each for each in found if each["event"] == "log_truncated")
         assert (lost["stream"], lost["first"], lost["last"]) == (NAME, 1, 4)
 
 

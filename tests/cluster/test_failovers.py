@@ -33,9 +33,9 @@ def replicated(program: Path) -> Iterator[Cluster]:
 def test_planned_failover_loses_nothing(replicated: Cluster) -> None:
     with meteor.connect(replicated.url) as m:
         with Load(m) as load:
-            assert load.publishing.goes_on()
+            assert load.publishing.continues()
             replicated.failover(replicated.owner(SLOT))
-            assert load.publishing.goes_on()
+            assert load.publishing.continues()
         load.check_nothing_lost()
 
 
@@ -47,17 +47,17 @@ def test_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated
         stream = m.stream(STREAM, capacity=CAPACITY)
         publishing = Publishing(stream, window=5, acks=acks)
         publishing.start()
-        assert publishing.goes_on()
+        assert publishing.continues()
         primary = replicated.owner(SLOT)
         replicas = replicated.replicas_of(primary)
         for replica in [] if acks else replicas:
             replica.pause()  # it lags behind
-        assert publishing.goes_on()
+        assert publishing.continues()
         primary.kill()
         for replica in replicas:
             replica.resume()
         replicated.wait_for_failover(primary)
-        assert publishing.goes_on()
+        assert publishing.continues()
         publishing.stop()
         assert publishing.problems == []
         log = read_log(stream)

@@ -38,12 +38,12 @@ def test_failover_loses_only_records_that_are_reported(sentinels: Sentinels, how
         publishing, group = Publishing(stream, window=5), GroupReading(stream)
         for each in (publishing, group):
             each.start()
-        assert publishing.goes_on()
+        assert publishing.continues()
         if how == "planned":
             sentinels.failover()
         else:
             sentinels.wait_for_failover(sentinels.kill_primary())
-        assert publishing.goes_on()
+        assert publishing.continues()
         publishing.stop()
         log = read_log(stream)
         assert group.reach(max(log) + 1)

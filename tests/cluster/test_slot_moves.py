@@ -20,7 +20,7 @@ def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
 ) -> None:
     with meteor.connect(cluster.url) as m:
         with Load(m) as load:
-            assert load.publishing.goes_on()
+            assert load.publishing.continues()
             for number in range(4):
                 target = rng.choice(cluster.others(cluster.owner(SLOT)))
                 move = cluster.begin_move(SLOT, target)
@@ -28,7 +28,7 @@ def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
                     while move.migrate(1):
                         pass
                 move.finish()
-                assert load.publishing.goes_on()
+                assert load.publishing.continues()
         load.check_nothing_lost()
 
 
@@ -71,9 +71,9 @@ def test_valkey_moves_a_slot_atomically_under_load(cluster: Cluster, rng: random
             pytest.skip("only Valkey 9 has CLUSTER MIGRATESLOTS")
     with meteor.connect(cluster.url) as m:
         with Load(m) as load:
-            assert load.publishing.goes_on()
+            assert load.publishing.continues()
             for _ in range(2):
                 target = rng.choice(cluster.others(cluster.owner(SLOT)))
                 cluster.move_slot(SLOT, target, atomic=True)
-                assert load.publishing.goes_on()
+                assert load.publishing.continues()
         load.check_nothing_lost()

@@ -45,7 +45,7 @@ def shell_line(service: str) -> str:
 
 
 class Place:
-    """Ports and programs of this machine in place of those of the containers."""
+    """Ports and programs of this machine instead of those of the containers."""
 
     def __init__(self, kind: str, services: list[str]) -> None:
         self._program = binaries()[kind]

@@ -117,7 +117,7 @@ class Publishing(Client):
             except meteor.MeteorError as error:
                 self.errors[type(error).__name__] += 1
 
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Wait until another batch is acknowledged; return whether it was in time."""
         before = len(self.acked)
         wait_until(lambda: len(self.acked) > before or bool(self.problems))

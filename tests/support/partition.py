@@ -2,7 +2,7 @@
 
 Every node announces the ports of two proxies: one to its bus, and one to its own port for its
 replicas. Each node connects from an address of its own (127.0.0.2 and so on), so that the proxies
-know who connects. Clients use the nodes' real ports, by `remap`.
+know which node connects. Clients use the nodes' real ports, by `remap`.
 """
 
 from __future__ import annotations

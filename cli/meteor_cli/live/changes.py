@@ -91,7 +91,7 @@ def _history(before: Description, after: Description) -> Iterator[Change]:
     if kept < before.next:
         last = before.next - 1
         text = f"the server lost records {kept} to {last}"
-        yield _change(after.name, "records_lost", text, first=kept, last=last)
+        yield _change(after.name, "log_truncated", text, first=kept, last=last)
 
 
 def _archiver(before: StreamSnapshot | None, after: StreamSnapshot) -> Iterator[Change]:

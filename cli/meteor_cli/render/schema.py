@@ -73,7 +73,7 @@ CONSUMER_FIELDS = ("id", "name", "keys", "records", "lease")
 #: The events of ``watch``, with their additional fields.
 EVENTS = {
     "created": ("next",), "recreated": ("next",), "deleted": (), "unreadable": ("reason",),
-    "readable": (), "epoch_changed": ("epoch", "before"), "records_lost": ("first", "last"),
+    "readable": (), "epoch_changed": ("epoch", "before"), "log_truncated": ("first", "last"),
     "records_dropped": ("first", "last"), "group_created": ("confirmed", "lag"),
     "group_moved_back": ("confirmed", "before"), "group_deleted": ("confirmed",),
     "lease_taken": ("owner", "term"), "lease_taken_over": ("owner", "before", "term"),
