@@ -211,7 +211,9 @@ class Connector:
         """
         tags = [tag_of(command) for command in commands]
         first = next((tag for tag in tags if tag is not None), None)
-        places = {tag: self._topology.locate(tag or first) for tag in dict.fromkeys(tags)}
+        places = self._topology.locate_each([first, *tags])
+        if None in places:
+            places[None] = places[first]
         parts: dict[Any, list[int]] = {}
         for at, tag in enumerate(tags):
             parts.setdefault(places[tag], []).append(at)

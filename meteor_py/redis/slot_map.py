@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
@@ -72,6 +72,16 @@ class SlotMap(Topology):
             error.redirected = True
             raise error
         return node
+
+    def locate_each(self, tags: Iterable[str | None]) -> dict[str | None, Node | None]:
+        self._refresh_if_stale()
+        moved, find = self._moved, self._table.find
+        found: dict[str | None, Node | None] = {}
+        for tag in tags:
+            slot = None if tag is None else slot_of(tag)
+            node = None if slot is None else moved.get(slot) or find(slot)
+            found[tag] = node or self.locate(tag)
+        return found
 
     def primaries(self) -> Sequence[Node]:
         self._refresh_if_stale()

@@ -8,13 +8,16 @@ caller tries again, as it does anyway, and connects elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from binascii import crc_hqx
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
-
-from redis.crc import key_slot
 
 from meteor_py.redis.address import Node
 
+_SLOTS = 16_384
+#: Number of tags and slots to remember, for clients that list many streams again and again.
+_CACHED = 8_192
 #: Seconds between two looks at the topology, however many connections have failed.
 REFRESH_S = 0.1
 #: Pauses between attempts in seconds while a slot moves or a primary changes: the first, which
@@ -51,6 +54,10 @@ class Topology:
         """
         return None
 
+    def locate_each(self, tags: Iterable[str | None]) -> dict[str | None, Node | None]:
+        """Return the node of each tag, as ``locate`` does."""
+        return {tag: self.locate(tag) for tag in tags}
+
     def primaries(self) -> Sequence[Node | None]:
         """Return all nodes that hold keys."""
         return [None]
@@ -68,13 +75,14 @@ class Topology:
         """Stop the thread of the topology, if any."""
 
 
+@lru_cache(_CACHED)
 def slot_of(tag: str) -> int:
     """Return the slot of all keys with a hash tag.
 
     >>> slot_of("orders")
     105
     """
-    return int(key_slot(tag.encode()))
+    return crc_hqx(tag.encode(), 0) % _SLOTS  # the CRC16 of the cluster specification
 
 
 def tag_of(arguments: Sequence[Any]) -> str | None:
@@ -88,11 +96,17 @@ def tag_of(arguments: Sequence[Any]) -> str | None:
     'meteor:streams'
     """
     for argument in arguments:
-        text = argument.decode(errors="replace") if isinstance(argument, bytes) else argument
-        if isinstance(text, str) and text.startswith("meteor:"):
-            tag = text.partition("{")[2].partition("}")
-            return tag[0] if tag[0] and tag[1] else text
+        key = argument.decode(errors="replace") if isinstance(argument, bytes) else argument
+        if isinstance(key, str) and key.startswith("meteor:"):
+            return _tag(key)
     return None
+
+
+@lru_cache(_CACHED)
+def _tag(key: str) -> str:
+    start = key.find("{") + 1
+    stop = key.find("}", start)
+    return key[start:stop] if 0 < start < stop else key
 
 
 def pauses_s(error: Exception | None, others_s: tuple[float, float]) -> tuple[float, float]:
