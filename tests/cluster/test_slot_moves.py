@@ -39,6 +39,8 @@ def test_an_abandoned_move_delays_publishing_until_it_is_fixed(
     with meteor.connect(cluster.url) as m, m.stream(STREAM, create=True).publisher() as pub:
         pub.publish(b"before").result()
         target = cluster.others(cluster.owner(SLOT))[0]
+        with target.client() as plain:
+            plain.config_resetstat()
         move = cluster.begin_move(SLOT, target)
         move.migrate(keys_moved)
         ack = pub.publish(b"during")
