@@ -22,7 +22,7 @@ test: .venv/installed ## run the tests in N=4 processes; ARGS="-k NAME" passes o
 chaos: .venv/installed ## inject random faults and check the history; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py \
-		tests/chaos/frames_*.py tests/chaos/parquet_*.py tests/chaos/split_*.py)
+		tests/chaos/frames_*.py tests/chaos/parquet_*.py tests/chaos/split_*.py tests/chaos/cluster_*.py)
 
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -262,7 +262,7 @@ def heartbeats(bench: Bench) -> list[Row]:
             protocol.open(PeersConfig(ttl=600))
             for number in range(size):
                 protocol.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
-            connection = client._connector.open_connection()
+            connection = protocol.open_connection()
             count, before = bench.pick(5_000, 1_000), used(plain)
             for number in range(count):
                 protocol.heartbeat(connection, "s", [f"m{number % size}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from signal import SIGTERM
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ from meteor_py.records.codec import CodecName
 from meteor_py.records.config import Compression, check_seconds, without_none
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, parse
+from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import ALL
-from meteor_py.redis.server_info import ServerDescription, describe_server
+from meteor_py.redis.server_info import ServerDescription, describe_all
 from meteor_py.runtime.lifecycle import Closeable, close_owned
 from meteor_py.runtime.signals import install
 from meteor_py.store.identity import Store
@@ -27,18 +29,32 @@ if TYPE_CHECKING:
     import redis
 
 
-def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
+def connect(
+    url: str | None = None,
+    *,
+    timeout: float = 5.0,
+    remap: Mapping[tuple[str, int], tuple[str, int]] | None = None,
+) -> Client:
     """Return a client for the server at ``url``. It connects when it is first used.
 
     Args:
         url: ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS), ``unix:///socket``;
+            ``redis+cluster://host1:port,host2:port``: a cluster, of which the address names one
+            node or more;
+            ``redis+sentinel://host1:port,host2:port/name/db``: the primary that the sentinels at
+            these addresses know by ``name``. ``?sentinel_username=`` and ``sentinel_password=`` log
+            in to the sentinels. ``rediss+cluster://`` and ``rediss+sentinel://`` use TLS;
             ``embedded://``: a private server that ends with the client;
             ``embedded:///dir``: a server with its data in ``dir``, shared by all processes that
             open it; ``fake://``: an emulation inside this process, for tests.
             If an embedded server is killed, its clients restart it.
             The default is ``$METEOR_URL`` or, if that is not set, an embedded server that all
             programs of the user share.
-        timeout: Seconds to wait for a connection and for each reply.
+        timeout: Seconds to wait for a connection and for each reply. On a cluster and with
+            sentinels, also for a failover or a slot move, before a call raises
+            ``ConnectionFailed``.
+        remap: For nodes of a cluster, or servers of sentinels, that announce an address which this
+            client cannot reach (Docker, NAT): ``{(host, port): (host, port)}``.
 
     Raises:
         ValueError: ``url`` is not a valid address.
@@ -49,7 +65,7 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
     ...         pub.publish(b"hello").result()
     0
     """
-    return Client(parse(url), check_seconds("timeout", timeout))
+    return Client(parse(url, remap), check_seconds("timeout", timeout))
 
 
 def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
@@ -205,21 +221,25 @@ class Client(Closeable):
     def redis(self) -> redis.Redis:
         """A redis-py client of the same server, for other commands. It never retries.
 
-        Closing this client also closes the redis-py client.
+        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Closing this
+        client also closes the redis-py client.
         """
         return self._connector.redis
 
     def describe(self) -> ServerDescription:
         """Describe the server: its version, memory, persistence and clients.
 
-        Fields that the server hides from this user are None.
+        Fields that the server hides from this user are None. On a cluster, memory and clients are
+        those of all primaries together, and ``nodes`` describes each primary.
         """
-        return self._connector.use(describe_server)
+        return describe_all(self._connector)
 
     def load_scripts(self) -> None:
-        """Load all Lua scripts, for users whose ACL forbids loading them (docs/acl.md)."""
-        for script in ALL:
-            self._connector.call("SCRIPT", "LOAD", script.source)
+        """Load all Lua scripts, for users whose ACL forbids loading them (docs/acl.md).
+
+        On a cluster, every primary loads them, and passes them on to its replicas.
+        """
+        self._connector.use_each(_load_scripts)
 
     def close(self) -> None:
         """Close every publisher, subscriber, peer group and archiver of this client.
@@ -237,3 +257,8 @@ class Client(Closeable):
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._connector.closed else ''}>"
+
+
+def _load_scripts(connection: Connection) -> None:
+    for script in ALL:
+        connection.load(script)

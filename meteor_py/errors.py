@@ -114,6 +114,9 @@ class ConnectionFailed(MeteorError):
     #: Whether the server itself rejected the command, for example because it is loading its data.
     #: The command then had no effect.
     answered = False
+    #: Whether another server has the keys, or a cluster is moving them. The command then had no
+    #: effect, and is likely to succeed soon.
+    redirected = False
 
 
 class ServerRefused(MeteorError):

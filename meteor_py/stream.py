@@ -142,7 +142,7 @@ class Stream:
         if acks and self.client.address.scheme == "fake":
             raise ValueError("fake:// has no replicas. Publish there with acks=0.")
         handle = self._open_for_writing()
-        handle.connector.warn_of_hidden_history()
+        handle.connector.warn_of_hidden_history(self.name)
         return Publisher(self, handle, config, self._codec(codec))
 
     def subscriber(
@@ -514,19 +514,13 @@ class Stream:
         handle, connector = self._handle, self._handle.connector
         store = handle.find_store() if history and handle.store_id is not None else None
         stop_archiver(handle)
-        found: set[bytes] = set()  # not str: the keys of shared groups may contain any bytes
-        cursor, log, meta = b"0", handle.keys[0].encode(), handle.keys[1].encode()
-        while True:
-            cursor, part = connector.call(
-                "SCAN", cursor, "MATCH", keys.everything(self.name), "COUNT", 1000
-            )
-            found.update(part)
-            if cursor == b"0":
-                break
+        # Not str: the keys of shared groups may contain any bytes.
+        found = connector.find_keys(keys.everything(self.name))
+        log, meta = handle.keys[0].encode(), handle.keys[1].encode()
         settings = keys.settings(self.name).encode()
         names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
-        # If SCAN found the stream and it is now gone, an attempt whose reply was lost deleted it.
+        # If the stream was found and is now gone, an attempt whose reply was lost deleted it.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from hypothesis import settings
 
+from meteor_py.testing import Cluster
 from tests.support.group_members import GroupHarness
 from tests.support.java import require_java
 from tests.support.proxied_stream import ReplicatedStream
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SEED = "METEOR_SEED"
+#: Set to "redis" or "valkey" to run the tests of the shared server on a cluster of three nodes.
+CLUSTER = "METEOR_TEST_CLUSTER"
 THREAD_GRACE_S = 2.0
 
 settings.register_profile("meteor", deadline=None, print_blob=True, derandomize=False)
@@ -61,8 +64,14 @@ def redis_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def server_url(server: Server) -> str:
-    return server.url
+def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of the shared Valkey; of a cluster if $METEOR_TEST_CLUSTER names its program."""
+    kind = os.environ.get(CLUSTER)
+    if kind is None:
+        yield request.getfixturevalue("server").url
+        return
+    with Cluster(program=binaries()[kind]) as cluster:
+        yield cluster.url
 
 
 @pytest.fixture
@@ -108,8 +117,21 @@ def require_redis() -> None:
 
 def emptied(server_url: str) -> str:
     with plain_client(server_url) as client:
-        client.flushall()
+        client.flushall()  # on a cluster, redis-py sends it to all primaries
     return server_url
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a cluster, run the tests that know only the address of the shared server."""
+    if os.environ.get(CLUSTER) is None:
+        return
+    used = {item: set(getattr(item, "fixturenames", ())) for item in items}
+    chosen = [item for item in items if used[item] & {"server_url", "server"} == {"server_url"}]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+    for item in items:
+        for mark in item.iter_markers("single_server"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a single server: {mark.args[0]}"))
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ def common_options(*, hidden: bool) -> list[click.Option]:
         option(
             "--url",
             metavar="URL",
-            help="Server to use: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
+            help="Server to use: redis://host:port, rediss://, redis+cluster://, "
+            "redis+sentinel://, unix:///socket, embedded:///dir. "
             "Default: $METEOR_URL or, if that is not set, your personal server, which keeps its "
             "data on disk.",
         ),

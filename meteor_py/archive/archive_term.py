@@ -136,7 +136,7 @@ class ArchiveTerm:
         self._saved: list[StreamState] = []
         self._until_merge = 0  # commits until the next merge
         self._idle_at = time.monotonic() + self._idle_s
-        self._connection = stream.connector.open_connection()
+        self._connection = stream.open_connection()
         self._log: LogReader | None = None
         try:
             self._begin()
@@ -221,7 +221,7 @@ class ArchiveTerm:
         self._tidy()
         self._find_last_snapshot()
         position = Position(stream.incarnation, epoch, self._archived)
-        self._log = LogReader(stream.connector.open_connection(), stream.name, position)
+        self._log = LogReader(stream.open_connection(), stream.name, position)
         self._log.start_term(position, end, keys.ARCHIVERS, self._term.nonce)
 
     def _tidy(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from meteor_py.errors import MeteorError
 from meteor_py.log.handle import StreamHandle
@@ -113,9 +113,8 @@ class RetainPolicy:
         stream.check_store()
         before = None
         if config.retain is not None:
-            seconds, micros = stream.connector.call("TIME")  # append times use the server's clock
-            clock = datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(micros))
-            before = clock - timedelta(seconds=config.retain)
+            # Append times use the server's clock.
+            before = stream.clock() - timedelta(seconds=config.retain)
         groups = self._list_groups()
         kept = first_kept(stream, self._store, groups, before=before, max_bytes=config.retain_bytes)
         first = stream.archived_bounds()[0]

@@ -96,7 +96,7 @@ def create_stream(
         args = [incarnation, connection.history, *fields]
         return connection.run(CREATE_STREAM, [keys.meta(name), keys.settings(name)], args)
 
-    created, flat, settings = connector.use(create)
+    created, flat, settings = connector.use(create, name)
     return bool(created), _converted(connector, name, Meta.parse(name, flat, settings), flat)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
 
 from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable, StreamConfigMismatch
 from meteor_py.log.catalog import check_settings, create_stream, find_stream, read_meta
@@ -21,12 +22,15 @@ from meteor_py.records.frame import entry_span, foreign_entry
 from meteor_py.records.position import Position, path_of
 from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DESCRIBE_STREAM, OFFSET_AT_TIME, Script
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.endpoints import check_endpoint
 from meteor_py.store.identity import Store, bind, check_identity, open_store
 from meteor_py.store.read_ahead import StoreReadAhead
+
+_T = TypeVar("_T")
 
 _POSITION = ("incarnation", "epoch", "next", "epochs")
 
@@ -90,6 +94,19 @@ class StreamHandle:
         self.adopt_ordering_key(meta.config.ordering_key)
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
+    def open_connection(self) -> Connection:
+        """Return a new connection to the server of the stream. The caller must close it."""
+        return self.connector.open_connection(self.name)
+
+    def use(self, work: Callable[[Connection], _T]) -> _T:
+        """Call ``work`` with a shared connection to the stream's server; see ``Connector.use``."""
+        return self.connector.use(work, self.name)
+
+    def clock(self) -> datetime:
+        """Return the time by the clock of the stream's server."""
+        seconds, micros = self.use(lambda connection: connection.call("TIME"))
+        return datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(micros))
+
     def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
         """Run a script on the stream and return its reply."""
         reply = self.connector.run(script, script_keys or self.keys, args)
@@ -108,9 +125,10 @@ class StreamHandle:
 
     def open_reader(self) -> LogReader:
         """Return a reader positioned at the end of the stream. The caller must close it."""
-        connection = self.connector.open_connection()
+        connection = self.open_connection()
         try:
-            reply = connection.call("HMGET", self.keys[1], *_POSITION)
+            command = ("HMGET", self.keys[1], *_POSITION)
+            reply = connection.retry_redirected(connection.call, *command)
             position = self._position(reply)
         except MeteorError:
             connection.close()

@@ -31,7 +31,7 @@ def repair(stream: StreamHandle, *, dry_run: bool) -> RepairReport:
     frames = foreign = 0
     blocked = repaired = False
     # A separate connection never retries. The last step of a copy must not run twice.
-    connection = stream.connector.open_connection()
+    connection = stream.open_connection()
     try:
         for key in (*stream.index_keys, stream.keys[0]):
             ours, others = _walk(connection, stream, key, None)

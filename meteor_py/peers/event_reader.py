@@ -30,7 +30,7 @@ class EventReader(JoinableThread):
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._read_all, f"meteor-events-{group.name}")
         self._group = group
-        self._connection = group.protocol.connector.open_connection()
+        self._connection = group.protocol.open_connection()
         self._stopped = False
         #: The last reply that was read.
         self._reply_position = _FIRST

@@ -43,7 +43,7 @@ class Heartbeat(JoinableThread):
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._beat, f"meteor-heartbeat-{group.name}")
         self._group = group
-        self._connection = group.protocol.connector.open_connection()
+        self._connection = group.protocol.open_connection()
         # Stop waiting for a reply when the next heartbeat is due.
         self._timeout_s = min(self._connection.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = SignalSafeCondition()

@@ -103,6 +103,10 @@ class PeerProtocol:
     def key(self, part: str) -> str:
         return self.prefix + part
 
+    def open_connection(self) -> Connection:
+        """Return a new connection to the server of the group. The caller must close it."""
+        return self.connector.open_connection(self.name)
+
     def open(
         self, config: PeersConfig, connection: Connection | None = None, *, create: bool = True
     ) -> PeersConfig:
@@ -113,9 +117,9 @@ class PeerProtocol:
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]
         try:
-            target.call("SADD", keys.PEERS, self.name)
+            self.connector.call("SADD", keys.PEERS, self.name)  # another slot than the group's
             flat = target.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-            target.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
+            self.connector.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:
@@ -158,13 +162,7 @@ class PeerProtocol:
     def _scan(self) -> tuple[list[bytes], list[bytes]]:
         """Find the keys for members and handles, and the keys for messages and votes. Most of these
         would also expire, or disappear with a member."""
-        found: set[bytes] = set()
-        cursor = None
-        while cursor != b"0":
-            cursor, page = self.connector.call(
-                "SCAN", cursor or b"0", "MATCH", self.key("*"), "COUNT", 1000
-            )
-            found.update(page)
+        found = self.connector.find_keys(self.prefix)
 
         def named(parts: tuple[str, ...]) -> list[bytes]:
             prefixes = tuple(self.key(f"{part}:").encode() for part in parts)

@@ -389,7 +389,7 @@ def _plan(
             _wait(connection, name, replicas)
         return reply
 
-    return stream.connector.use(plan)
+    return stream.use(plan)
 
 
 def _wait(connection: Connection, stream: str, replicas: int) -> None:
@@ -455,7 +455,7 @@ def _move(
             begin_epoch(connection, stream.name, stream.incarnation, reply[1].decode())
         return reply
 
-    return stream.connector.use(move)
+    return stream.use(move)
 
 
 def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from redis.connection import AbstractConnection, Connection, parse_url
 
@@ -15,9 +15,25 @@ from redis.connection import AbstractConnection, Connection, parse_url
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
+#: Schemes whose addresses name several servers, and the default port of those servers.
+_SEVERAL = {
+    "redis+cluster": 6379,
+    "rediss+cluster": 6379,
+    "redis+sentinel": 26379,
+    "rediss+sentinel": 26379,
+}
+#: The parts of an address with several servers. The host names may not contain an @, so that an
+#: unescaped one belongs to the password.
+_PARTS = re.compile(
+    r"(?P<scheme>[^:]+)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)"
+    r"(?P<path>/[^?#]*)?(\?(?P<query>[^#]*))?"
+)
+_HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
 #: Options that a URL may set. meteor_py sets all others itself. For each option that is set,
 #: redis-py sends a command and reads the reply before a connection is used.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
+#: The same for the sentinels, which have their own users.
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
@@ -29,9 +45,9 @@ _HARMLESS = (
     "allow_bucket_creation", "allow_bucket_deletion", "blob_storage_authority", "buffer_size",
     "client_id", "client_name", "credential_kind", "db", "default_bucket_location",
     "dfs_storage_authority", "enable_tls", "endpoint_override", "project_id", "region",
-    "replication", "retry_limit_seconds", "scheme", "ssl_ca_certs", "ssl_ca_path",
-    "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile",
-    "ssl_min_version", "tenant_id", "user", "username",
+    "replication", "retry_limit_seconds", "scheme", "sentinel_username", "ssl_ca_certs",
+    "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers",
+    "ssl_keyfile", "ssl_min_version", "tenant_id", "user", "username",
 )  # fmt: skip
 _PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]{1,200})=([^&#\s'\"]*)")
 #: Matches secrets that libraries quote outside a URL.
@@ -40,9 +56,16 @@ _QUOTED = re.compile(r"((?:password|secret|key|token|sig)=)[^&\s'\"]*", re.IGNOR
 _TEXT_MAX = 4_000
 
 
+#: Host and port of a server.
+Node = tuple[str, int]
+
+
 @dataclass(frozen=True)
 class Address:
-    """The address of a server, and how to connect to it. ``str()`` and ``repr()`` hide secrets."""
+    """The address of a server, a cluster, or a primary that sentinels watch, and how to connect.
+
+    ``str()`` and ``repr()`` hide secrets.
+    """
 
     scheme: str
     #: The address without secrets.
@@ -52,9 +75,51 @@ class Address:
     connection_class: Callable[..., AbstractConnection] = field(default=Connection, repr=False)
     #: Directory of a kept embedded server, or name of a shared fake one.
     place: str | None = None
+    #: The nodes of a cluster, or the sentinels, to ask first.
+    seeds: tuple[Node, ...] = ()
+    #: The name by which the sentinels know the primary.
+    service: str = ""
+    #: Like ``options``, for connections to the sentinels.
+    sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
+    #: Where this client reaches nodes whose announced addresses it cannot reach.
+    remap: Mapping[Node, Node] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return self.shown
+
+    @property
+    def kind(self) -> str:
+        """``"cluster"``, ``"sentinel"``, or ``""`` for a single server."""
+        return self.scheme.partition("+")[2]
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.scheme.startswith("rediss")
+
+    def at(self, node: Node) -> Address:
+        """Return the address of one node of the cluster, or of the primary."""
+        return self._single(node, self.options)
+
+    def sentinel_at(self, node: Node) -> Address:
+        """Return the address of one sentinel."""
+        return self._single(node, self.sentinel_options)
+
+    def _single(self, node: Node, options: dict[str, Any]) -> Address:
+        host, port = self.remap.get(node, node)
+        scheme = "rediss" if self.uses_tls else "redis"
+        options = {**options, "host": host, "port": port}
+        shown = f"{scheme}://{show_node((host, port))}"
+        return Address(scheme, shown, options, self.connection_class)
+
+
+def show_node(node: Node) -> str:
+    """Return host and port as they appear in an address.
+
+    >>> show_node(("::1", 6379))
+    '[::1]:6379'
+    """
+    host, port = node
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def mask(text: str) -> str:
@@ -78,7 +143,9 @@ def mask(text: str) -> str:
     login, at, tail = rest.rpartition("@")
     if at:
         user, colon, _ = login.partition(":")
-        is_user = (colon or not before.endswith(_REMOTE)) and not re.search(r"[/?\s]", user)
+        is_user = (colon or not before.endswith((*_REMOTE, *_SEVERAL))) and not re.search(
+            r"[/?\s]", user
+        )
         shown = user if is_user else ""
         hidden = ":***" if colon else "" if is_user else "***"
         text = f"{before}{separator}{shown}{hidden}@{tail}"
@@ -90,8 +157,12 @@ def _mask_parameter(match: re.Match[str]) -> str:
     return f"{name}={value if unquote(name).lower() in _HARMLESS else '***'}"
 
 
-def parse(url: str | None) -> Address:
+def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
     """Parse ``url``. None means ``$METEOR_URL`` if set, or the user's default embedded server.
+
+    Args:
+        remap: For a cluster or sentinels, where to reach the nodes that announce an address which
+            this client cannot reach: ``{(host, port): (host, port)}``.
 
     Raises:
         ValueError: The scheme is unknown, or the URL is malformed.
@@ -101,6 +172,10 @@ def parse(url: str | None) -> Address:
     if not isinstance(url, str):
         raise TypeError(f"An address must be a str, not {type(url).__name__}.")
     scheme, separator, _ = url.partition("://")
+    if separator and scheme in _SEVERAL:
+        return replace(_several(url), remap=_check_remap(remap or {}))
+    if remap:
+        raise ValueError("remap is for redis+cluster:// and redis+sentinel:// addresses only.")
     if separator and scheme in _REMOTE:
         return _remote(url, scheme)
     if separator and scheme in ("embedded", "fake"):
@@ -113,12 +188,91 @@ def parse(url: str | None) -> Address:
         return Address(scheme, url, place=unquote(place) or None)
     shown = mask(url) if separator else mask(f"://{url}")[3:]
     raise ValueError(
-        f"{shown!r} is not the address of a server. Use redis://, rediss://, unix://, "
-        "embedded://, embedded:///directory or fake://."
+        f"{shown!r} is not the address of a server. Use redis://, rediss://, redis+cluster://, "
+        "redis+sentinel://, unix://, embedded://, embedded:///directory or fake://."
     )
 
 
-def _remote(url: str, scheme: str) -> Address:
+def _several(url: str) -> Address:
+    """Parse the address of a cluster, or of a primary that sentinels watch."""
+    match = _PARTS.fullmatch(url)
+    scheme = url.partition("://")[0]
+    base, _, kind = scheme.partition("+")
+    form = f"{scheme}://user:password@host1:port,host2:port"
+    form += "/name/database" if kind == "sentinel" else ""
+    try:
+        if match is None:
+            raise ValueError("it has an unescaped character")
+        seeds = _hosts(match["hosts"], _SEVERAL[scheme])
+        service, database = _split_path(match["path"] or "", kind)
+        own, query = _take_sentinel_options(match["query"] or "", kind)
+    except ValueError as error:
+        reason = _without_secrets(str(error), url)
+        raise ValueError(f"{mask(url)!r} is not a valid address: {reason}. Write {form}.") from None
+    login = f"{match['login']}@" if match["login"] else ""
+    single = _remote(f"{base}://{login}{show_node(seeds[0])}/{database}?{query}", base, f"+{kind}")
+    options = {key: value for key, value in single.options.items() if key not in ("host", "port")}
+    tls = {key: value for key, value in options.items() if key in _TLS_OPTIONS}
+    return Address(
+        *(scheme, mask(url), options, single.connection_class, None, seeds, service),
+        sentinel_options={} if kind == "cluster" else tls | own,
+    )
+
+
+def _hosts(text: str, port: int) -> tuple[Node, ...]:
+    found: list[Node] = []
+    for part in text.split(","):
+        match = _HOST.fullmatch(part)
+        if match is None or (match["port"] and not 0 < int(match["port"]) < 65_536):
+            raise ValueError(
+                f"{part!r} is not a host, or a host and its port (an IPv6 address in brackets)"
+            )
+        found.append((match["ip6"] or match["name"], int(match["port"] or port)))
+    return tuple(dict.fromkeys(found))
+
+
+def _split_path(path: str, kind: str) -> tuple[str, str]:
+    """Return the name of the primary, and the database."""
+    parts = [unquote(part) for part in path.removeprefix("/").split("/")]
+    service = parts.pop(0) if kind == "sentinel" else ""
+    database = parts.pop(0) if parts else ""
+    if kind == "sentinel" and not service:
+        raise ValueError("the name of the primary is missing after the hosts")
+    if any(parts) or not re.fullmatch(r"[0-9]{0,5}", database):
+        raise ValueError("the last part of the path must be the number of a database")
+    if kind == "cluster" and database not in ("", "0"):
+        raise ValueError("a cluster has only database 0")
+    return service, database
+
+
+def _take_sentinel_options(query: str, kind: str) -> tuple[dict[str, str], str]:
+    """Return the options for logging in to the sentinels, and the rest of the query."""
+    pairs = parse_qsl(query, keep_blank_values=True)
+    taken = {name: value for name, value in pairs if name in _SENTINEL_OPTIONS}
+    if taken and kind != "sentinel":
+        raise ValueError(f"{next(iter(taken))} is for redis+sentinel:// addresses only")
+    if kind == "cluster" and dict(pairs).get("db", "0") != "0":
+        raise ValueError("a cluster has only database 0")
+    rest = urlencode([pair for pair in pairs if pair[0] not in taken])
+    return {name.removeprefix("sentinel_"): value for name, value in taken.items()}, rest
+
+
+def _check_remap(remap: Mapping[Node, Node]) -> dict[Node, Node]:
+    for node in (*remap.keys(), *remap.values()):
+        well_formed = isinstance(node, tuple) and len(node) == 2
+        if not (well_formed and isinstance(node[0], str) and isinstance(node[1], int)):
+            raise TypeError(f"remap must map (host, port) to (host, port); {node!r} is not one.")
+    return dict(remap)
+
+
+def _without_secrets(reason: str, url: str) -> str:
+    """Replace the reason for refusing ``url`` if it may quote the password."""
+    if "@" in url and "'" in reason:
+        return "a port is not a number, or the password has an unescaped character"
+    return reason
+
+
+def _remote(url: str, scheme: str, kind: str = "") -> Address:
     try:
         parts = urlsplit(url)
         options = parse_url(url)
@@ -127,9 +281,7 @@ def _remote(url: str, scheme: str) -> Address:
         if scheme != "unix" and not re.fullmatch(r"/?|/[0-9]{1,5}", parts.path):
             raise ValueError("the part after the slash must be the number of a database")
     except ValueError as error:
-        reason = str(error).rstrip(".")
-        if "@" in url and "'" in reason:  # the reason may quote the password
-            reason = "the port is not a number, or the password has an unescaped character"
+        reason = _without_secrets(str(error).rstrip("."), url)
         raise ValueError(
             f"{mask(url)!r} is not a valid address: {reason}. Write "
             "redis://user:password@host:port/database or unix:///path/to/socket."
@@ -138,7 +290,7 @@ def _remote(url: str, scheme: str) -> Address:
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed:
             if name in _TLS_OPTIONS:
-                raise ValueError(f"{name!r} is a TLS option. Write rediss:// to use TLS.")
+                raise ValueError(f"{name!r} is a TLS option. Write rediss{kind}:// to use TLS.")
             raise ValueError(
                 f"{name[:64]!r} cannot be set in the URL, because delivery guarantees depend on "
                 f"connection options. The URL can set {', '.join(allowed)}; set the timeout with "

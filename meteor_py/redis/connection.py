@@ -6,7 +6,9 @@ blocking reads. Commands and replies then bypass redis-py (wire.py), except on a
 has no socket. This module retries a command only if the caller uses ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
-or in a forked child.
+or in a forked child. On a cluster it belongs to one hash tag, and connects to the node that has the
+tag's slot. It does not follow redirects by itself, because the arguments of a script may depend on
+the server that runs it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -25,10 +28,13 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
-from meteor_py.redis.address import LOGIN_OPTIONS, Address, mask
+from meteor_py.redis import keys as key_names
+from meteor_py.redis.address import LOGIN_OPTIONS, Address, Node, mask, show_node
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
+from meteor_py.redis.topology import ABANDONED_S, PAUSES_S, Redirects, Topology, slot_of
 from meteor_py.redis.wire import Wire
+from meteor_py.runtime.backoff import pause_s
 
 #: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
@@ -55,14 +61,23 @@ _JOIN_MAX = 16_384
 
 #: Error replies that mean "not now" or "not here". The server did not run the command.
 _NOT_NOW = (
-    redis.exceptions.AskError,
     redis.exceptions.ClusterDownError,
-    redis.exceptions.MovedError,
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
+#: Error replies that only a node of a cluster sends. MovedError is a subclass of AskError.
+_OF_CLUSTER = (redis.exceptions.AskError, redis.exceptions.ClusterCrossSlotError)
 #: Such error replies for which redis-py has no class, by their codes.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+#: Errors after which another server probably has the keys, or soon will.
+_AWAY = (
+    redis.BusyLoadingError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ReadOnlyError,
+)
+#: The code of the error reply to a blocking read on a server that was demoted meanwhile.
+_DEMOTED = "UNBLOCKED"
 #: Text of XADD's error reply if the ID is too low. Its code is the generic ERR.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
@@ -82,11 +97,33 @@ class EntryIdTaken(ServerRefused):
 
 
 class Connection:
-    """One connection. ``timeout_s`` bounds connecting, sending and each reply, in seconds."""
+    """One connection. ``timeout_s`` bounds connecting, sending and each reply, in seconds.
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    Args:
+        address: The address of the client.
+        timeout_s: See above.
+        topology: Finds the server to connect to. By default it is the one at ``address``.
+        tag: The hash tag of the keys that the connection is used for. None if it needs no key.
+        node: The only node to connect to, whatever ``tag`` is.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float,
+        topology: Topology | None = None,
+        tag: str | None = None,
+        node: Node | None = None,
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self.topology = _SINGLE if topology is None else topology
+        self.tag = tag
+        self._pinned = node
+        #: The node that it is, or was last, connected to; None for a single server.
+        self.node: Node | None = node
+        self._redirects = Redirects()
+        self._interrupts = 0
         self._connection: AbstractConnection | None = None
         #: The connection's bytes; None if there is no connection, or the server is a fake.
         self.wire: Wire | None = None
@@ -96,6 +133,7 @@ class Connection:
         #: Whether the TLS handshake has succeeded but the server has not replied to a command yet.
         self._handshake_only = False
         self._pid = os.getpid()
+        self.topology.watch(self)
 
     # -- commands and replies ----------------------------------------------------------------
 
@@ -198,16 +236,25 @@ class Connection:
         whole: bool = False,
     ) -> tuple[Argument, ...]:
         """Return the command that runs ``script`` by its hash or, if ``whole``, by its text."""
+        if self.topology.guards_slots:
+            verb = ("EVAL" if whole else "EVALSHA") + ("_RO" if script.read_only else "")
+            body = script.guarded.text if whole else script.guarded.sha
+            return (verb, body, len(keys) + 1, *keys, key_names.guard(keys[0]), *args)
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
         body = (script.plain_source if fake else script.source) if whole or fake else script.sha
         return (verb, body, len(keys), *keys, *args)
 
+    def load(self, script: Script) -> None:
+        """Load a script into the server, in the text that this client calls by its hash."""
+        source = script.guarded.text if self.topology.guards_slots else script.source
+        self.call("SCRIPT", "LOAD", source)
+
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``work``. If the idle connection turns out to be dead, reconnect and call it again.
 
-        Use this only for commands that may run twice.
+        Use this only for commands that may run twice. Includes ``retry_redirected``.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -215,10 +262,34 @@ class Connection:
         was_connected = self.connected
         try:
             return work(*args, **kwargs)
-        except ConnectionFailed:
-            if not was_connected:
+        except ConnectionFailed as error:
+            if not (was_connected or error.redirected):
                 raise
-            return work(*args, **kwargs)
+        return self.retry_redirected(work, *args, **kwargs)
+
+    def retry_redirected(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call ``work`` again while a cluster moves its keys, for up to ``timeout_s`` seconds.
+
+        ``work`` must be one command, or several that may run twice. A redirected command has no
+        effect. Its arguments must not depend on the server's history, which may be another one
+        after a redirect.
+
+        Raises:
+            ConnectionFailed: The server cannot be reached, or its keys are still being moved.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        interrupts, failures = self._interrupts, 0
+        while True:
+            try:
+                return work(*args, **kwargs)
+            except ConnectionFailed as error:
+                failures += 1
+                pause = pause_s(failures, *PAUSES_S)
+                if not error.redirected or time.monotonic() + pause > deadline:
+                    raise
+                if self._interrupts != interrupts:
+                    raise
+            time.sleep(pause)
 
     # -- the server's history ------------------------------------------------------------------
 
@@ -251,10 +322,7 @@ class Connection:
             facts = {}
         if facts.get("role") == "slave":
             self.close()
-            raise ConnectionFailed(
-                f"The server at {self.address} is a replica and accepts no writes. "
-                "Connect to its primary."
-            )
+            raise self._is_replica()
         self._history = facts.get("master_replid", "")
         return self._history
 
@@ -302,28 +370,49 @@ class Connection:
             self._connection = self.wire = None  # not closed: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
-            options = connection_options(self.address, self.timeout_s)
-            self._handshake_only = False
-            if self.address.scheme == "rediss":
-                options["redis_connect_func"] = self._log_in
-            connection = self.address.connection_class(
-                **self.address.options, **options, socket_read_size=_HANDSHAKE_SIZE
-            )
-            self._opening = connection  # for interrupt()
+            version = self.topology.version
+            self._opening = connection = self._prepare()  # for interrupt()
             try:
                 connection.connect()
             except (redis.RedisError, OSError) as error:
                 self._fail(error)
             finally:
                 self._opening = None
-            self._connection = connection
             self._history = None
+            self._connection = connection
             sock = self._socket()
             if sock is not None:
                 if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
                 self.wire = Wire(sock)
+            if self.topology.checks_role:
+                self._check_role(version)
+            return connection
         return self._connection
+
+    def _prepare(self) -> AbstractConnection:
+        """Return a redis-py connection to the node that the topology names, not connected yet."""
+        self.node = self._pinned or self.topology.locate(self.tag)
+        target = self.target
+        options = connection_options(target, self.timeout_s)
+        self._handshake_only = False
+        if target.uses_tls:
+            options["redis_connect_func"] = self._log_in
+        return target.connection_class(
+            **target.options, **options, socket_read_size=_HANDSHAKE_SIZE
+        )
+
+    @property
+    def target(self) -> Address:
+        """The address of the server that it is, or was last, connected to."""
+        return self.address if self.node is None else self.address.at(self.node)
+
+    def _check_role(self, version: int) -> None:
+        """Check that the server is the primary, and was not replaced while it was asked."""
+        self.refresh_history()
+        if self.topology.version != version:
+            self.close()
+            raise _not_now(f"The primary of {self.address} has changed.", redirected=True)
 
     def _log_in(self, connection: AbstractConnection) -> None:
         """Set up a connection whose TLS handshake has succeeded."""
@@ -341,6 +430,13 @@ class Connection:
 
     def interrupt(self) -> None:
         """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
+        self._interrupts += 1
+        self.leave_node()
+
+    def leave_node(self) -> None:
+        """Like ``interrupt``, because the server was replaced: the caller may try again."""
+        if self._pid != os.getpid():
+            return  # the socket is still the parent's
         opening = self._opening
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
@@ -350,12 +446,20 @@ class Connection:
             with suppress(OSError):  # already closed
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def fileno(self) -> int:
+        """Return the file descriptor to wait for, or -1 if there is no connection."""
+        sock = self._socket()
+        return -1 if sock is None else sock.fileno()
+
     def _socket(self) -> socket.socket | None:
         sock = getattr(self._connection, "_sock", None)
         return sock if isinstance(sock, socket.socket) else None  # a fake server has none
 
     def _fail(self, error: Exception) -> NoReturn:
-        translated = translate(error, self.address)
+        if self.topology.is_movable:
+            translated = self._note_failure(error)
+        else:
+            translated = translate(error, self.address)
         # The subclasses of redis.ConnectionError have other causes, such as a wrong password.
         is_closed = type(error) is redis.ConnectionError or isinstance(error, OSError)
         if self._handshake_only and is_closed:
@@ -367,6 +471,50 @@ class Connection:
             raise translated from error.with_traceback(None)
         finally:
             del translated, error  # a reference cycle would keep all callers' frames alive
+
+    def _note_failure(self, error: Exception) -> MeteorError:
+        """Translate an error, and tell the topology what it means."""
+        if isinstance(error, (redis.exceptions.AskError, redis.exceptions.TryAgainError)):
+            return self._note_redirect(error)
+        translated = translate(error, self.target)
+        if isinstance(translated, ConnectionFailed):
+            self.topology.note_failed(self.node)
+            if isinstance(error, _AWAY) or _code(error) == _DEMOTED:
+                self._redirects.note()
+                translated.redirected = True
+        return translated
+
+    def _note_redirect(self, error: Exception) -> ConnectionFailed:
+        waited_s = self._redirects.note()
+        slot = getattr(error, "slot_id", None)
+        if isinstance(error, redis.exceptions.MovedError):
+            host = error.host or (self.node[0] if self.node else "")
+            self.topology.note_moved(error.slot_id, (host, int(error.port)))
+            text = f"Slot {slot} is no longer on the node at {self.target}."
+            return _not_now(text, redirected=True)
+        # ASK is never followed: a script on the node that imports a slot finds only the keys that
+        # have arrived there.
+        if slot is None and self.tag is not None:
+            slot = slot_of(self.tag)
+        name = "A slot" if slot is None else f"Slot {slot}"
+        text = f"{name} of the cluster is being moved from the node at {self.target}."
+        if waited_s >= ABANDONED_S:
+            text += (
+                f" The move has not ended for {waited_s:.0f} seconds. If no resharding is running, "
+                "it was abandoned. Run `redis-cli --cluster fix` on a node of the cluster."
+            )
+        return _not_now(text, redirected=True)
+
+    def _is_replica(self) -> ConnectionFailed:
+        error = ConnectionFailed(
+            f"The server at {self.target} is a replica and accepts no writes. Connect to its "
+            "primary."
+        )
+        if self.topology.is_movable:
+            self.topology.note_failed(self.node)
+            self._redirects.note()
+            error.redirected = True
+        return error
 
     def _rejected(self, error: Exception) -> ConnectionFailed:
         """Return the error for a server that closed the connection right after the handshake.
@@ -392,7 +540,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
     """Return all relevant options of a redis-py connection, so that no default applies."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
-        **(keepalive if address.scheme in ("redis", "rediss") else {}),
+        **(keepalive if address.scheme.startswith("redis") else {}),
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
@@ -445,8 +593,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
     No other function parses the text of an error. The first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
-    # redis-py removes the codes that it knows.
-    code = getattr(error, "status_code", None) or words.partition(" ")[0]
+    code = _code(error)
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
@@ -470,15 +617,39 @@ def translate(error: Exception, address: Address) -> MeteorError:
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
             "Is it running, and is the address correct?"
         )
-    if code == "UNBLOCKED":  # the server was demoted during a blocking read
+    if code == _DEMOTED:
         return ConnectionFailed(f"The server at {address} is no longer the primary: {words}")
+    if isinstance(error, _OF_CLUSTER):
+        return node_of_cluster(address, words, code)
     if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
     refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
     return refused(f"The server at {address} refused a command: {words}", code=code)
 
 
-def _not_now(message: str) -> ConnectionFailed:
+def _code(error: Exception) -> str:
+    """Return the first word of an error reply. redis-py removes the codes that it knows."""
+    return getattr(error, "status_code", None) or mask(str(error)).strip().partition(" ")[0]
+
+
+def node_of_cluster(address: Address, words: str = "", code: str = "") -> ServerRefused:
+    """Return the error for an address that names a single server, but leads to a cluster."""
+    scheme = "rediss" if address.uses_tls else "redis"
+    host, port = address.options.get("host", "localhost"), address.options.get("port", 6379)
+    reply = f" (it replied: {code} {words})" if words else ""
+    return ServerRefused(
+        f"The server at {address} is a node of a cluster{reply}. Connect to the whole cluster: "
+        f"{scheme}+cluster://{show_node((host, port))}",
+        code=code,
+    )
+
+
+def _not_now(message: str, *, redirected: bool = False) -> ConnectionFailed:
     error = ConnectionFailed(message)
     error.answered = True
+    error.redirected = redirected
     return error
+
+
+#: The topology of every single server.
+_SINGLE = Topology()

@@ -1,24 +1,28 @@
-"""Access to one server: its address, its connections, and commands on a shared connection."""
+"""Access to a server or a cluster: its address, its connections, and commands on shared ones."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from redis.connection import AbstractConnection
-from redis.exceptions import ResponseError
-
 from meteor_py.errors import ConnectionFailed, MeteorError
-from meteor_py.redis.address import Address
-from meteor_py.redis.connection import Argument, Connection, connection_options
+from meteor_py.redis import keys
+from meteor_py.redis.address import Address, Node
+from meteor_py.redis.connection import Argument, Connection
 from meteor_py.redis.embedded_connection import EmbeddedConnection
+from meteor_py.redis.plain_client import open_plain
 from meteor_py.redis.scripts import Script
-from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
-from meteor_py.redis.shared_connection import use_temporary
-from meteor_py.redis.wire import READ_SIZE
+from meteor_py.redis.sentinels import Sentinels
+from meteor_py.redis.server_warnings import check_server, warn_of_hidden_history
+from meteor_py.redis.shared_connection import SharedConnection
+from meteor_py.redis.slot_map import SlotMap
+from meteor_py.redis.topology import PAUSES_S, Topology, slot_of, tag_of
+from meteor_py.runtime.backoff import pause_s
 
 if TYPE_CHECKING:
     import redis
@@ -27,13 +31,23 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+#: Keys that SCAN looks at in one call.
+_SCANNED = 1000
+#: Maximum number of keys in a slot that are listed in one call.
+_SLOT_KEYS = 100_000
+#: Maximum number of nodes that one round trip reaches.
+_NODES = 32
+
 
 class Connector:
-    """A client's access to one server. Thread-safe, and usable after a fork.
+    """A client's access to its server or cluster. Thread-safe, and usable after a fork.
 
-    ``call``, ``pipeline``, ``run`` and ``use`` share one connection. They may send commands twice:
-    an idle connection may have died unnoticed, so they retry once on a new one. Code that must not
-    repeat a command must open its own connection.
+    ``call``, ``pipeline``, ``run`` and ``use`` share one connection per server. They may send
+    commands twice: an idle connection may have died unnoticed, so they retry once on a new one. On
+    a cluster, and with sentinels, they retry for ``timeout_s`` seconds, because keys move to other
+    servers. Code that must not repeat a command must open its own connection.
+
+    The *tag* of a command is the hash tag of its keys: the name of the stream or peer group.
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -41,10 +55,10 @@ class Connector:
         self.timeout_s = timeout_s
         self._server: EmbeddedServer | None = None
         self._resolved: Address | None = None
-        self._commands: Connection | None = None
+        self._topology = _topology(address, timeout_s)
+        self._shared: dict[Node | None, SharedConnection] = {}
         self._redis: redis.Redis | None = None
-        self._checked = False
-        self._in_use = False
+        self._checked: set[Node | None] = set()
         self._closed = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -62,64 +76,87 @@ class Connector:
 
     @property
     def redis(self) -> redis.Redis:
-        """A plain redis-py client of the same server. Closing the connector closes it, too."""
+        """See ``Client.redis``. Closing the connector closes it, too."""
         with self._exclusive():
             if self._redis is None:
-                from redis import ConnectionPool, Redis
-
-                address = self.resolve()
-                options = {**address.options, **connection_options(address, self.timeout_s)}
-                options["socket_read_size"] = READ_SIZE
-                if address.scheme == "rediss":
-                    options["redis_connect_func"] = _take_tickets
-                pool = ConnectionPool(connection_class=address.connection_class, **options)
-                self._redis = Redis.from_pool(pool)
+                self._redis = open_plain(self.resolve(), self.timeout_s, self._topology)
             self.resolve()  # raises if closed
             return self._redis
 
-    def open_connection(self) -> Connection:
-        """Return a new connection. The caller must close it."""
-        return Connection(self.resolve(), self.timeout_s)
+    def open_connection(self, tag: str | None) -> Connection:
+        """Return a new connection for the keys with a hash tag. The caller must close it."""
+        return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
-    def warn_of_hidden_history(self) -> None:
-        """Warn the caller if this server could lose records unnoticed."""
+    def warn_of_hidden_history(self, tag: str) -> None:
+        """Warn the caller if the server of these keys could lose records unnoticed."""
         try:
-            self.use(warn_of_hidden_history)
+            self.use(warn_of_hidden_history, tag)
         except ConnectionFailed:
             pass  # an application may open a publisher before its server is up
 
+    # -- commands on shared connections --------------------------------------------------------
+
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply."""
-        return self.use(lambda connection: connection.call(*command))
+        return self.use(lambda connection: connection.call(*command), tag_of(command))
 
     def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Send commands in one round trip and return their replies."""
-        return self.use(lambda connection: connection.pipeline(commands, self.timeout_s))
+        if not self._topology.guards_slots:
+            return self.use(lambda found: found.pipeline(commands, self.timeout_s), None)
+        return self._again(partial(self._scatter, commands))
 
     def run(self, script: Script, script_keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
         """Run a script and return its reply."""
-        return self.use(lambda connection: connection.run(script, script_keys, args))
+        tag = tag_of(script_keys)
+        return self.use(lambda connection: connection.run(script, script_keys, args), tag)
 
-    def use(self, work: Callable[[Connection], _T]) -> _T:
-        """Call ``work`` with the shared connection, possibly twice."""
-        with self._exclusive():
-            self._check_open()
-            if self._commands is None:
-                self._commands = self.open_connection()
-            if self._in_use:  # in a signal handler that interrupted another call
-                return use_temporary(self.open_connection, work)
-            connection = self._commands
-            self._in_use = True
+    def use(self, work: Callable[[Connection], _T], tag: str | None) -> _T:
+        """Call ``work`` with the shared connection to the keys of a tag, possibly several times.
+
+        ``work`` must not use the connector.
+        """
+        if not self._topology.is_movable:
+            return self._shared_connection(None).use(partial(self._checked_use, work))
+        return self._again(lambda: self._use_at(self._topology.locate(tag), tag, work))
+
+    def use_each(
+        self,
+        work: Callable[[Connection], _T],
+        unreachable: Callable[[Address], _T] | None = None,
+    ) -> list[_T]:
+        """Call ``work`` with a connection to each primary, and return the results.
+
+        Args:
+            work: May be called several times for the same primary.
+            unreachable: Returns the result for a primary that cannot be reached.
+
+        Raises:
+            ConnectionFailed: A primary cannot be reached, and there is no ``unreachable``.
+        """
+        if not self._topology.is_movable:
+            return [self.use(work, None)]
+        results: list[_T] = []
+        for node in self._again(self._topology.primaries):
             try:
-                return connection.retry_idle(self._checked_use, connection, work)
-            finally:
-                self._in_use = False
+                results.append(self._use_at(node, None, work))
+            except ConnectionFailed:
+                if unreachable is None:
+                    results.append(self._again(partial(self._use_at, node, None, work)))
+                else:
+                    results.append(unreachable(self.address.at(node) if node else self.address))
+        return results
 
-    def _checked_use(self, connection: Connection, work: Callable[[Connection], _T]) -> _T:
-        if not self._checked:
-            warn_of_dangers(connection)
-            self._checked = True
-        return work(connection)
+    def is_same_server(self, tag: str, other: str) -> bool:
+        """Return whether the keys of two tags are on the same server, as far as is known."""
+        return self._topology.locate(tag) == self._topology.locate(other)
+
+    def find_keys(self, prefix: str) -> set[bytes]:
+        """Return all keys that start with ``prefix``, which contains their hash tag."""
+        tag = tag_of([prefix])
+        if not self._topology.guards_slots or tag is None:
+            return _scan(self.call, prefix)
+        return self.use(partial(_list_slot, slot=slot_of(tag), prefix=prefix), tag)
 
     def resolve(self) -> Address:
         """Return the address to connect to. If it is an embedded server, start the server."""
@@ -133,9 +170,105 @@ class Connector:
         """Close the shared connections. An embedded server stops with its last user."""
         with self._exclusive():
             self._closed = True
-            for resource in (self._commands, self._redis, self._server):
-                if resource is not None:
-                    resource.close()
+            shared = list(self._shared.values())
+        self._topology.close()
+        for connection in shared:
+            connection.close_after_use()
+        for resource in (self._redis, self._server):
+            if resource is not None:
+                resource.close()
+
+    # -- small parts ---------------------------------------------------------------------------
+
+    def _again(self, work: Callable[[], _T]) -> _T:
+        """Call ``work`` until it succeeds, for up to ``timeout_s`` seconds."""
+        deadline = time.monotonic() + self.timeout_s
+        failures = 0
+        while True:
+            self._check_open()
+            try:
+                return work()
+            except ConnectionFailed:
+                failures += 1
+                pause = pause_s(failures, *PAUSES_S)
+                if time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+
+    def _use_at(self, node: Node | None, tag: str | None, work: Callable[[Connection], _T]) -> _T:
+        """Call ``work`` once, with the shared connection to a node."""
+
+        def use(connection: Connection) -> _T:
+            connection.tag = tag  # for the text of errors
+            return self._checked_use(work, connection)
+
+        return self._shared_connection(node).use(use)
+
+    def _scatter(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Send each command to the node that has its keys; return the replies in order.
+
+        Commands without a key, such as MULTI, are allowed if all others have the same tag.
+        """
+        tags = [tag_of(command) for command in commands]
+        first = next((tag for tag in tags if tag is not None), None)
+        places = self._topology.locate_each([first, *tags])
+        if None in places:
+            places[None] = places[first]
+        parts: dict[Any, list[int]] = {}
+        for at, tag in enumerate(tags):
+            parts.setdefault(places[tag], []).append(at)
+        replies: list[Any] = [None] * len(commands)
+        ordered = sorted(parts.items())  # so that two threads cannot wait for each other
+        for start in range(0, len(ordered), _NODES):
+            self._exchange(commands, replies, ordered[start : start + _NODES], [])
+        return replies
+
+    def _exchange(
+        self,
+        commands: Sequence[Sequence[Argument]],
+        replies: list[Any],
+        parts: list[tuple[Node, list[int]]],
+        opened: list[tuple[Connection, list[int]]],
+    ) -> None:
+        """Reserve the connections to all nodes, then send all commands, then read all replies."""
+        if parts:
+            node, places = parts[0]
+
+            def reserve(connection: Connection) -> None:
+                self._exchange(commands, replies, parts[1:], [*opened, (connection, places)])
+
+            self._use_at(node, None, reserve)
+            return
+        try:
+            for connection, places in opened:
+                connection.send(commands[at] for at in places)
+            for connection, places in opened:
+                found = connection.read_all(len(places), self.timeout_s)
+                for at, reply in zip(places, found, strict=True):
+                    replies[at] = reply
+        except BaseException:  # the next caller must not read these replies
+            for connection, _ in opened:
+                connection.close()
+            raise
+
+    def _shared_connection(self, node: Node | None) -> SharedConnection:
+        with self._exclusive():
+            address = self.resolve()
+            shared = self._shared.get(node)
+            if shared is None:
+                # Nodes may be replaced by others for ever: forget those that are gone.
+                self._shared = {at: one for at, one in self._shared.items() if one.connected}
+                opener = partial(Connection, address, self.timeout_s, self._topology, None, node)
+                shared = self._shared[node] = SharedConnection(opener)
+            return shared
+
+    def _checked_use(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
+        if connection.node not in self._checked:
+            check_server(connection)
+            self._checked.add(connection.node)
+        if self._topology.is_movable:  # the caller tries again, perhaps on another connection
+            return work(connection)
+        return connection.retry_idle(work, connection)
 
     def _resolve(self) -> Address:
         if self.address.scheme == "fake":
@@ -162,19 +295,35 @@ class Connector:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
-            self._in_use = False  # a thread of the parent may have been in the middle of a call
+            self._shared = {}  # a thread of the parent may have been in the middle of a call
         return self._lock
 
 
-def _take_tickets(connection: AbstractConnection) -> None:
-    """Prepare a TLS connection of a redis-py pool.
+def _topology(address: Address, timeout_s: float) -> Topology:
+    if address.kind == "cluster":
+        return SlotMap(address, timeout_s)
+    return Sentinels(address, timeout_s) if address.kind == "sentinel" else Topology()
 
-    A TLS 1.3 server first sends session tickets. The pool would mistake these unread bytes for the
-    reply to an earlier command, and reject the connection.
+
+def _scan(call: Callable[..., Any], prefix: str) -> set[bytes]:
+    cursor, found = None, set[bytes]()
+    while cursor != b"0":
+        cursor, page = call("SCAN", cursor or b"0", "MATCH", f"{prefix}*", "COUNT", _SCANNED)
+        found.update(page)
+    return found
+
+
+def _list_slot(connection: Connection, slot: int, prefix: str) -> set[bytes]:
+    """Return the keys of a slot, all of which must be on the node of the connection.
+
+    While a slot moves, a node has only some of its keys. The last command is then redirected, and
+    the caller repeats everything.
     """
-    connection.on_connect()
-    connection.send_command("PING", check_health=False)
-    try:
-        connection.read_response()
-    except ResponseError:  # this user may not use PING, but the tickets were read
-        pass
+    count = int(connection.call("CLUSTER", "COUNTKEYSINSLOT", slot))
+    if count > _SLOT_KEYS:  # SCAN takes longer, but does not block the server
+        found = _scan(connection.call, prefix)
+    else:
+        listed = connection.call("CLUSTER", "GETKEYSINSLOT", slot, count + _SCANNED)
+        found = {key for key in listed if key.startswith(prefix.encode())}
+    connection.call("EXISTS", keys.guard(prefix))
+    return found

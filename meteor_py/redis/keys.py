@@ -1,9 +1,9 @@
 """Every key in Redis and its contents. This docstring is the data model.
 
-All keys of a stream ``s`` share the hash tag ``{s}``. They are in one slot, so a script may touch
-several of them. (Cluster mode itself is not supported yet.) Each entry names the type of the key
-and the scripts of ``redis/lua`` that write and delete it. Scripts without a slash are in the
-folders ``log``, ``group``, ``transaction`` and ``archive``.
+All keys of a stream ``s`` share the hash tag ``{s}``, and those of a peer group ``g`` the tag
+``{g}``. They are in one slot of a cluster, so a script may touch several of them. Each entry names
+the type of the key and the scripts of ``redis/lua`` that write and delete it. Scripts without a
+slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 **Streams**
 
@@ -186,7 +186,7 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``...:poll:<id>`` (hash): One vote; ``...:votes:<id>``, a hash, has the vote of each member. Both
     expire an hour after the vote is decided and done.
 
-``delete_stream`` deletes every key of its stream, found by the pattern of :func:`everything`.
+``delete_stream`` deletes every key of its stream, found by the prefix of :func:`everything`.
 """
 
 from __future__ import annotations
@@ -289,5 +289,16 @@ def peers(name: str, part: str = "") -> str:
 
 
 def everything(stream: str) -> str:
-    """Return the pattern of all keys of a stream."""
-    return f"meteor:{{{stream}}}:*"
+    """Return the prefix of all keys of a stream."""
+    return f"meteor:{{{stream}}}:"
+
+
+def guard(key: str | bytes) -> str:
+    """Return the guard key in the slot of another key. No client and no script ever writes it.
+
+    >>> guard("meteor:{orders}:log")
+    'meteor:{orders}:guard'
+    """
+    name = key if isinstance(key, str) else key.decode(errors="replace")
+    tagged, closed, _ = name.partition("}")
+    return f"{tagged}}}:guard" if closed else f"{{{name}}}:guard"

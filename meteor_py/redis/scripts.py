@@ -10,12 +10,38 @@ not run the script, or stopped it.
 same ordering keys and must appear as one change to every client. As separate scripts, each would
 read and write that state again, and a consumer would pay for three round trips. Work that can be
 done in portions, such as taking back the records of a dead consumer, is in ``shared/maintain``.
+
+**The guard key.** While a cluster moves a slot, some of its keys are on one node and some on
+another. A node checks this for each ``redis.call`` of a script, and would stop the script in the
+middle, after its first writes. On a cluster every script therefore declares one more key, which
+never exists. The server refuses a command if one of its declared keys is missing in a moving slot,
+so it refuses the script before it starts. In a stable slot the key changes nothing: the first
+statement of the guarded text drops it, because scripts count their keys.
 """
 
 from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from typing import NamedTuple
+
+_DROP_GUARD = b"KEYS[#KEYS] = nil "
+
+
+class GuardedText(NamedTuple):
+    """The text of a script that is called with a guard key, and the hash of this text."""
+
+    source: bytes
+    text: bytes
+    sha: str
+
+    @classmethod
+    def of(cls, source: bytes) -> GuardedText:
+        """Drop the guard key on the line of the first statement, so that line numbers stay."""
+        flags, newline, body = source.partition(b"\n")
+        start = flags + newline if flags.startswith(b"#!") else b""
+        text = start + _DROP_GUARD + (body if start else source)
+        return cls(source, text, _sha(text))
 
 
 class Script:
@@ -27,7 +53,8 @@ class Script:
         if libraries:  # after the first line, which may hold flags
             first, body = self.source.split(b"\n", 1)
             self.source = b"\n".join((first, *map(_read, libraries), body))
-        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+        self.sha = _sha(self.source)
+        self._guarded = GuardedText.of(self.source)
         #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
         # fakeredis would parse the '#!lua' line as Lua, and lacks two of the server's libraries.
@@ -37,8 +64,19 @@ class Script:
         if b"struct." in self.source or b"cmsgpack." in self.source:
             self.plain_source = _read("_fake") + self.plain_source
 
+    @property
+    def guarded(self) -> GuardedText:
+        """The text for clusters, which first drops the guard key, and its hash."""
+        if self._guarded.source is not self.source:  # tests change the text
+            self._guarded = GuardedText.of(self.source)
+        return self._guarded
+
     def __repr__(self) -> str:
         return f"Script({self.name!r})"
+
+
+def _sha(source: bytes) -> str:
+    return hashlib.sha1(source, usedforsecurity=False).hexdigest()
 
 
 def _read(name: str) -> bytes:

@@ -1,17 +1,25 @@
-"""A description of the server, from its INFO reply."""
+"""A description of the server, or of the primaries of a cluster, from their INFO replies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meteor_py.errors import ServerRefused
+from meteor_py.redis.address import Address
 from meteor_py.redis.connection import Connection, parse_info
+from meteor_py.redis.connector import Connector
 
 
 @dataclass(frozen=True)
 class ServerDescription:
-    """A snapshot of a server. Fields that the server does not disclose are None."""
+    """A snapshot of a server. Fields that the server does not disclose are None.
+
+    For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
+    ``uptime`` is the shortest. They are None if one of the primaries does not disclose them, or
+    cannot be reached.
+    """
 
     #: "valkey", "redis", or "fake".
     product: str | None = None
@@ -26,6 +34,42 @@ class ServerDescription:
     clients: int | None = None
     #: Seconds since the server was started.
     uptime: int | None = None
+    #: For a cluster, its primaries. One that cannot be reached has only an address.
+    nodes: tuple[ServerDescription, ...] = ()
+    #: For a node of a cluster, its address.
+    address: str | None = None
+
+
+def describe_all(connector: Connector) -> ServerDescription:
+    """Describe the server, or the cluster and each of its primaries."""
+    if connector.address.kind != "cluster":
+        return connector.use(describe_server, None)
+    nodes = tuple(connector.use_each(_describe_node, _unreachable))
+    products = sorted({node.product for node in nodes if node.product})
+    versions = sorted({node.version for node in nodes if node.version})
+    return ServerDescription(
+        product=", ".join(products) or None,
+        version=", ".join(versions) or None,
+        role="primary",
+        memory=_combined(sum, [node.memory for node in nodes]),
+        memory_max=_combined(sum, [node.memory_max for node in nodes]),
+        clients=_combined(sum, [node.clients for node in nodes]),
+        uptime=_combined(min, [node.uptime for node in nodes]),
+        nodes=nodes,
+    )
+
+
+def _describe_node(connection: Connection) -> ServerDescription:
+    return replace(describe_server(connection), address=str(connection.target))
+
+
+def _unreachable(address: Address) -> ServerDescription:
+    return ServerDescription(address=str(address))
+
+
+def _combined(function: Callable[[list[int]], int], values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return function(known) if len(known) == len(values) else None
 
 
 def describe_server(connection: Connection) -> ServerDescription:

@@ -6,29 +6,41 @@ import sys
 import warnings
 
 from meteor_py.errors import ServerRefused
-from meteor_py.redis.connection import Connection, DataSafetyWarning, parse_info
+from meteor_py.redis.connection import (
+    Connection,
+    DataSafetyWarning,
+    node_of_cluster,
+    parse_info,
+)
 
 #: The oldest version that supports every command and option that meteor_py uses.
 _OLDEST = (7, 0)
 
 
-def warn_of_dangers(connection: Connection) -> None:
-    """Warn if the server is too old, evicts keys, or persists nothing."""
+def check_server(connection: Connection) -> None:
+    """Warn if the server is too old, evicts keys, or persists nothing.
+
+    Raises:
+        ServerRefused: The server is a node of a cluster, but the address names a single server.
+            Without the guard key, scripts could stop in the middle (redis/scripts.py).
+    """
     if connection.address.scheme in ("fake", "embedded"):
         return  # meteor_py has configured this server
     try:
         facts = parse_info(connection.call("INFO"))
     except ServerRefused:
         return  # this user may not call INFO; see warn_of_hidden_history
+    if facts.get("cluster_enabled") == "1" and not connection.topology.guards_slots:
+        raise node_of_cluster(connection.address)
     for danger in dangers(facts):
-        text = f"The server at {connection.address} {danger}"
+        text = f"The server at {connection.target} {danger}"
         warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
 
 
 def find_dangers(connection: Connection) -> list[str]:
     """Return sentences about server settings that endanger data, each with its remedy."""
     facts = _ask(connection)
-    return [f"The server at {connection.address} {danger}" for danger in dangers(facts)]
+    return [f"The server at {connection.target} {danger}" for danger in dangers(facts)]
 
 
 def eviction_policy(connection: Connection) -> str | None:
@@ -62,7 +74,7 @@ def warn_of_hidden_history(connection: Connection) -> None:
     """Warn if failovers of this server cannot be detected."""
     if not connection.history and connection.address.scheme != "fake":
         text = (
-            f"The server at {connection.address} hides its replication id (INFO replication), so "
+            f"The server at {connection.target} hides its replication id (INFO replication), so "
             "records that it loses in a failover or restart cannot be detected. Allow INFO for "
             "this user."
         )

@@ -52,26 +52,27 @@ class SharedConnection:
         Raises:
             ConnectionBusy: Another thread used the connection for ``timeout_s`` seconds.
         """
-        if timeout_s < 0:
-            with self._lock:  # a ``with`` statement: Ctrl-C cannot leave the lock locked
-                return self._use(work)
-        try:
-            return run_locked(self._lock, timeout_s, lambda: self._use(work))
-        except LockBusy:
-            raise ConnectionBusy("The connection is in use.") from None
-
-    def _use(self, work: Callable[[Connection], _T]) -> _T:
-        if self._user is not None:  # in a signal handler that interrupted a call of this thread
-            return use_temporary(self._open_connection, work)
-        try:
-            self._user = threading.get_ident()
-            return work(self._connection)
-        finally:
-            self._user = None
+        if timeout_s >= 0:
+            try:
+                return run_locked(self._lock, timeout_s, lambda: self.use(work))
+            except LockBusy:
+                raise ConnectionBusy("The connection is in use.") from None
+        with self._lock:  # a ``with`` statement: Ctrl-C cannot leave the lock locked
+            if self._user is not None:  # in a signal handler that interrupted a call of this thread
+                return use_temporary(self._open_connection, work)
+            try:
+                self._user = threading.get_ident()
+                return work(self._connection)
+            finally:
+                self._user = None
 
     def is_mine(self) -> bool:
         """Whether this thread is in the middle of a call. Then the caller is a signal handler."""
         return self._user == threading.get_ident()
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
 
     def interrupt(self) -> None:
         """Make a call in another thread fail."""
@@ -80,6 +81,11 @@ class SharedConnection:
     def close(self) -> None:
         """Close the connection. The next use opens another."""
         self._connection.close()
+
+    def close_after_use(self) -> None:
+        """Wait until no other thread is in the middle of a call, then close the connection."""
+        with self._lock:
+            self._connection.close()
 
     def close_if_idle(self) -> None:
         """Close the connection unless some thread, even this one, is in the middle of a call."""

@@ -82,7 +82,7 @@ class Deliveries:
         self.name = name
         self._ordering_rule = ordering_rule
         self._codec = codec
-        self._connection = SharedConnection(protocol.stream.connector.open_connection)
+        self._connection = SharedConnection(protocol.stream.open_connection)
         #: Guards ``holdings``; notified when a record is settled.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
@@ -286,7 +286,11 @@ class Deliveries:
             ConnectionFailed: No reply; the next exchange finds out whether the step was taken.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        work = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
+        exchange = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
+
+        def work(connection: Connection) -> StepReply:
+            return connection.retry_redirected(exchange, connection)
+
         while self.condition.is_mine():
             # This signal handler has interrupted its own thread while the thread held the lock.
             # The thread that uses the connection may need the lock, so release it now and then.

@@ -57,7 +57,7 @@ class FrameCache:
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
-        self._connection: Connection = stream.connector.open_connection()
+        self._connection: Connection = stream.open_connection()
         self._log_reader: LogReader | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the keys of _frames, sorted

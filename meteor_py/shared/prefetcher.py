@@ -330,7 +330,8 @@ class Prefetcher:
     def _publish_dead_letter(self, letter: DeadLetter) -> str | None:
         """Publish a dead letter; return None if its record is lost or unreadable.
 
-        Otherwise return the server's history: the letter must be settled in the same history.
+        Otherwise return the server's history: the letter must be settled in the same history. The
+        result is '' if the letter is on another node of a cluster.
         """
         assert self.settings.dead_letter is not None, "the server assigns no letters without it"
         fetched = self._frame_cache.fetch([letter.offset])
@@ -347,7 +348,7 @@ class Prefetcher:
             self._dead_letter_stream = open_letters(
                 self.stream.connector, self.settings.dead_letter
             )
-        return bury(
+        history = bury(
             *(self._dead_letter_stream, self.stream, self.group, record),
             epoch=epoch_of(epochs.decode(), letter.offset),
             incarnation=self.deliveries.protocol.incarnation,
@@ -355,3 +356,6 @@ class Prefetcher:
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records
         )
+        # Only the history of the group's own server says whether a failover may have lost it.
+        letters = self._dead_letter_stream.name
+        return history if self.stream.connector.is_same_server(self.stream.name, letters) else ""

@@ -207,15 +207,8 @@ class SharedProtocol:
 
     def find(self) -> set[bytes]:
         """Return the names of all existing parts."""
-        cursor, found = b"0", set[bytes]()
-        pattern, size = f"{self.prefix}*", len(self.prefix)
-        while True:
-            cursor, part = self.stream.connector.call(
-                "SCAN", cursor, "MATCH", pattern, "COUNT", 1000
-            )
-            found.update(key[size:] for key in part)
-            if cursor == b"0":
-                return found
+        size = len(self.prefix)
+        return {key[size:] for key in self.stream.connector.find_keys(self.prefix)}
 
     def scan(
         self, command: str, part: str, connection: Connection | None = None

@@ -62,7 +62,7 @@ def store_fields(
         raise store_mismatch(stream, _location(store), None)
     # Number the first epoch by the server's time, so that epochs in different incarnations have
     # different numbers, and the newest has the highest.
-    seconds, micros = connector.call("TIME")
+    seconds, micros = connector.use(lambda connection: connection.call("TIME"), stream)
     now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": store_id, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}

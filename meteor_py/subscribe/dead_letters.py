@@ -138,10 +138,10 @@ def bury(
 
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
     """Publish a letter once; return the server's replication history in which it is stored."""
-    sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+    sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     if sent.reply[0] == b"ORDERED":  # the target was given an ordering key in the meantime
         target.adopt_ordering_key(sent.reply[1].decode())
-        sent = target.connector.use(partial(_send, target=target, letter=compose(), acks=acks))
+        sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     _check(target, sent.reply)
     if sent.replicas < acks:
         raise _not_replicated(target, sent.replicas, acks)

@@ -128,7 +128,7 @@ class GroupSession:
         self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._connector = connector
         self.connection = SharedConnection(self._open_connection)
-        self._events = connector.open_connection()  # for waiting until the lease is free
+        self._events = connector.open_connection(lease.stream)  # for waiting for the lease
         self.condition = SignalSafeCondition()
         self.confirms = OffsetConfirms(self.condition, confirmed, self._confirm_now)
         self._thread: RenewalThread | None = None
@@ -652,7 +652,7 @@ class GroupSession:
                 self._letters.pop(survived, None)
 
     def _open_connection(self) -> Connection:
-        connection = self._connector.open_connection()
+        connection = self._connector.open_connection(self.lease.stream)
         connection.timeout_s = self._timeout_s
         return connection
 

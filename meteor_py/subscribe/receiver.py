@@ -260,10 +260,12 @@ class Receiver:
 
     def _is_on_server(self, letters: StreamHandle, history: str) -> bool:
         """Return whether the letters are on the records' own server, in that history."""
-        connector = self._subscriber._handle.connector
-        if not history or letters.connector.address == connector.address:
-            return bool(history)
-        return connector.use(Connection.refresh_history) == history
+        records = self._subscriber._handle
+        if not history:
+            return False
+        if letters.connector.address == records.connector.address:
+            return records.connector.is_same_server(records.name, letters.name)
+        return records.use(Connection.refresh_history) == history
 
     def _fail(self, error: BaseException) -> None:
         _log.error("The receiver for stream %r has ended.", self._stream, exc_info=error)

@@ -5,6 +5,9 @@
 ``meteor_server``           a real, empty server: one process for all tests
 ``meteor_client``           a client for ``meteor_server``
 ``meteor_private_server``   starts servers that a test may kill, pause and configure
+``meteor_cluster``          a real, empty cluster of three primaries: one for all tests
+``meteor_private_cluster``  starts clusters whose nodes a test may kill, and whose slots it may move
+``meteor_private_sentinels``  starts a primary with replicas and sentinels that a test may kill
 ``meteor_fake``             a client without a server
 """
 
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 import meteor_py
+from meteor_py.testing.cluster import Cluster, ClusterFactory
+from meteor_py.testing.sentinels import Sentinels, SentinelsFactory
 from meteor_py.testing.server import Server, ServerFactory
 
 try:
@@ -29,11 +34,20 @@ except ImportError as error:
 #: turn warnings into errors.
 IGNORED = r"ignore:The server at \S+ loses its last records:meteor_py.DataSafetyWarning"
 
+#: Fixtures that start such servers.
+USE_SERVERS = {
+    "meteor_server",
+    "meteor_private_server",
+    "meteor_cluster",
+    "meteor_private_cluster",
+    "meteor_private_sentinels",
+}
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     # A mark overrides `-W error`; a setting does not. Mark only tests that use our servers.
     used = set(getattr(item, "fixturenames", ()))
-    if used & {"meteor_server", "meteor_private_server"}:
+    if used & USE_SERVERS:
         item.add_marker(pytest.mark.filterwarnings(IGNORED))
 
 
@@ -75,8 +89,56 @@ def meteor_private_server() -> Iterator[ServerFactory]:
     """
     with ExitStack() as servers:
 
-        def start(*args: str, program: str | Path | None = None, port: int | None = None) -> Server:
-            return servers.enter_context(Server(*args, program=program, port=port))
+        def start(*args: str, **options: Any) -> Server:
+            return servers.enter_context(Server(*args, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def _meteor_session_cluster() -> Iterator[Cluster]:
+    """The shared cluster; with pytest-xdist, one per worker."""
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def meteor_cluster(_meteor_session_cluster: Cluster) -> Cluster:
+    """A real cluster of three primaries, emptied before the test.
+
+    All tests share one cluster, because starting another takes 2.1 s. A test may move slots. One
+    that kills, pauses or configures nodes should use ``meteor_private_cluster``.
+    """
+    cluster = _meteor_session_cluster
+    cluster.repair()  # if a test has stopped a node or abandoned a move anyway
+    cluster.flush()
+    return cluster
+
+
+@pytest.fixture
+def meteor_private_cluster() -> Iterator[ClusterFactory]:
+    """Starts clusters for this test only: ``meteor_private_cluster(replicas=1)``.
+
+    Takes the arguments of ``meteor_py.testing.Cluster``. The clusters are closed after the test.
+    """
+    with ExitStack() as clusters:
+
+        def start(primaries: int = 3, replicas: int = 0, **options: Any) -> Cluster:
+            return clusters.enter_context(Cluster(primaries, replicas, **options))
+
+        yield start
+
+
+@pytest.fixture
+def meteor_private_sentinels() -> Iterator[SentinelsFactory]:
+    """Starts a primary with replicas and sentinels for this test only.
+
+    Takes the arguments of ``meteor_py.testing.Sentinels``. They are closed after the test.
+    """
+    with ExitStack() as services:
+
+        def start(replicas: int = 2, sentinels: int = 3, **options: Any) -> Sentinels:
+            return services.enter_context(Sentinels(replicas, sentinels, **options))
 
         yield start
 

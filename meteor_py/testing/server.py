@@ -155,17 +155,10 @@ class Server:
             raise RuntimeError(f"{self} is already running. Use restart() to stop it first.")
         if not self.directory.exists():
             raise RuntimeError(f"{self} was closed and its directory removed. Create another.")
-        address = (
-            ["--port", str(self.port), "--bind", HOST]
-            if self.port
-            else ["--port", "0", "--unixsocket", SOCKET]
-        )
-        # Tests use DEBUG to make a server sleep, reload its data, or crash.
-        options = [*address, "--save", "", "--enable-debug-command", "local", *self.args]
         try:
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [str(self.program), *options],
+                    [str(self.program), *self._options()],
                     cwd=self.directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -241,6 +234,16 @@ class Server:
 
     # -- internals -----------------------------------------------------------------------------
 
+    def _options(self) -> list[str]:
+        """Return the arguments of the program, including ours."""
+        address = (
+            ["--port", str(self.port), "--bind", HOST]
+            if self.port
+            else ["--port", "0", "--unixsocket", SOCKET]
+        )
+        # Tests use DEBUG to make a server sleep, reload its data, or crash.
+        return [*address, "--save", "", "--enable-debug-command", "local", *self.args]
+
     def _wait_until_ready(self, pid: int) -> None:
         with plain_client(self.url, socket_timeout=1) as probe:
             try:
@@ -260,7 +263,8 @@ class Server:
         except (redis.ConnectionError, redis.TimeoutError):
             return False
         # Check the process id: another server may have taken the port.
-        return bool(info["process_id"] == pid and info["loading"] == 0)
+        # A sentinel has no data to load.
+        return bool(info["process_id"] == pid and info.get("loading", 0) == 0)
 
     def _start_failed(self, what: str) -> ServerStartFailed:
         return ServerStartFailed(f"{self} {what}. Its log ends with:\n{self.log_tail()}")

@@ -92,10 +92,11 @@ class ServerOptions:
 
     def log_dangers(self) -> None:
         """On the driver, log once per process which server settings endanger data."""
-        for text in self.connect()._connector.use(find_dangers):
-            if text not in _logged:
-                _logged.add(text)
-                _log.warning("%s", text)
+        for texts in self.connect()._connector.use_each(find_dangers):
+            for text in texts:
+                if text not in _logged:
+                    _logged.add(text)
+                    _log.warning("%s", text)
 
     def require_no_eviction(self) -> None:
         """Check that the server never evicts keys, which exactly-once writing requires.
@@ -104,7 +105,8 @@ class ServerOptions:
             ServerRefused: The server may evict keys, including staged rows. A commit that has begun
                 could then neither be finished nor undone.
         """
-        policy = self.connect()._connector.use(eviction_policy)
+        policies = self.connect()._connector.use_each(eviction_policy)
+        policy = next((policy for policy in policies if policy is not None), None)
         if policy is not None:
             raise meteor_py.ServerRefused(
                 f"The server at {self.connect().address} evicts keys when it is full "

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.chaos import report
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.nemesis import KINDS, STORE_KINDS
+from tests.chaos.nemesis import CLUSTER_KINDS, KINDS, STORE_KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
 from tests.support.servers import binaries
 
@@ -74,6 +74,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--publishers", type=int, help="publishers (2)")
     parser.add_argument("--server", choices=sorted(binaries()), help="server to use (valkey)")
     parser.add_argument(
+        "--cluster",
+        action=argparse.BooleanOptionalAction,
+        help="use a cluster with replicas (default: every third seed)",
+    )
+    parser.add_argument(
         "--small-ring", action="store_true", help="use a ring that overtakes slow groups"
     )
     parser.add_argument(
@@ -81,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="use a small ring with a store (default: every second seed)",
     )
-    names = ", ".join(KINDS + STORE_KINDS)
+    names = ", ".join(KINDS + STORE_KINDS + CLUSTER_KINDS)
     parser.add_argument("--faults", type=kinds, help=f"only these faults, comma-separated: {names}")
     parser.add_argument("--every", type=span, help="seconds between faults (0.3,1)")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
@@ -92,6 +97,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--small-ring drops records and --store keeps them; choose one")
     if set(options.faults or ()) & set(STORE_KINDS) and not (options.store or options.mutant):
         parser.error("archiver faults need --store")
+    if set(options.faults or ()) & set(CLUSTER_KINDS) and not (options.cluster or options.mutant):
+        parser.error("cluster faults need --cluster")
     if options.first_seed is None:
         options.first_seed = secrets.randbelow(1_000_000)
     return options
@@ -99,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def kinds(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
-    if unknown := set(chosen) - set(KINDS + STORE_KINDS):
+    if unknown := set(chosen) - set(KINDS + STORE_KINDS + CLUSTER_KINDS):
         raise argparse.ArgumentTypeError(f"unknown fault: {', '.join(sorted(unknown))}")
     return chosen
 
@@ -113,6 +120,10 @@ def make_plan(options: argparse.Namespace, seed: int) -> Plan:
     plan = mutant_plan(options.mutant, seed) if options.mutant else Plan(seed)
     names = ("seconds", "groups", "members", "publishers", "server")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.cluster is not None:
+        given["cluster"] = options.cluster
+    elif not (options.mutant or options.faults):
+        given["cluster"] = seed % 3 == 2
     if options.small_ring:
         given["small_ring"] = True
     elif options.store is not None:

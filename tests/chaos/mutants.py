@@ -12,11 +12,16 @@ import hashlib
 import importlib
 import inspect
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
+import redis
+
+import meteor_py as meteor
 from meteor_py.redis import scripts
+from meteor_py.redis.connection import Connection, ScriptMissing
 from tests.chaos.violation import ViolationKind
 
 
@@ -29,7 +34,7 @@ class Mutant:
     where: str
     changes: tuple[tuple[str, str], ...]
     #: The checker must find at least one of these.
-    shows_as: frozenset[ViolationKind]
+    shows_as: frozenset[ViolationKind] = frozenset()
     #: A run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
 
@@ -158,6 +163,25 @@ MUTANTS = {
     ),
 }
 
+#: Bugs that show while slots move. cluster_moves.py plants them.
+CLUSTER_MUTANTS = {
+    "unguarded-scripts": Mutant(
+        "scripts do not declare the guard key",
+        "redis.connection:Connection.script_call",
+        (("if self.topology.guards_slots:", "if False:"),),
+    ),
+    "followed-ask": Mutant(
+        "a command that a node refuses with ASK runs on the node that imports the slot",
+        "redis.connection:Connection.call",
+        (
+            (
+                "return self.read(timeout_s)",
+                "return __import__('tests.chaos.mutants').chaos.mutants.follow_ask(self, command)",
+            ),
+        ),
+    ),
+}
+
 
 class Text(Protocol):
     """A text that a mutant alters."""
@@ -206,17 +230,40 @@ class FunctionText:
 
 def text_of(name: str) -> Text:
     """Returns the text that a mutant alters."""
-    where = MUTANTS[name].where
+    where = (MUTANTS | CLUSTER_MUTANTS)[name].where
     return FunctionText(where) if ":" in where else ScriptText(where)
 
 
 def plant(name: str) -> None:
     """Plant a bug in this process."""
+    mutant = (MUTANTS | CLUSTER_MUTANTS)[name]
     text = text_of(name)
     source = text.get()
-    for old, new in MUTANTS[name].changes:
+    for old, new in mutant.changes:
         if source.count(old) != 1:
-            where = MUTANTS[name].where
-            raise AssertionError(f"{name}: {where} contains {old!r} {source.count(old)} times.")
+            count = source.count(old)
+            raise AssertionError(f"{name}: {mutant.where} contains {old!r} {count} times.")
         source = source.replace(old, new)
     text.set(source)
+
+
+def follow_ask(connection: Connection, command: Sequence[Any]) -> Any:
+    """Read the reply; if it is ASK, run the command on the node that imports the slot."""
+    try:
+        return connection.read()
+    except meteor.ConnectionFailed as error:
+        ask = error.__cause__
+        if not isinstance(ask, redis.exceptions.AskError):
+            raise
+        with redis.Redis(host=ask.host, port=ask.port, protocol=2) as client:
+            other = client.connection_pool.get_connection()
+            other.send_packed_command(other.pack_commands([("ASKING",), command]))
+            other.read_response()
+            try:
+                return other.read_response(disable_decoding=True)
+            except redis.exceptions.NoScriptError as missing:
+                raise ScriptMissing(str(missing)) from missing
+            except (redis.exceptions.TryAgainError, redis.exceptions.AskError):
+                raise error from None
+            finally:
+                other.disconnect()

@@ -19,11 +19,13 @@ from typing import Any, Protocol
 import redis
 
 from meteor_py.redis import keys
+from meteor_py.testing import SlotMove
+from tests.chaos.backend import Backend
 from tests.chaos.history import Writer
 from tests.chaos.slot import Slot
 from tests.chaos.worker_config import STREAM, RunSignals
 from tests.support.proxy import Direction
-from tests.support.servers import Server, plain_client
+from tests.support.servers import plain_client
 
 REPLY_S = 2.0
 #: Duration of an archiver's stop at a commit, in lease TTLs; long enough for a takeover.
@@ -32,6 +34,9 @@ STOPS = (0.8, 2.5)
 LAPSES = (1.3, 3.0)
 #: Seconds from the lost reply to that pause.
 LOSE_S = (0.02, 0.2)
+#: Share of the slot moves that do not stop half-way, and the keys that the others move first.
+FAST_MOVES = 0.3
+MOVED_KEYS = 10
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 
@@ -46,7 +51,7 @@ class Nemesis:
     def __init__(
         self,
         rng: random.Random,
-        server: Server,
+        backend: Backend,
         members: Sequence[Slot],
         publishers: Sequence[Slot],
         writer: Writer,
@@ -62,7 +67,7 @@ class Nemesis:
     ) -> None:
         self.happened: Counter[str] = Counter()
         self._rng = rng
-        self._server = server
+        self._backend = backend
         self._members = members
         self._publishers = publishers
         self._archivers = archivers
@@ -80,6 +85,7 @@ class Nemesis:
         self._busy: set[str] = set()
         self._repairs: list[tuple[float, int, str, Callable[[], object]]] = []
         self._numbers = count()
+        self._replaced: set[int] = set()  # ports of primaries that a failover has replaced
 
     def step(self) -> None:
         """Repair the faults that are over, and cause another if it is time."""
@@ -105,7 +111,7 @@ class Nemesis:
         """Repair all faults at once."""
         self._repair(float("inf"))
         for slot in self._everybody:
-            slot.proxy.heal()
+            slot.proxies.heal()
             slot.resume()
         self._writer.add("healed", who="nemesis")
 
@@ -142,8 +148,11 @@ class Nemesis:
         """Returns the slots that hold a lease. A member's name contains its process id."""
         if "server" in self._busy:
             return []
-        with plain_client(self._server.url, socket_timeout=REPLY_S) as client:
-            leases: Any = client.mget([keys.lease(STREAM, group) for group in groups])
+        with plain_client(self._backend.server.url, socket_timeout=REPLY_S) as client:
+            try:
+                leases: Any = client.mget([keys.lease(STREAM, group) for group in groups])
+            except redis.exceptions.ClusterDownError:
+                return []  # a node of a cluster accepts nothing for two seconds after its start
         names = [lease.decode().partition(" ")[0] for lease in leases if lease is not None]
         pids = {int(name.split(":")[1]) for name in names}
         return [slot for slot in slots if slot.pid in pids]
@@ -213,13 +222,13 @@ class Nemesis:
 
     def cut(self) -> bool:
         """Cut all of a worker's connections; it can reconnect."""
-        return self._on_proxy("cut", 0.0, lambda slot: slot.proxy.cut())
+        return self._on_proxy("cut", 0.0, lambda slot: slot.proxies.cut())
 
     def lose_reply(self) -> bool:
         """Execute a script, but lose its reply."""
         nth = self._rng.randint(1, 4)
         return self._on_proxy(
-            "lose_reply", 0.5, lambda slot: slot.proxy.cut_after_request(nth, match=b"EVAL")
+            "lose_reply", 0.5, lambda slot: slot.proxies.cut_after_request(nth, match=b"EVAL")
         )
 
     def lose_reply_and_lease(self) -> bool:
@@ -239,36 +248,36 @@ class Nemesis:
             return False
         seconds = self._rng.uniform(*LAPSES) * self._lease_ttl_s
         self._begin("lose_reply_and_lease", slot.name, seconds, slot.resume)
-        self._begin("lose_reply", f"proxy of {slot.name}", seconds, slot.proxy.heal)
+        self._begin("lose_reply", f"proxy of {slot.name}", seconds, slot.proxies.heal)
         self._later(self._rng.uniform(*LOSE_S), slot.pause)
-        slot.proxy.cut_after_request(1, match=b"EVAL")
+        slot.proxies.cut_after_request(1, match=b"EVAL")
         return True
 
     def tear_reply(self) -> bool:
         after = self._rng.randint(1, 200)
-        return self._on_proxy("tear_reply", 0.5, lambda slot: slot.proxy.cut_mid_reply(after))
+        return self._on_proxy("tear_reply", 0.5, lambda slot: slot.proxies.cut_mid_reply(after))
 
     def stall(self) -> bool:
         side = self._rng.choice(SIDES)
         seconds = self._rng.uniform(0.2, 2.5)
-        return self._on_proxy("stall", seconds, lambda slot: slot.proxy.stall(side))
+        return self._on_proxy("stall", seconds, lambda slot: slot.proxies.stall(side))
 
     def delay(self) -> bool:
         late_s = self._rng.uniform(0.005, 0.5)
         seconds = self._rng.uniform(0.5, 2.0)
-        return self._on_proxy("delay", seconds, lambda slot: slot.proxy.delay(late_s))
+        return self._on_proxy("delay", seconds, lambda slot: slot.proxies.delay(late_s))
 
     def trickle(self) -> bool:
         """Forward single bytes."""
         seconds = self._rng.uniform(0.1, 0.6)
-        return self._on_proxy("trickle", seconds, lambda slot: slot.proxy.chunk(1))
+        return self._on_proxy("trickle", seconds, lambda slot: slot.proxies.chunk(1))
 
     def refuse(self) -> bool:
         """Cut all of a worker's connections, and refuse new ones."""
 
         def begin(slot: Slot) -> None:
-            slot.proxy.refuse()
-            slot.proxy.cut()
+            slot.proxies.refuse()
+            slot.proxies.cut()
 
         return self._on_proxy("refuse", self._rng.uniform(0.1, 2.0), begin)
 
@@ -277,7 +286,7 @@ class Nemesis:
         if not slots:
             return False
         slot = self._rng.choice(slots)
-        self._begin(kind, f"proxy of {slot.name}", seconds, slot.proxy.heal)
+        self._begin(kind, f"proxy of {slot.name}", seconds, slot.proxies.heal)
         begin(slot)
         return True
 
@@ -286,20 +295,19 @@ class Nemesis:
     def pause_server(self) -> bool:
         if "server" in self._busy:
             return False
-        self._begin("pause_server", "server", self._rng.uniform(0.5, 3.0), self._server.resume)
-        self._server.pause()
+        server = self._backend.server
+        self._begin("pause_server", "server", self._rng.uniform(0.5, 3.0), server.resume)
+        server.pause()
         return True
 
     def kill_server(self) -> bool:
         """Kill the server. Acknowledged writes are on disk and must survive."""
         if "server" in self._busy:
             return False
-        self._begin("kill_server", "server", self._rng.uniform(0.0, 1.0), self._start_server)
-        self._server.kill()
+        server = self._backend.server
+        self._begin("kill_server", "server", self._rng.uniform(0.0, 1.0), server.start)
+        server.kill()
         return True
-
-    def _start_server(self) -> None:
-        self._server.start()
 
     def kill_clients(self) -> bool:
         return self._send_command("kill_clients", "CLIENT", "KILL", "TYPE", "NORMAL")
@@ -312,11 +320,64 @@ class Nemesis:
             return False
         self._writer.add("fault", who="nemesis", text=kind)
         try:
-            with plain_client(self._server.url, socket_timeout=REPLY_S) as client:
+            with plain_client(self._backend.server.url, socket_timeout=REPLY_S) as client:
                 client.execute_command(*command)
         except redis.ConnectionError:
             pass  # CLIENT KILL ended this connection too
         return True
+
+    # Faults of a cluster
+
+    def move(self) -> bool:
+        """Move the slot of the stream: at once, or step by step with a stop in between."""
+        cluster = self._backend.cluster
+        if cluster is None or "server" in self._busy or not cluster.stable:
+            return False
+        owner = cluster.owner(STREAM)
+        target = self._rng.choice(cluster.others(owner))
+        slot = cluster.slot(STREAM)
+        if self._rng.random() < FAST_MOVES:
+            self._writer.add("fault", who="nemesis", text="move at once")
+            cluster.move_slot(slot, target)
+            return True
+        move = cluster.begin_move(slot, target)
+        move.migrate(self._rng.randint(1, MOVED_KEYS))
+        self._begin("move", "server", self._rng.uniform(0.1, 2.0), lambda: self._finish(move))
+        return True
+
+    def _finish(self, move: SlotMove) -> None:
+        try:
+            move.finish()
+        except redis.ResponseError as error:  # such as BUSYKEY: a client wrote to the other node
+            self._writer.add("error", who="nemesis", text=f"The slot cannot be moved: {error}")
+
+    def failover(self) -> bool:
+        """Promote the replica of the primary that has the stream, which loses nothing."""
+        cluster = self._backend.cluster
+        if cluster is None or "server" in self._busy:
+            return False
+        owner = cluster.owner(STREAM)
+        # The primaries vote once in two node timeouts for a replica of the same primary.
+        if owner.port in self._replaced or not cluster.stable:
+            return False
+        self._replaced.add(owner.port)
+        self._writer.add("fault", who="nemesis", text="failover")
+        cluster.failover(owner)
+        return True
+
+    def partition(self) -> bool:
+        """Cut some workers off from the node that has the stream, but not from the others."""
+        cluster = self._backend.cluster
+        if cluster is None or "server" in self._busy:
+            return False
+        port = cluster.owner(STREAM).port
+        free = [slot for slot in self._everybody if f"proxy of {slot.name}" not in self._busy]
+        seconds = self._rng.uniform(0.5, 3.0)
+        cut_off = self._rng.sample(free, len(free) // 2)
+        for slot in cut_off:
+            self._begin("partition", f"proxy of {slot.name}", seconds, slot.proxies.heal)
+            slot.proxies.isolate(port)
+        return bool(cut_off)
 
     # State
 
@@ -324,7 +385,7 @@ class Nemesis:
         idle = [slot for slot in slots if slot.name not in self._busy and slot.running]
         return self._rng.choice(idle) if idle else None
 
-    def _begin(self, kind: str, target: str, seconds: float, repair: Callable[[], None]) -> None:
+    def _begin(self, kind: str, target: str, seconds: float, repair: Callable[[], object]) -> None:
         self._busy.add(target)
         due = time.monotonic() + seconds
         heapq.heappush(self._repairs, (due, next(self._numbers), target, repair))
@@ -359,6 +420,8 @@ KINDS = (
     "kill_clients",
     "flush_scripts",
 )
+#: The kinds that need a cluster.
+CLUSTER_KINDS = ("move", "failover", "partition")
 STORE_KINDS = (
     "kill_archiver",
     "pause_archiver",

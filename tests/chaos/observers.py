@@ -17,6 +17,7 @@ import redis
 import meteor_py as meteor
 from meteor_py.redis import keys
 from tests.chaos.archiving import UNAVAILABLE
+from tests.chaos.backend import Backend
 from tests.chaos.history import Event, Writer, now, value_of
 from tests.chaos.worker_config import STREAM
 from tests.support.servers import plain_client
@@ -37,13 +38,21 @@ end
 return found
 """
 
+#: Replies of a server that is loading its data, and of a cluster that moves the slot.
+_NOT_NOW = (
+    redis.exceptions.BusyLoadingError,
+    redis.exceptions.AskError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.ClusterDownError,
+)
+
 
 class Sampler(threading.Thread):
     """Samples the state of the server until it is stopped."""
 
-    def __init__(self, url: str, groups: Sequence[str], writer: Writer) -> None:
+    def __init__(self, backend: Backend, groups: Sequence[str], writer: Writer) -> None:
         super().__init__(name="sampler", daemon=True)
-        self._client = plain_client(url, socket_timeout=REPLY_S)
+        self._client = plain_client(backend.server.url, socket_timeout=REPLY_S)
         self._groups = groups
         self._keys = [keys.meta(STREAM), keys.log(STREAM)]
         self._keys += [keys.group(STREAM, group) for group in groups]
@@ -61,7 +70,12 @@ class Sampler(threading.Thread):
             began = now()
             try:
                 found: Any = self._client.eval(_SAMPLE, len(self._keys), *self._keys)
-            except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError):
+            except redis.exceptions.MovedError as error:
+                self._client.close()
+                moved = f"redis://{error.host}:{error.port}"
+                self._client = plain_client(moved, socket_timeout=REPLY_S)
+                return None
+            except (redis.ConnectionError, redis.TimeoutError, *_NOT_NOW):
                 return None
             last, entry, archived, waiting, *places = [item.decode() for item in found]
             first = last

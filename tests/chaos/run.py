@@ -17,10 +17,11 @@ from pathlib import Path
 
 import meteor_py as meteor
 from tests.chaos import history
+from tests.chaos.backend import Backend, ClusterOfServers, SingleServer
 from tests.chaos.checker import check
 from tests.chaos.history import Event, Writer
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.nemesis import KINDS, STORE_KINDS, Nemesis
+from tests.chaos.nemesis import CLUSTER_KINDS, KINDS, STORE_KINDS, Nemesis
 from tests.chaos.observers import (
     Recorder,
     Sampler,
@@ -32,8 +33,6 @@ from tests.chaos.observers import (
 from tests.chaos.slot import Role, Slot
 from tests.chaos.violation import Violation
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
-from tests.support.proxy import Proxy
-from tests.support.servers import HOST, Server, binaries
 
 #: Capacity of a ring that keeps all records of a run, and of one that soon overtakes a paused
 #: group.
@@ -60,6 +59,8 @@ class Plan:
     members: int = 3
     publishers: int = 2
     server: str = "valkey"
+    #: Use a cluster of three primaries and three replicas.
+    cluster: bool = False
     small_ring: bool = False
     #: Use a small ring with a store.
     store: bool = False
@@ -80,7 +81,8 @@ class Plan:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        return self.kinds or (KINDS + STORE_KINDS if self.store else KINDS)
+        also = STORE_KINDS * self.store + CLUSTER_KINDS * self.cluster
+        return self.kinds or KINDS + also
 
     @property
     def capacity(self) -> int | None:
@@ -104,6 +106,7 @@ class Plan:
             # The mutant implies the other options.
             return " ".join([*parts, f"--mutant {self.mutant}"])
         parts.append("--store" if self.store else "--no-store")
+        parts.append("--cluster" if self.cluster else "--no-cluster")
         parts += ["--small-ring"] if self.small_ring else []
         if self.kinds:
             parts.append(f"--faults {','.join(self.kinds)}")
@@ -148,13 +151,13 @@ def run(
 ) -> Result:
     """Execute and check a run. If it fails, its histories are kept in the directory `keep`."""
     result = Result(plan)
-    persistent = ("--appendonly", "yes", "--appendfsync", "always")
     with ExitStack() as stack:
-        server = stack.enter_context(Server(binaries()[plan.server], *persistent))
-        directory = server.directory / "chaos"
+        servers = ClusterOfServers if plan.cluster else SingleServer
+        backend: Backend = servers(plan.server, stack)
+        directory = backend.directory / "chaos"
         directory.mkdir()
         with ExitStack() as equipment:
-            Participants(plan, server, directory, equipment).play(result, progress)
+            Participants(plan, backend, directory, equipment).play(result, progress)
         progress("checking", 0.0)
         events = history.read(directory)
         result.count(events)
@@ -170,18 +173,18 @@ def run(
 class Participants:
     """All participants in a run."""
 
-    def __init__(self, plan: Plan, server: Server, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, plan: Plan, backend: Backend, directory: Path, stack: ExitStack) -> None:
         self._plan = plan
         self._rng = random.Random(plan.seed)
         self._signals = RunSignals(directory)
         self._directory = directory
-        self._server = server
+        self._backend = backend
         self._stack = stack
         self._writer = Writer(directory / "run.jsonl")
         stack.callback(self._writer.close)
         self._store = directory / "store" if plan.store else None
-        self._stream = self._create(stack.enter_context(meteor.connect(server.url)))
-        self._sampler = Sampler(server.url, plan.group_names, self._writer)
+        self._stream = self._create(stack.enter_context(meteor.connect(backend.url)))
+        self._sampler = Sampler(backend, plan.group_names, self._writer)
         stack.callback(self._sampler.stop)
         self._recorder = Recorder(self._stream, self._writer)
         stack.callback(self._recorder.stop)
@@ -196,7 +199,7 @@ class Participants:
         self._readers = [self._slot("reader", f"r{n}") for n in range(plan.readers * some)]
         self._nemesis = Nemesis(
             self._rng,
-            server,
+            backend,
             [*self._members, *self._readers],
             self._publishers,
             self._writer,
@@ -218,10 +221,11 @@ class Participants:
         )
 
     def _slot(self, role: Role, name: str, groups: tuple[str, ...] = ()) -> Slot:
-        proxy = self._stack.enter_context(Proxy(HOST, self._server.port))
+        proxies = self._backend.open_proxies(self._stack)
         config = WorkerConfig(
             name=name,
-            url=proxy.url,
+            url=self._backend.url if self._plan.cluster else proxies.url,
+            remap=proxies.remap if self._plan.cluster else {},
             directory=str(self._directory),
             seed=f"{self._plan.seed} {name}",
             groups=groups,
@@ -233,7 +237,7 @@ class Participants:
             die=self._plan.die,
             compact_pause_s=self._plan.compact_pause_s,
         )
-        slot = Slot(role, config, proxy, self._writer)
+        slot = Slot(role, config, proxies, self._writer)
         self._stack.callback(slot.kill)
         return slot
 

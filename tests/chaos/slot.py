@@ -1,4 +1,4 @@
-"""A slot for a worker of a run: one proxy, and one worker process after another."""
+"""A slot for a worker of a run: its proxies, and one worker process after another."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Literal
 
 import msgspec
 
+from tests.chaos.backend import Proxies
 from tests.chaos.history import Writer
 from tests.chaos.process import DIED, Process
 from tests.chaos.worker_config import WorkerConfig
-from tests.support.proxy import Proxy
 
 Role = Literal["publisher", "member", "archiver", "reader"]
 
 
 class Slot:
-    """Runs one worker at a time. Each successor gets a new name and the same proxy."""
+    """Runs one worker at a time. Each successor gets a new name and the same proxies."""
 
-    def __init__(self, role: Role, config: WorkerConfig, proxy: Proxy, writer: Writer) -> None:
+    def __init__(self, role: Role, config: WorkerConfig, proxies: Proxies, writer: Writer) -> None:
         self.name = config.name
-        self.proxy = proxy
+        self.proxies = proxies
         self._role = role
         self._config = config
         self._writer = writer

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.chaos import mutants, report
-from tests.chaos.mutants import MUTANTS, FunctionText, ScriptText, text_of
-from tests.chaos.nemesis import KINDS, STORE_KINDS
+from tests.chaos.mutants import CLUSTER_MUTANTS, MUTANTS, FunctionText, ScriptText, text_of
+from tests.chaos.nemesis import CLUSTER_KINDS, KINDS, STORE_KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
 
 SECONDS = 7.0
@@ -34,6 +34,17 @@ def test_no_record_is_lost_duplicated_reordered_or_skipped(rng: random.Random) -
     assert result.records["deliver"] >= 10 * result.records["acked"], summary(result)
     assert result.events["confirmed"] > 100, summary(result)
     assert result.take_overs >= 5, summary(result)
+
+
+@pytest.mark.slow
+def test_no_record_is_lost_or_duplicated_on_a_cluster(rng: random.Random) -> None:
+    seed = rng.randrange(1_000_000)
+    plan = Plan(seed, cluster=True, seconds=SECONDS, every_s=EVERY_S, groups=3)
+    print(plan.command)
+    result = run(plan)
+    assert not result.violations, summary(result)
+    assert set(result.faults) == set(KINDS + CLUSTER_KINDS), summary(result)
+    assert result.records["acked"] > 100, summary(result)
 
 
 @pytest.mark.slow
@@ -64,7 +75,7 @@ def test_planted_bug_is_found(rng: random.Random, name: str) -> None:
     pytest.fail(summary(result))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", MUTANTS | CLUSTER_MUTANTS)
 def test_mutant_differs_from_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(name)
     original = Counter(text.get().splitlines())
@@ -79,8 +90,9 @@ def test_mutant_differs_from_the_original(name: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(text.function, "__code__", text.function.__code__)
         monkeypatch.setitem(text.function.__dict__, "planted", None)
     before = getattr(*made)
+    changes = (MUTANTS | CLUSTER_MUTANTS)[name].changes
     mutants.plant(name)
-    assert sum((original - Counter(text.get().splitlines())).values()) == len(MUTANTS[name].changes)
+    assert sum((original - Counter(text.get().splitlines())).values()) == len(changes)
     assert getattr(*made) != before
     with pytest.raises(AssertionError, match=name):
         mutants.plant(name)  # the text to replace is no longer there

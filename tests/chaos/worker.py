@@ -16,6 +16,7 @@ from tests.chaos.member import Member
 from tests.chaos.publishing import Publishing
 from tests.chaos.reading import Reading
 from tests.chaos.worker_config import RunSignals, WorkerConfig
+from tests.support.servers import HOST
 
 #: Seconds to connect and to wait for a reply: shorter than the longest faults.
 TIMEOUT_S = 2.0
@@ -29,7 +30,8 @@ def main(role: str, config: WorkerConfig) -> None:
     writer = Writer(directory / f"{config.name}.jsonl")
     signals = RunSignals(directory)
     try:
-        with meteor.connect(config.url, timeout=TIMEOUT_S) as client:
+        remap = {(HOST, node): (HOST, proxy) for node, proxy in config.remap.items()}
+        with meteor.connect(config.url, timeout=TIMEOUT_S, remap=remap) as client:
             if role == "member":
                 take_part(config, client, writer, signals)
             else:

@@ -201,6 +201,15 @@ def drawn(
     return [line.plain for line in draw(view, sort, width=width, height=height)]
 
 
+def test_head_counts_the_nodes_of_a_cluster_and_those_that_do_not_reply() -> None:
+    nodes = (meteor.ServerDescription(role="primary", address="redis://a:1"),) * 2
+    silent = meteor.ServerDescription(address="redis://b:1")
+    server = meteor.ServerDescription("valkey", nodes=(*nodes, silent))
+    view = View(server, "redis+cluster://a:1", datetime.now(), Snapshot())
+    totals = draw(view, "name", width=None, height=None)[1].plain
+    assert totals.startswith("3 nodes \u00b7 1 unreachable \u00b7 ")
+
+
 MANY = look(
     *(
         seen(

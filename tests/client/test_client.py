@@ -32,7 +32,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.server_warnings import dangers
 from meteor_py.server import default_directory
 from tests.conftest import ServerFactory
-from tests.support.forking import exit_code, fork
+from tests.support.forking import in_child
 from tests.support.readers import drain, fill
 from tests.support.servers import HOST, Replica, free_port
 
@@ -419,20 +419,6 @@ def test_a_client_that_was_never_used_can_be_closed() -> None:
         m.streams()
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; return its exit code."""
-    child = fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return exit_code(child)
-
-
 @pytest.mark.parametrize("where", ["server", "embedded"])
 def test_after_a_fork_parent_and_child_use_the_client_independently(url: str, where: str) -> None:
     with meteor.connect(url if where == "server" else "embedded://") as m:
@@ -462,7 +448,7 @@ def test_child_forked_in_the_middle_of_a_call_reuses_one_connection(url: str) ->
                 assert plain.info("stats")["total_connections_received"] == before + 1
 
         with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(connector.use, call)
+            done = pool.submit(connector.use, call, None)
             assert inside.wait(60)
             try:
                 assert in_child(count_connections) == 0

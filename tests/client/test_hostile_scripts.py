@@ -182,7 +182,7 @@ def test_a_consumer_cannot_make_one_step_do_unbounded_work(parties: Parties) -> 
             def work(connection: Connection) -> StepReply:
                 return protocol.step(connection, deliveries.consumer, request)
 
-            return parties.client("consumer")._connector.use(work)
+            return parties.client("consumer")._connector.use(work, protocol.stream.name)
 
         first = deliveries.holdings.number + 1
         reply = step(StepRequest(first, want=10**9))

@@ -299,7 +299,7 @@ def test_heartbeat_reply_is_decoded(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join("a")
     with ExitStack() as stack:
-        link = group._handle.protocol.connector.open_connection()
+        link = group._handle.protocol.open_connection()
         stack.callback(link.close)
         reply = group._handle.protocol.heartbeat(link, me._handle.session, ["a", "nobody"])
     assert reply.presence == [Presence.MEMBER, Presence.EXPELLED]

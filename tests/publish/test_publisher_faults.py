@@ -120,7 +120,7 @@ def test_an_interrupted_connection_does_not_reconnect_without_the_sender(
     proxied: ProxiedStream,
 ) -> None:
     # redis-py would reconnect at the next send, and replies would be assigned to the wrong batch.
-    link = proxied.through._connector.open_connection()
+    link = proxied.through._connector.open_connection(None)
     assert link.call("PING") == b"PONG"
     link.interrupt()
     with pytest.raises(meteor.ConnectionFailed):

@@ -167,7 +167,7 @@ def test_step_from_an_unknown_consumer_is_refused_and_changes_nothing(url: str) 
 def take_step(queue: Queue, consumer: str, number: int) -> StepReply:
     protocol = next(iter(queue._held))._shared._protocol
     request = StepRequest(number, want=1)
-    return queue.client._connector.use(lambda link: protocol.step(link, consumer, request))
+    return queue.client._connector.use(lambda link: protocol.step(link, consumer, request), STREAM)
 
 
 def test_consumer_that_finds_only_blocked_records_continues_to_scan_at_once(

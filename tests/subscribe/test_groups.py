@@ -302,7 +302,7 @@ class Candidate:
     def __init__(self, harness: GroupHarness, name: str, nonce: str = "") -> None:
         self.name = name
         self.nonce = nonce or f"nonce of {name}"
-        self.link = harness.client._connector.open_connection()
+        self.link = harness.client._connector.open_connection(STREAM)
         self.lease = Lease(STREAM, harness.stream.incarnation, GROUP, name, 60.0)
 
     def acquire(self, expired: int | None = None) -> Term | LeaseUnavailable:

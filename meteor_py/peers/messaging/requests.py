@@ -174,8 +174,8 @@ class Requests:
         self._thread: JoinableThread | None = None
         #: Finished messages, which the server may delete.
         self._finished: deque[str] = deque(maxlen=_FINISHED_MAX)
-        self._out = group.protocol.connector.open_connection()
-        self._direct = group.protocol.connector.open_connection()
+        self._out = group.protocol.open_connection()
+        self._direct = group.protocol.open_connection()
         self._direct_session = secrets.token_hex(8)
         self._calls = CallQueue(
             f"meteor-sender-{group.name}",
@@ -460,7 +460,7 @@ class Requests:
             self._in.interrupt()
 
     def _run(self) -> None:
-        self._in = connection = self.group.protocol.connector.open_connection()
+        self._in = connection = self.group.protocol.open_connection()
         connection.timeout_s = min(connection.timeout_s, _LAST_READ_S)
         failures = 0
         while not self._stopped:

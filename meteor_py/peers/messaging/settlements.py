@@ -73,7 +73,7 @@ class Settlements:
         self._batch: list[Settlement] = []
         self._failures = 0
         self._stopped = False
-        self._connection = member.group.protocol.connector.open_connection()
+        self._connection = member.group.protocol.open_connection()
         name = f"meteor-settle-{member.group.name}"
         self._calls = CallQueue(
             name, self._state, self._is_waiting, self._take_turn, member.group.track

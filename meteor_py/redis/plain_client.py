@@ -1,0 +1,75 @@
+"""Plain redis-py clients, for applications that use the server for other commands."""
+
+from __future__ import annotations
+
+from socket import socket
+from typing import TYPE_CHECKING, Any, cast
+
+from redis.connection import AbstractConnection
+from redis.exceptions import ResponseError
+
+from meteor_py.redis.address import Address
+from meteor_py.redis.connection import connection_options
+from meteor_py.redis.topology import Topology
+from meteor_py.redis.wire import READ_SIZE
+
+if TYPE_CHECKING:
+    import redis
+
+
+def open_plain(address: Address, timeout_s: float, topology: Topology) -> redis.Redis:
+    """Return a redis-py client that never retries. On a cluster it is a ``redis.RedisCluster``."""
+    options = {**address.options, **connection_options(address, timeout_s)}
+    options["socket_read_size"] = READ_SIZE
+    if address.uses_tls:
+        options["redis_connect_func"] = _take_tickets
+    if address.kind == "cluster":
+        return cast("redis.Redis", _open_cluster(address, options))
+    from redis import ConnectionPool, Redis
+
+    connection_class = address.connection_class
+    if address.kind == "sentinel":
+        connection_class = _following(connection_class, address, topology)
+    return Redis.from_pool(ConnectionPool(connection_class=connection_class, **options))
+
+
+def _open_cluster(address: Address, options: dict[str, Any]) -> redis.RedisCluster:
+    from redis.cluster import ClusterNode, RedisCluster
+
+    for name in ("db", "retry_on_timeout", "retry_on_error"):
+        options.pop(name, None)
+    return RedisCluster(
+        startup_nodes=[ClusterNode(*node) for node in address.seeds],
+        address_remap=lambda node: address.remap.get(node, node),
+        ssl=address.uses_tls,
+        **options,
+    )
+
+
+def _following(base: Any, address: Address, topology: Topology) -> Any:
+    """Return a connection class that connects to the primary that the sentinels name now."""
+
+    class FollowingConnection(base):  # type: ignore[misc]
+        def _connect(self) -> socket:
+            node = topology.locate(None)
+            assert node is not None, "sentinels always name one"
+            where = address.at(node).options
+            self.host, self.port = where["host"], where["port"]
+            connected: socket = super()._connect()
+            return connected
+
+    return FollowingConnection
+
+
+def _take_tickets(connection: AbstractConnection) -> None:
+    """Prepare a TLS connection of a redis-py pool.
+
+    A TLS 1.3 server first sends session tickets. The pool would mistake these unread bytes for the
+    reply to an earlier command, and reject the connection.
+    """
+    connection.on_connect()
+    connection.send_command("PING", check_health=False)
+    try:
+        connection.read_response()
+    except ResponseError:  # this user may not use PING, but the tickets were read
+        pass

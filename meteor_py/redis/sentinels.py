@@ -1,0 +1,302 @@
+"""The topology of a primary that sentinels watch and replace.
+
+After a failover, the former primary can accept writes for seconds, until the sentinels reach it. A
+client that asks the sentinels only after an error would lose everything that it publishes there. A
+thread therefore listens to all sentinels for ``+switch-master``, and makes every connection of the
+client leave the former primary at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
+from meteor_py.redis.address import Address, Node
+from meteor_py.redis.connection import Connection
+from meteor_py.redis.topology import REFRESH_S, Topology, Watched
+from meteor_py.redis.wire import NO_REPLY
+from meteor_py.runtime.locks import LockBusy, run_locked
+from meteor_py.runtime.threads import JoinableThread
+
+_log = logging.getLogger(__name__)
+
+_CHANNEL = "+switch-master"
+#: Seconds to wait for one sentinel before the next one is asked.
+_ASK_S = 1.0
+#: Seconds for which a sentinel that did not reply is not asked, if another one replies.
+_AVOID_S = 5.0
+#: Seconds between attempts of the watcher to reach a sentinel, and between its other checks.
+_RECONNECT_S = 1.0
+#: Seconds that closing waits for the watcher.
+_JOIN_S = 3.0
+
+
+class Sentinels(Topology):
+    """The primary that sentinels name. Thread-safe, and usable after a fork.
+
+    Of all sentinels that reply, the one with the highest configuration epoch is right: a sentinel
+    that was cut off from the others still names the former primary.
+    """
+
+    is_movable = True
+    checks_role = True
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self.version = 0
+        self._node: Node | None = None
+        self._epoch = -1  # the configuration epoch in which ``_node`` became the primary
+        self._is_stale = True
+        self._asked_at = -REFRESH_S
+        self._sentinels = list(address.seeds)
+        self._silent_until: dict[Node, float] = {}  # sentinels that did not reply
+        #: Weak references to the connections, by their own identities. Every access is atomic.
+        self._connections: dict[int, weakref.ref[Watched]] = {}
+        self._watcher: _Watcher | None = None
+        self.is_closed = False
+
+    def locate(self, tag: str | None) -> Node:
+        if self._pid != os.getpid():  # the watcher and the lock's owner exist only in the parent
+            self._pid, self._lock, self._watcher = os.getpid(), threading.RLock(), None
+        if not self._is_usable():
+            self._refresh_locked()
+        self._start_watcher()
+        if self._node is None:
+            raise ConnectionFailed(f"The sentinels at {self._address} name no primary.")
+        return self._node
+
+    def primaries(self) -> Sequence[Node]:
+        return [self.locate(None)]
+
+    def note_failed(self, node: Node | None) -> None:
+        self._is_stale = True
+
+    def watch(self, connection: Watched) -> None:
+        reference = weakref.ref(connection, self._forget)
+        self._connections[id(reference)] = reference
+
+    def _forget(self, reference: weakref.ref[Watched]) -> None:
+        self._connections.pop(id(reference), None)
+
+    def close(self) -> None:
+        self.is_closed = True
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and self._pid == os.getpid():
+            watcher.stop()
+
+    def check(self) -> None:
+        """Ask the sentinels now. If the primary has changed, make all connections leave it."""
+        self._is_stale, self._asked_at = True, -REFRESH_S
+        try:
+            self._refresh_locked()
+        except MeteorError as error:
+            _log.debug("Cannot ask the sentinels at %s: %s", self._address, error)
+
+    @property
+    def known(self) -> list[Node]:
+        """The sentinels to listen to."""
+        return list(self._sentinels)
+
+    def _is_usable(self) -> bool:
+        if self._node is None:
+            return False
+        return not self._is_stale or time.monotonic() - self._asked_at < REFRESH_S
+
+    def _refresh_locked(self) -> None:
+        try:
+            run_locked(self._lock, self._timeout_s, self._refresh)
+        except LockBusy:
+            raise ConnectionFailed(
+                f"Another thread is still asking the sentinels at {self._address}."
+            ) from None
+
+    def _refresh(self) -> None:
+        """Ask all sentinels. If none replies, keep the primary that is known."""
+        if self._is_usable():
+            return  # another thread has asked
+        self._is_stale = False  # first: another thread may find it stale again meanwhile
+        best: tuple[int, Node] | None = None
+        replied = 0
+        failure: MeteorError | None = None
+        deadline = time.monotonic() + self._timeout_s
+        share_s = max(_ASK_S, self._timeout_s / len(self._sentinels))
+        now = time.monotonic()
+        for sentinel in sorted(self._sentinels, key=lambda one: self._silent_until.get(one, 0.0)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or (best is not None and self._silent_until.get(sentinel, 0.0) > now):
+                continue
+            try:
+                found = self._ask(sentinel, min(left_s, share_s))
+            except MeteorError as error:
+                self._silent_until[sentinel] = time.monotonic() + _AVOID_S
+                if failure is None or isinstance(failure, ConnectionFailed):
+                    failure = error
+                continue
+            self._silent_until.pop(sentinel, None)
+            replied += 1
+            best = max(best, found) if best is not None else found
+        self._asked_at = time.monotonic()
+        # A minority may have missed a failover. A majority with a lower epoch was set up anew.
+        is_majority = 2 * replied > len(self._sentinels)
+        if best is not None and (best[0] >= self._epoch or is_majority):
+            self._adopt(*best)
+        elif self._node is None:
+            self._is_stale = True
+            raise self._unreachable(failure)
+        else:
+            self._is_stale = True  # none replied, or only sentinels that have missed a failover
+
+    def _adopt(self, epoch: int, node: Node) -> None:
+        before, self._node, self._epoch = self._node, node, epoch
+        if before not in (None, node):
+            self.version += 1
+            for reference in list(self._connections.values()):
+                connection = reference()
+                if connection is not None:
+                    connection.leave_node()
+
+    def _ask(self, sentinel: Node, timeout_s: float) -> tuple[int, Node]:
+        """Return the configuration epoch and the primary that a sentinel names."""
+        connection = Connection(self._address.sentinel_at(sentinel), timeout_s)
+        try:
+            flat = connection.call("SENTINEL", "MASTER", self._address.service)
+            facts = dict(zip(flat[::2], flat[1::2], strict=True))
+            self._learn(connection)
+        finally:
+            connection.close()
+        node = facts[b"ip"].decode(), int(facts[b"port"])
+        return int(facts.get(b"config-epoch", 0)), node
+
+    def _learn(self, connection: Connection) -> None:
+        """Add the sentinels that a sentinel knows, once: the seeds may be gone some day."""
+        if len(self._sentinels) > len(self._address.seeds):
+            return
+        try:
+            others: list[Any] = connection.call("SENTINEL", "SENTINELS", self._address.service)
+        except ServerRefused:
+            return  # this user may not list them
+        for flat in others:
+            facts = dict(zip(flat[::2], flat[1::2], strict=True))
+            other = facts[b"ip"].decode(), int(facts[b"port"])
+            if other not in self._sentinels:
+                self._sentinels.append(other)
+
+    def _unreachable(self, failure: MeteorError | None) -> MeteorError:
+        if isinstance(failure, ServerRefused) and not isinstance(failure, AccessDenied):
+            return ServerRefused(
+                f"{failure}. Do the sentinels watch a primary named {self._address.service!r}? See "
+                "`redis-cli -p 26379 SENTINEL MASTERS`.",
+                code=failure.code,
+            )
+        if failure is not None and not isinstance(failure, ConnectionFailed):
+            return failure
+        return ConnectionFailed(f"No sentinel at {self._address} replied. {failure}")
+
+    def _start_watcher(self) -> None:
+        if self._watcher is None:
+            with self._lock:
+                if self._watcher is None and not self.is_closed:
+                    watcher = _Watcher(self)
+                    watcher.start()
+                    self._watcher = watcher
+
+    def open_subscription(self, sentinel: Node) -> Connection:
+        """Return a connection that gets the messages of a sentinel. The caller closes it."""
+        connection = Connection(self._address.sentinel_at(sentinel), _ASK_S)
+        try:
+            connection.call("SUBSCRIBE", _CHANNEL)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class _Watcher:
+    """A thread that listens to all sentinels of one topology, until the topology is closed."""
+
+    def __init__(self, topology: Sentinels) -> None:
+        self._topology = weakref.ref(topology)
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._stopped = False
+        self._connections: dict[Node, Connection] = {}
+        self._retry_at: dict[Node, float] = {}
+        self._thread = JoinableThread(self._run, "meteor-sentinels")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and wait for it."""
+        self._stopped = True
+        try:
+            self._wake.send(b".")
+        except OSError:
+            pass  # the thread has ended
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                topology = self._topology()
+                if topology is None or topology.is_closed:  # or dropped without being closed
+                    return
+                if self._connect(topology):
+                    topology.check()  # a message may have been missed
+                del topology
+                if self._wait():
+                    topology = self._topology()
+                    if topology is not None and not self._stopped:
+                        topology.check()
+                    del topology
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+            self._woken.close()
+            self._wake.close()
+
+    def _connect(self, topology: Sentinels) -> bool:
+        """Subscribe to the sentinels that are not connected; return whether there was one."""
+        found = False
+        for sentinel in topology.known:
+            is_due = time.monotonic() >= self._retry_at.get(sentinel, 0.0)
+            if sentinel in self._connections or not is_due or self._stopped:
+                continue
+            try:
+                self._connections[sentinel] = topology.open_subscription(sentinel)
+                found = True
+            except MeteorError as error:
+                _log.debug("Cannot listen to the sentinel at %s: %s", sentinel, error)
+                self._retry_at[sentinel] = time.monotonic() + _RECONNECT_S
+        return found
+
+    def _wait(self) -> bool:
+        """Wait for messages; return whether there was one, or a connection has ended."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        for connection in self._connections.values():
+            poll.register(connection.fileno(), select.POLLIN)
+        poll.poll(_RECONNECT_S * 1000)
+        found = False
+        for sentinel, connection in list(self._connections.items()):
+            try:
+                while connection.wire is not None and connection.wire.read_now() is not NO_REPLY:
+                    found = True
+            except (OSError, redis.RedisError):
+                connection.close()
+                del self._connections[sentinel]
+                found = True
+        return found

@@ -1,0 +1,147 @@
+"""The move of slots between two nodes of a test cluster, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meteor_py.testing.cluster_node import Node, owner_of
+from meteor_py.testing.server import HOST, plain_client
+from meteor_py.testing.waiting import eventually
+
+#: Seconds for one MIGRATE, and for one atomic move.
+MIGRATE_S = 60.0
+
+#: Default number of keys per MIGRATE.
+STEP_KEYS = 100
+
+#: States in which an atomic move has ended without moving anything.
+_FAILED = (b"failed", b"cancelled")
+
+
+class SlotMove:
+    """A move of slots that a test controls, as a resharding tool performs it.
+
+    The order is ``begin()``, ``migrate()`` until it returns 0, and ``assign()``. A test that stops
+    in between leaves the slots on their way, like a tool that dies. ``finish()`` repairs that, even
+    after a failover of the source. A move cannot be taken back: the owner accepts no key of a slot
+    that it is migrating.
+    """
+
+    def __init__(self, nodes: Sequence[Node], slots: Iterable[int], target: Node) -> None:
+        self._nodes = nodes
+        self.slots = sorted(slots)
+        self.target = target
+        #: The slots that the target does not own yet, by their owner.
+        self._parts = self._by_owner()
+
+    def begin(self) -> None:
+        """Mark the slots as migrating at their owners, and as importing at the target."""
+        for source, slots in self._parts:
+            _setslot(self.target, slots, "IMPORTING", source.id)
+            _setslot(source, slots, "MIGRATING", self.target.id)
+
+    def migrate(self, keys: int = STEP_KEYS) -> int:
+        """Move up to ``keys`` keys. Returns how many; 0 if none is left.
+
+        Raises:
+            redis.ResponseError: A node refused. BUSYKEY means that both nodes have a key.
+        """
+        for source, slots in self._parts:
+            for slot in slots:
+                moved = _migrate(source, self.target, slot, keys)
+                if moved:
+                    return moved
+        return 0
+
+    def finish(self) -> None:
+        """Move the remaining keys, and make the target the owner in the eyes of all primaries.
+
+        Works from any point at which a move was abandoned.
+        """
+        self._parts = self._by_owner()
+        for source, slots in self._parts:
+            # After a failover of the source, Redis 7.0 can leave the target without an owner of the
+            # slot, because it ignores the claim of the new one for a slot that it imports.
+            _setslot(self.target, slots, "NODE", source.id)
+        self.begin()
+        while self.migrate():
+            pass
+        self.assign()
+
+    def assign(self) -> None:
+        """Make the target the owner. No key may be left at the sources."""
+        # The target first: a slot must not be left without an owner.
+        first = [self.target, *(source for source, _ in self._parts)]
+        for node in first:
+            _setslot(node, self.slots, "NODE", self.target.id)
+        for node in self._nodes:
+            if node not in first and node.running and not node.view()[node.id].primary:
+                _setslot(node, self.slots, "NODE", self.target.id)
+
+    def run_atomically(self) -> None:
+        """Move the slots by ``CLUSTER MIGRATESLOTS``, and wait for the end.
+
+        Raises:
+            redis.ResponseError: The server does not support it (before Valkey 9), or refused.
+            RuntimeError: The servers gave the move up.
+        """
+        for source, slots in self._parts:
+            ranges = [bound for each in _ranges(slots) for bound in ("SLOTSRANGE", *each)]
+            source.ask("CLUSTER", "MIGRATESLOTS", *ranges, "NODE", self.target.id)
+            self._wait_for_atomic_move(source, frozenset(slots))
+
+    def _wait_for_atomic_move(self, source: Node, slots: frozenset[int]) -> None:
+        def moved() -> bool:
+            if slots <= self.target.own_slots() and not slots & source.own_slots():
+                return True
+            newest: Any = source.ask("CLUSTER", "GETSLOTMIGRATIONS")[0]
+            job = dict(zip(newest[::2], newest[1::2], strict=True))
+            if job[b"state"] in _FAILED:
+                raise RuntimeError(f"The move to {self.target} failed: {job[b'message'].decode()}")
+            return False
+
+        eventually(moved, MIGRATE_S, f"the slots did not move to {self.target}")
+
+    def _by_owner(self) -> list[tuple[Node, list[int]]]:
+        """Return the slots that the target does not own yet, by their owner."""
+        left = set(self.slots) - self.target.own_slots()
+        found: list[tuple[Node, list[int]]] = []
+        while left:
+            owner = owner_of(min(left), self._nodes)
+            slots = left & owner.own_slots()
+            found.append((owner, sorted(slots)))
+            left -= slots
+        return found
+
+
+def _setslot(node: Node, slots: Sequence[int], *state: str) -> None:
+    with plain_client(node.url) as client:
+        pipeline = client.pipeline(transaction=False)
+        for slot in slots:
+            pipeline.execute_command("CLUSTER", "SETSLOT", slot, *state)
+        pipeline.execute()
+
+
+def _migrate(source: Node, target: Node, slot: int, count: int) -> int:
+    with plain_client(source.url, socket_timeout=MIGRATE_S + 1) as client:
+        keys: list[bytes] = client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, count)
+        if keys:
+            limit_ms = round(MIGRATE_S * 1000)
+            client.execute_command("MIGRATE", HOST, target.port, "", 0, limit_ms, "KEYS", *keys)
+        return len(keys)
+
+
+def _ranges(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges, first and last, that sorted slots form.
+
+    >>> _ranges([1, 2, 3, 7])
+    [(1, 3), (7, 7)]
+    """
+    found: list[tuple[int, int]] = []
+    for slot in slots:
+        if found and found[-1][1] == slot - 1:
+            found[-1] = (found[-1][0], slot)
+        else:
+            found.append((slot, slot))
+    return found

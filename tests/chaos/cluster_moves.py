@@ -1,0 +1,188 @@
+"""Twenty slot moves under load; part of ``make chaos``.
+
+A publisher, a group, two shared consumers and a peer group work while the slots of the stream and
+of the peer group move: at once, slowly, by a resharding tool that dies and is repaired later, and
+on Valkey also atomically. The log must equal what was acknowledged, and every consumer must get
+every record once and in order. The longest pause of the publisher is printed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+import meteor_py as meteor
+from meteor_py.testing import Cluster, Node
+from tests.chaos.backend import Proxies
+from tests.chaos.mutants import FunctionText, plant, text_of
+from tests.conftest import require_redis
+from tests.support.client_load import PEERS, RESULT_S, STREAM, Load, read_log, wait_until
+from tests.support.servers import HOST, binaries
+
+MOVES = 20
+#: A slow move rests this long in seconds at its beginning, and then between keys.
+SLOW_S = (0.3, 0.02)
+#: Seconds after which an abandoned move is repaired.
+ABANDONED_S = 1.0
+#: Rounds in which a publisher loses a reply, and its delivery timeout in seconds.
+ROUNDS = 3
+TIMED_OUT_S = 0.8
+
+
+class Mover:
+    """Moves the slots of the stream and of the peer group, each time in another way."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
+        self._cluster, self._rng = cluster, rng
+        self.took_s: dict[str, list[float]] = {}
+
+    def move(self, how: str) -> None:
+        for name in (STREAM, PEERS):
+            slot = self._cluster.slot(name)
+            target = self._rng.choice(self._cluster.others(self._cluster.owner(slot)))
+            began = time.monotonic()
+            getattr(self, how)(slot, target)
+            if name == STREAM:
+                self.took_s.setdefault(how, []).append(time.monotonic() - began)
+
+    def fast(self, slot: int, target: Node) -> None:
+        self._cluster.move_slot(slot, target)
+
+    def slow(self, slot: int, target: Node) -> None:
+        pauses = iter(SLOW_S)
+        last = SLOW_S[-1]
+        self._cluster.move_slot(
+            slot, target, keys_per_step=1, on_step=lambda: time.sleep(next(pauses, last))
+        )
+
+    def abandoned(self, slot: int, target: Node) -> None:
+        self._cluster.begin_move(slot, target).migrate(keys=self._rng.randint(0, 4))
+        time.sleep(ABANDONED_S)
+        self._cluster.repair()
+
+    def atomic(self, slot: int, target: Node) -> None:
+        self._cluster.move_slot(slot, target, atomic=True)
+
+
+def test_scripts_on_the_importing_node_are_found(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load notices a client that follows ASK, and whose scripts have no guard key."""
+    plant_here("unguarded-scripts", monkeypatch)
+    plant_here("followed-ask", monkeypatch)
+    with Cluster() as cluster, meteor.connect(cluster.url) as client:
+        load, mover = Load(client), Mover(cluster, rng)
+        with pytest.raises((AssertionError, redis.ResponseError)):
+            move_until_something_fails(load, mover)
+
+
+def move_until_something_fails(load: Load, mover: Mover) -> None:
+    with load:
+        for _ in range(MOVES):
+            mover.move("slow")
+            if load.problems:
+                break
+    load.check_nothing_lost()
+
+
+def plant_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a bug in this process for the time of a test."""
+    text = text_of(name)
+    assert isinstance(text, FunctionText)
+    monkeypatch.setattr(text.function, "__code__", text.function.__code__)
+    monkeypatch.setitem(text.function.__dict__, "planted", None)
+    plant(name)
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_a_publisher_that_times_out_in_a_moving_slot_tells_the_truth(kind: str) -> None:
+    if kind == "redis":
+        require_redis()
+    assert false_outcomes(binaries()[kind]) == []
+
+
+def test_torn_scripts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous test notices scripts without a guard key, which stop in the middle."""
+    plant_here("unguarded-scripts", monkeypatch)
+    assert false_outcomes(binaries()["valkey"]) != []
+
+
+def false_outcomes(program: Path) -> list[str]:
+    """Return the values whose outcome the publisher reported wrongly.
+
+    In each round the slot begins to move, a reply is lost, and the batch times out. The publisher
+    begins a new producer epoch, for which the script deletes a key and creates it again. Without a
+    guard key, a node that migrates the slot stops the script in between.
+    """
+    outcomes: dict[bytes, str] = {}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(primaries=2, program=program))
+        proxies = Proxies.to([node.port for node in cluster.nodes], stack)
+        remap = {(HOST, port): (HOST, proxy) for port, proxy in proxies.remap.items()}
+        client = stack.enter_context(meteor.connect(cluster.url, remap=remap))
+        stream = client.stream(STREAM, create=True)
+        publisher = stack.enter_context(stream.publisher(delivery_timeout=TIMED_OUT_S))
+        publisher.publish(b"first").result(RESULT_S)
+        for number in range(ROUNDS):
+            (target,) = cluster.others(cluster.owner(STREAM))
+            proxies.stall("replies")
+            in_doubt = publisher.publish(b"in doubt %d" % number)
+            outcomes[b"in doubt %d" % number] = outcome(in_doubt)
+            move = cluster.begin_move(cluster.slot(STREAM), target)
+            proxies.cut()
+            proxies.heal()
+            after = publisher.publish(b"after %d" % number)
+            wait_until(after.done, TIMED_OUT_S / 2)
+            move.finish()
+            outcomes[b"after %d" % number] = outcome(after)
+        log = list(read_log(stream).values())
+    return [
+        f"{value!r} was {told}, and is in the log {log.count(value)} times"
+        for value, told in outcomes.items()
+        if log.count(value) not in {"acknowledged": (1,), "unknown": (0, 1), "failed": (0,)}[told]
+    ]
+
+
+def outcome(ack: meteor.Ack) -> str:
+    error = ack.exception(RESULT_S)
+    if error is None:
+        return "acknowledged"
+    return "unknown" if isinstance(error, meteor.OutcomeUnknown) else "failed"
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_twenty_slot_moves_lose_duplicate_and_reorder_nothing(
+    kind: str, rng: random.Random, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "redis":
+        require_redis()
+    ways = ["fast", "slow", "abandoned", *(["atomic"] if kind == "valkey" else [])]
+    with (
+        Cluster(program=binaries()[kind]) as cluster,
+        meteor.connect(cluster.url) as client,
+    ):
+        load, mover = Load(client), Mover(cluster, rng)
+        pauses: dict[str, list[float]] = {}
+        with load:
+            for number in range(MOVES):
+                how = ways[number % len(ways)]
+                load.publishing.longest_pause_s = 0.0
+                mover.move(how)
+                assert load.publishing.continues(), f"nothing was published after move {number}"
+                pauses.setdefault(how, []).append(load.publishing.longest_pause_s)
+        load.check_nothing_lost()
+    with capsys.disabled():
+        print(
+            f"\n{kind}: {MOVES} moves, {len(load.publishing.acked):,} records, {load.peer.sent} "
+            "messages. Time of a move and pause of the publisher, each median and maximum:"
+        )
+        for how, pause_s in pauses.items():
+            took = mover.took_s[how]
+            times = (statistics.median(took), max(took), statistics.median(pause_s), max(pause_s))
+            print(f"  {how}: " + ", ".join(f"{each * 1000:.0f} ms" for each in times))

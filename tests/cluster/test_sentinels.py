@@ -1,0 +1,119 @@
+"""A client of sentinels finds the primary, and follows it when it changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.testing import Sentinels
+from meteor_py.testing.sentinels import Sentinel
+from meteor_py.testing.server import HOST
+from tests.support.client_load import (
+    CAPACITY,
+    STREAM,
+    GroupReading,
+    Publishing,
+    duplicates,
+    read_log,
+    unreported,
+)
+from tests.support.forking import in_child
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def sentinels(program: Path) -> Iterator[Sentinels]:
+    with Sentinels(program=program) as running:
+        yield running
+
+
+@pytest.mark.parametrize("how", ["planned", "killed"])
+def test_failover_loses_only_records_that_are_reported(sentinels: Sentinels, how: str) -> None:
+    with meteor.connect(sentinels.url) as m:
+        stream = m.stream(STREAM, capacity=CAPACITY)
+        publishing, group = Publishing(stream, window=5), GroupReading(stream)
+        for each in (publishing, group):
+            each.start()
+        assert publishing.continues()
+        if how == "planned":
+            sentinels.failover()
+        else:
+            sentinels.wait_for_failover(sentinels.kill_primary())
+        assert publishing.continues()
+        publishing.stop()
+        log = read_log(stream)
+        assert group.reach(max(log) + 1)
+        group.stop()
+    assert publishing.problems == group.problems == []
+    assert duplicates(log.values()) == []
+    assert unreported(publishing.acked, log, publishing.reported) == []
+    assert unreported(group.seen, log, group.reported) == []
+
+
+def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels) -> None:
+    # The former primary still runs and accepts writes for seconds.
+    with meteor.connect(sentinels.url) as m, m.stream(STREAM, create=True).publisher() as pub:
+        pub.publish(b"x").result()
+        with sentinels.primary.client() as plain:  # otherwise the failover may lose the record
+            plain.set("a", 1)
+            assert plain.execute_command("WAIT", 2, 10_000) == 2
+        before = pub._sender._connection.node
+        sentinels.failover()
+        after = (HOST, sentinels.primary.port)
+        assert after != before
+        eventually(lambda: m._connector._topology.locate(None) == after)
+        pub.publish(b"y").result()
+        assert pub._sender._connection.node == after
+
+
+def test_sentinel_with_an_old_view_is_outvoted(sentinels: Sentinels) -> None:
+    old = sentinels.kill_primary()
+    new = sentinels.wait_for_failover(old)
+    stale = Sentinel(sentinels.servers[0].program)
+    try:  # it watches the killed primary, and so never hears of the others
+        stale.configure([f"sentinel monitor {sentinels.service} {HOST} {old.port} 2", ""])
+        stale.start()
+        assert stale.primary_port(sentinels.service) == old.port
+        url = sentinels.url.replace("://", f"://{stale.address},")
+        with meteor.connect(url) as m:
+            assert m.streams() == []
+            assert m._connector._topology.locate(None) == (HOST, new.port)
+    finally:
+        stale.close()
+
+
+def test_watcher_ends_with_the_client_and_a_forked_child_has_its_own(sentinels: Sentinels) -> None:
+    def watchers() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name == "meteor-sentinels"]
+
+    with meteor.connect(sentinels.url) as m:
+        assert m.streams() == []
+        assert len(watchers()) == 1
+
+        def use() -> None:
+            assert m.streams() == []
+            assert len(watchers()) == 1
+
+        assert in_child(use) == 0
+        assert m.streams() == []
+    assert watchers() == []
+
+
+def test_unknown_name_of_a_primary_is_an_error_that_says_so(sentinels: Sentinels) -> None:
+    url = sentinels.url.rpartition("/")[0] + "/nobody"
+    with meteor.connect(url) as m, pytest.raises(meteor.ServerRefused, match="'nobody'"):
+        m.streams()
+
+
+def test_plain_redis_client_follows_the_primary(sentinels: Sentinels) -> None:
+    with meteor.connect(sentinels.url) as m:
+        m.redis.set("a", 1)
+        sentinels.failover()
+        m.redis.connection_pool.disconnect()
+        assert m.redis.get("a") == b"1"
+        assert m.redis.info("replication")["role"] == "master"
