@@ -117,12 +117,14 @@ class Cluster(ServerGroup):
         A node that was killed comes back empty, unless its options make it write to disk or it
         becomes a replica.
         """
+        stopped = [node for node in self.nodes if not node.running]
         for node in self.nodes:
-            if node.running:
+            if node not in stopped:
                 node.resume()
-            else:
-                node.restart()
-        self.wait_until_stable()
+        for node in stopped:
+            node.restart()
+        if stopped:  # wait for their roles first
+            self.wait_until_stable()
         for slot, target in self._moving_slots().items():
             SlotMove(self.nodes, [slot], target).finish()
         self.wait_until_stable()
