@@ -129,7 +129,7 @@ def history(bench: Bench) -> list[Row]:
             best["cold"],
             max(best["pyarrow"], best["threads"]),
             "pyarrow, the same files",
-            0.7,
+            0.85,
         ),
         within(f"{what}: files opened", "files", opens, 3),
         within(f"{what}, p50", "us", micros),

@@ -84,7 +84,7 @@ def _help(bench: Bench) -> Row:
     for _ in range(bench.pick(7, 3)):
         bench.step("meteor --help")
         seconds.append(_took([str(METEOR), "--help"], bench))
-    return within("meteor --help", "s", min(seconds), 0.3)
+    return within("meteor --help", "s", min(seconds), 0.1)
 
 
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:

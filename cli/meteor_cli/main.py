@@ -23,12 +23,25 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: Commands in the order of the help. Each is in the module ``commands.<name>``, which is imported
-#: on demand, so that a command does not import the modules of the others.
-COMMANDS = (
-    "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
-    "top", "watch", "bench", "completion",
-)  # fmt: skip
+#: Commands in the order of the help, with their summaries. Each is in the module
+#: ``commands.<name>``, which is imported on demand: a command does not import the modules of the
+#: others, and the help imports none.
+COMMANDS = {
+    "demo": "Take a tour; every figure is measured.",
+    "server": "Run a server until Ctrl-C, and print its URL.",
+    "tail": "Print the records of a stream, and follow it.",
+    "publish": "Publish records from arguments or a pipe.",
+    "seek": "Move a group to another position.",
+    "streams": "List, describe, create, change, repair and delete streams.",
+    "groups": "List, describe and delete subscriber groups.",
+    "shared": "Inspect shared groups; purge and resume ordering keys.",
+    "peers": "Inspect peer groups, and send messages to their members.",
+    "archive": "Archive streams, and maintain their stores.",
+    "top": "Show a live table of streams, groups and stores.",
+    "watch": "Print a line for each change of streams, groups and leases.",
+    "bench": "Measure the speed of publishing and reading.",
+    "completion": "Print a script that enables completion in your shell.",
+}
 
 
 class Root(Group):
@@ -42,6 +55,10 @@ class Root(Group):
             return None
         found: click.Command = getattr(import_module(f"meteor_cli.commands.{name}"), name)
         return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with _accept_closed_pipe():  # --help and --version are printed here

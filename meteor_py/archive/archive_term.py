@@ -3,7 +3,8 @@
 The archiver gathers records, starting at the stream's ``archived`` offset. When there are enough,
 it saves the stream's state, appends the records to the store, and then commits them by advancing
 ``archived``. A crash at any point is harmless: until the commit, the ring keeps the records, and
-readers ignore segments beyond ``archived``. ``store/state.py`` explains why a segment ends where a
+readers ignore segments beyond ``archived``. While it appends a large segment, a second thread
+gathers the records of the next one. ``store/state.py`` explains why a segment ends where a
 snapshot of the state was taken, and why the archiver saves the state first.
 
 After a failover, the old server and its archiver may still be running, and no lease stops that
@@ -15,7 +16,10 @@ later epoch stops.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +40,14 @@ from meteor_py.errors import (
 from meteor_py.log.epochs import begin_epoch
 from meteor_py.log.handle import StreamHandle
 from meteor_py.log.log_reader import LogReader
+from meteor_py.log.ring_reader import OwnerChanged
 from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Chunk, ListChunk
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import parse_info
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.threads import JoinableThread
 from meteor_py.store.base import TERMS, RingbufferStore, StatefulStore
 from meteor_py.store.identity import check_identity
 from meteor_py.store.parquet import ParquetStore
@@ -73,6 +79,10 @@ _ALIGN_FETCHES = 8
 _NEAR = 4
 #: Commits between two searches for small segments to merge.
 _MERGE_COMMITS = 8
+#: Minimum bytes of a segment during whose append the next records are gathered, and seconds between
+#: two attempts to gather if there are none.
+_OVERLAP_BYTES = 1024 * 1024
+_NO_RECORDS_S = 0.05
 #: Errors that mean that a record cannot be archived.
 _UNREADABLE = (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost)
 #: Minimum seconds between two checks of an idle stream's state.
@@ -140,17 +150,8 @@ class ArchiveTerm:
         self._session.alive_at = now()
         self._refresh()
         self._enforce_retain()
-        block_s = self._connection.block_max_s
-        if self.records:
-            block_s = min(_REFRESH_S, block_s)
-        wanted = max(self._config.segment_records - self.records, 1)
-        try:
-            chunks = self._log.fetch(self._position, block_s, records=wanted)
-        except _UNREADABLE:
-            if self.records:
-                self._commit()  # the records before the damage are intact, and no more will come
-            raise
-        self._gather(chunks)
+        if not (self.records and self._is_enough()):  # the last commit may have gathered enough
+            self._fetch()
         if self.records and self._is_enough():
             self._commit()
             self._until_merge -= 1
@@ -160,6 +161,20 @@ class ArchiveTerm:
             self._tidy()
         elif not self.records and time.monotonic() >= self._idle_at:
             self._save_idle_state()
+
+    def _fetch(self) -> None:
+        """Wait a short time for records, and gather them."""
+        assert self._log is not None, "closed"
+        block_s = self._connection.block_max_s
+        if self.records:
+            block_s = min(_REFRESH_S, block_s)
+        wanted = max(self._config.segment_records - self.records, 1)
+        try:
+            self._gather(self._log.fetch(self._position, block_s, records=wanted))
+        except _UNREADABLE:
+            if self.records:
+                self._commit()  # the records before the damage are intact, and no more will come
+            raise
 
     def finish(self) -> None:
         """Save the state at the end of the term, if all records are archived."""
@@ -299,17 +314,52 @@ class ArchiveTerm:
         """Save the state, append gathered records to the store, then advance ``archived``."""
         self._align()
         end = self._segment_end()
-        taken, left = _split(self._gathered, end - self._archived)
+        size = end - self._archived
+        taken, _ = _split(self._gathered, size)
         table = pa.Table.from_batches([chunk.to_arrow() for chunk in taken], schema=ARROW_SCHEMA)
         self._check_store()
         self._save_states()
-        self._store.append(self._stream.incarnation, self._store_term, table)
+        with self._gathering():
+            self._store.append(self._stream.incarnation, self._store_term, table)
         while self._archived < end:
             self._advance(min(self._archived + _ADVANCE_RECORDS_MAX, end))
+        _, left = _split(self._gathered, size)
         self._gathered, self.records, self._bytes = [], 0, 0
         self._gather(left)
         self._memory_is_short = False
         self._forget_snapshots()
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Gather more records in a thread, until the end of the block, if the segment is large.
+
+        The block must not use what the thread uses: the log reader and the gathered records.
+        """
+        if self._bytes < _OVERLAP_BYTES:
+            yield
+            return
+        stop = threading.Event()
+        thread = JoinableThread(self._gather_until, f"meteor-gather-{self._stream.name}", stop)
+        try:
+            thread.start()
+            yield
+        finally:
+            stop.set()
+            thread.join()  # it ends after its current fetch, which has a timeout
+
+    def _gather_until(self, stop: threading.Event) -> None:
+        """Gather up to one segment more, until ``stop`` is set."""
+        records = self.records + self._config.segment_records
+        size = self._bytes + self._config.segment_bytes
+        try:
+            while not stop.is_set() and self.records < records and self._bytes < size:
+                before = self.records
+                if not self._try_gather(0.0, records - before):
+                    return
+                if self.records == before:
+                    stop.wait(_NO_RECORDS_S)
+        except (MeteorError, OwnerChanged):
+            pass  # the next commit or fetch reports it
 
     def _check_store(self) -> None:
         """Check that the store and the replication history are still the same."""

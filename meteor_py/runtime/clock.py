@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
-if hasattr(time, "CLOCK_BOOTTIME"):
-
-    def now() -> float:
-        """Return seconds of a monotonic clock that keeps running while the machine sleeps."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-else:  # pragma: no cover - not on Linux
-    now = time.monotonic
+#: Returns seconds of a monotonic clock that, on Linux, keeps running while the machine sleeps. A
+#: partial, because a function would take twice as long, and group members call it per record.
+now: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    if hasattr(time, "CLOCK_BOOTTIME")
+    else time.monotonic
+)

@@ -42,6 +42,13 @@ _FOOTER_ZEROS_MAX = 250_000
 #: Bytes to read at the end of a file. They usually contain the whole footer.
 _TAIL = 65_536
 _MAGIC = b"PAR1"
+#: zstd's level for values that do not compress: it gives up soon, and stores the bytes. Files of
+#: both levels have the same format.
+_LEVEL_FASTEST = -20
+#: How many samples of the values to compress, and the maximum records and bytes of each. Values are
+#: worth compressing if the samples shrink to this fraction.
+_SAMPLES, _SAMPLE_RECORDS, _SAMPLE_BYTES = 8, 64, 8192
+_WORTHWHILE = 0.9
 #: Errors that pyarrow raises for damaged bytes.
 BAD_BYTES = (pa.ArrowException, OSError, ValueError, KeyError, EOFError, MemoryError)
 
@@ -54,14 +61,26 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     Raises:
         OSError: The file could not be written, or reading it back gave other records.
     """
+    records = records.replace_schema_metadata({_METADATA: json.dumps(about)})
+    _encode(path, records)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    with pa.OSFile(str(path)) as written:
+        data = written.read_buffer()
+    if not _holds(data, records):
+        raise OSError(f"{path.name} does not contain the records that were written to it.")
+    return digest(data)
+
+
+def _encode(path: Path, records: pa.Table) -> None:
     import pyarrow.parquet as pq  # imported here, so that programs without a store never load it
 
-    records = records.replace_schema_metadata({_METADATA: json.dumps(about)})
     size = max(records.nbytes // max(len(records), 1), 1)
     writer = pq.ParquetWriter(
         path,
         records.schema,
         compression="zstd",
+        compression_level=None if _compresses(records) else {"value": _LEVEL_FASTEST},
         # No dictionary for values: they rarely repeat, and building one would take too long.
         use_dictionary=["key", "timestamp", "appended", "headers.key_value.key"],
         column_encoding={"offset": "DELTA_BINARY_PACKED"},
@@ -71,12 +90,19 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     with writer:
         for part in _row_groups(records, min(max(GROUP_BYTES // size, 1), GROUP_RECORDS)):
             writer.write_table(part, row_group_size=len(part))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        data = file.read()
-    if not _holds(data, records):
-        raise OSError(f"{path.name} does not contain the records that were written to it.")
-    return digest(data)
+
+
+def _compresses(records: pa.Table) -> bool:
+    """Whether compression makes a sample of the values noticeably smaller."""
+    values = records.column("value")
+    step = max(len(values) // _SAMPLES, 1)
+    sample = bytearray()
+    for start in range(0, len(values), step):
+        room = len(sample) + _SAMPLE_BYTES
+        for value in values.slice(start, _SAMPLE_RECORDS):
+            sample += memoryview(value.as_buffer())[: room - len(sample)]
+    packed = pa.compress(bytes(sample), "zstd", asbytes=True)
+    return len(packed) < _WORTHWHILE * len(sample)
 
 
 def _row_groups(records: pa.Table, rows: int) -> Iterator[pa.Table]:
@@ -89,11 +115,11 @@ def _row_groups(records: pa.Table, rows: int) -> Iterator[pa.Table]:
             yield part
 
 
-def _holds(data: bytes, records: pa.Table) -> bool:
+def _holds(data: pa.Buffer, records: pa.Table) -> bool:
     """Whether these bytes hold these records. Compares one row group at a time to save memory."""
     first, last = (records.column("offset")[index].as_py() for index in (0, -1))
     try:
-        file = SegmentFile(_reader(data), Segment(first, last, 0, ""))
+        file = SegmentFile(data, Segment(first, last, 0, ""))
         for group, start in enumerate(file.edges[:-1]):
             part = pa.Table.from_batches([file.read(group)])
             if not part.equals(records.slice(start - first, len(part))):
@@ -103,7 +129,7 @@ def _holds(data: bytes, records: pa.Table) -> bool:
     return True
 
 
-def _reader(data: bytes) -> pa.BufferReader:
+def _copy(data: bytes) -> pa.Buffer:
     """Copy the bytes into memory that pyarrow owns.
 
     pyarrow's threads may release a buffer shortly after the call has returned. To release a Python
@@ -113,16 +139,19 @@ def _reader(data: bytes) -> pa.BufferReader:
     buffer = pa.allocate_buffer(len(data))
     with pa.FixedSizeBufferWriter(buffer) as writer:
         writer.write(data)
-    return pa.BufferReader(buffer)
+    return buffer
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | pa.Buffer) -> str:
     """Return the part of the bytes' sha256 that the name of a file contains."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
 class SegmentFile:
     """A segment file that is open for reading.
+
+    Args:
+        source: A file, or all bytes of a file in memory that pyarrow owns.
 
     Raises:
         BAD_BYTES: On opening and reading, if the file is damaged or cannot be reached.
@@ -132,11 +161,14 @@ class SegmentFile:
         import pyarrow.parquet as pq
 
         self.segment = segment
+        self._bytes: pa.Buffer | None = None
+        if isinstance(source, pa.Buffer):
+            self._bytes, source = source, pa.BufferReader(source)
         self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source)
         self._size = self._source.size()
         footer = _read_footer(self._source, self._size)
         self._groups = read_footer(footer, self._size)
-        self._metadata = pq.read_metadata(_reader(footer))
+        self._metadata = pq.read_metadata(pa.BufferReader(_copy(footer)))
         if not self._metadata.schema.to_arrow_schema().equals(ARROW_SCHEMA):
             raise ValueError("its columns are not those of a segment")
         #: The first offset of each row group, and the offset after the last one.
@@ -187,15 +219,8 @@ class SegmentFile:
         if row_group.rows > GROUP_RECORDS or row_group.largest > UNPACKED_MAX:
             raise ValueError(f"its row group {group} is too large for a segment")
         wanted = [x for x in row_group.columns if columns is None or x.name in columns]
-        # pyarrow looks for columns at their positions in the file, so the buffer must be as large
-        # as the file. The parts between the columns are never touched, so the kernel allocates no
-        # memory for them.
-        buffer = pa.allocate_buffer(self._size)
+        buffer = self._load(wanted) if self._bytes is None else self._bytes
         with memoryview(buffer).cast("B") as memory:
-            for start, stop in _merged(wanted):
-                self._source.seek(start)
-                if self._source.readinto(memory[start:stop]) != stop - start:
-                    raise ValueError("it has become shorter since it was opened")
             unpacked, repeated = _count_unpacked(wanted, memory)
         _check_unpacked(group, unpacked)
         file = pq.ParquetFile(
@@ -204,12 +229,25 @@ class SegmentFile:
             read_dictionary=repeated,
             page_checksum_verification=True,
         )
-        table = file.read_row_group(group, columns=columns)
+        table = file.read_row_group(group, columns=columns, use_threads=False)
         # So far, each dictionary entry is in memory once. The cast copies it for each value.
         if repeated:
             _check_unpacked(group, unpacked + sum(_repeated_bytes(table, x) for x in repeated))
             table = table.cast(pa.schema([ARROW_SCHEMA.field(name) for name in table.column_names]))
         return table
+
+    def _load(self, columns: Sequence[Column]) -> pa.Buffer:
+        """Read columns of a row group into memory."""
+        # pyarrow looks for columns at their positions in the file, so the buffer must be as large
+        # as the file. The parts between the columns are never touched, so the kernel allocates no
+        # memory for them.
+        buffer = pa.allocate_buffer(self._size)
+        with memoryview(buffer).cast("B") as memory:
+            for start, stop in _merged(columns):
+                self._source.seek(start)
+                if self._source.readinto(memory[start:stop]) != stop - start:
+                    raise ValueError("it has become shorter since it was opened")
+        return buffer
 
 
 def _read_footer(source: Any, size: int) -> bytes:
@@ -286,7 +324,7 @@ def examine(data: bytes, segment: Segment) -> str | None:
 def _read_all(data: bytes, segment: Segment) -> None:
     import pyarrow.compute as pc
 
-    file = SegmentFile(_reader(data), segment)
+    file = SegmentFile(_copy(data), segment)
     before = 0
     for group in range(len(file.edges) - 1):
         batch = file.read(group)

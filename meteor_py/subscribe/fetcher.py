@@ -154,15 +154,14 @@ class Fetcher:
                 yield record
                 if self.buffer.jumps != jumps or buffer.position != after:
                     break  # the caller has called seek() or poll() inside the loop
-                if (session is not None and not self._may_continue(session)) or self.interrupted:
+                if session is not None:  # not a method: it would take a tenth of the loop's time
+                    if self._config.auto_confirm:
+                        self.confirm_handed_out()
+                    session.alive_at = now()
+                if (
+                    session is not None and session.alive_at >= session.valid_until
+                ) or self.interrupted:
                     break
-
-    def _may_continue(self, session: GroupSession) -> bool:
-        """Note that a record was processed; return whether the lease is still valid."""
-        if self._config.auto_confirm:
-            self.confirm_handed_out()
-        session.alive_at = at = now()
-        return at < session.valid_until
 
     def confirm_handed_out(self) -> None:
         """Confirm all delivered records: a caller that asks for more has processed them."""

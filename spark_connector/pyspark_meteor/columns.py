@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.types import (
@@ -17,7 +18,6 @@ from pyspark.sql.types import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meteor_py import RecordBatch
     from pyspark_meteor.options import ColumnOptions
 
 
@@ -64,10 +64,15 @@ class Columns:
         """Returns the columns that come from records: all but the name of the stream."""
         return [name for name in self._schema.names if name != "stream"]
 
-    def batches(self, stream: str, batch: RecordBatch) -> list[pa.RecordBatch]:
-        """Returns the records of a stream as Arrow batches, none of them empty."""
-        parts = batch.to_arrow().to_batches()
-        return [self._convert(stream, part) for part in parts if part.num_rows]
+    def combine(self, stream: str, tables: Sequence[pa.Table]) -> list[pa.RecordBatch]:
+        """Returns the records of a stream as Arrow batches, usually one, and none of them empty.
+
+        Spark needs time for each Arrow batch, so this copies the records of many frames into one.
+        """
+        import pyarrow as pa
+
+        whole = pa.concat_tables(tables).combine_chunks()
+        return [self._convert(stream, part) for part in whole.to_batches() if part.num_rows]
 
     def _convert(self, stream: str, part: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow as pa

@@ -10,6 +10,8 @@ from meteor_py import (
     CorruptFrame,
     CorruptSegment,
     LogTruncated,
+    MeteorError,
+    RecordBatch,
     RecordsLost,
     StreamNotFound,
     Subscriber,
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 #: Records in the first batch and in later batches. The first is small, so that ``show()`` and
 #: ``limit()`` finish early.
 _FIRST_RECORDS, _RECORDS = 1_000, 65_536
+#: Bytes of records after which a batch is complete.
+_BYTES = 8 * 1024 * 1024
 #: Minimum seconds to wait for records that existed when the range was planned.
 _POLL_S = 1.0
 
@@ -45,37 +49,66 @@ def read_range(
         StreamNotFound: The stream was deleted.
     """
     columns = Columns(schema)
-    size = _FIRST_RECORDS
     server = options.server
-    timeout_s = max(server.timeout_s, _POLL_S)
     try:
         with outlast(server, lambda: _subscribe(options, columns, wanted)) as sub:
             stop = outlast(server, lambda: _find_end(sub, options, wanted))
             if stop <= wanted.first:
                 return
             outlast(server, lambda: sub.seek(wanted.first))
-            while sub.position < stop:
-                try:
-                    batch = sub.poll(timeout_s, min(stop - sub.position, size))
-                except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
-                    _skip_gap(sub, loss, options, wanted)
-                    continue
-                if batch.last_offset >= stop:  # after a gap
-                    batch = batch[: max(stop - batch.first_offset, 0)]
-                if batch:
-                    yield from columns.batches(wanted.stream, batch)
-                    size = _RECORDS
-                elif sub.position < stop:
-                    raise TimeoutError(
-                        f"Record {sub.position} of stream {wanted.stream!r} did not arrive within "
-                        f"{timeout_s:g} seconds, although it existed when the batch was planned."
-                    )
+            for tables in _groups(_poll(sub, options, wanted, stop)):
+                yield from columns.combine(wanted.stream, tables)
             # A failover during the read may have replaced records, so check the history again.
             outlast(server, lambda: _find_end(sub, options, wanted))
     except (StreamNotFound, LogTruncated) as loss:
         if options.fail_on_data_loss:
             raise
         _log.warning("%s Skipping the rest of %r, because failOnDataLoss is false.", loss, wanted)
+
+
+def _poll(
+    sub: Subscriber, options: SourceOptions, wanted: Range, stop: int
+) -> Iterator[RecordBatch]:
+    """Yields the records up to ``stop`` in batches, as they arrive."""
+    timeout_s = max(options.server.timeout_s, _POLL_S)
+    size = _FIRST_RECORDS
+    while sub.position < stop:
+        try:
+            batch = sub.poll(timeout_s, min(stop - sub.position, size))
+        except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
+            _skip_gap(sub, loss, options, wanted)
+            continue
+        if batch.last_offset >= stop:  # after a gap
+            batch = batch[: max(stop - batch.first_offset, 0)]
+        if batch:
+            yield batch
+            size = _RECORDS
+        elif sub.position < stop:
+            raise TimeoutError(
+                f"Record {sub.position} of stream {wanted.stream!r} did not arrive within "
+                f"{timeout_s:g} seconds, although it existed when the batch was planned."
+            )
+
+
+def _groups(batches: Iterator[RecordBatch]) -> Iterator[list[pa.Table]]:
+    """Yields the first batch alone, and the others together until there are enough records."""
+    tables: list[pa.Table] = []
+    records = size = 0
+    enough = 1
+    try:
+        for batch in batches:
+            tables.append(batch.to_arrow())
+            records += len(batch)
+            size += tables[-1].get_total_buffer_size()
+            if records >= enough or size >= _BYTES:
+                yield tables
+                tables, records, size, enough = [], 0, 0, _RECORDS
+    except MeteorError:
+        if tables:
+            yield tables  # these records were read before the failure
+        raise
+    if tables:
+        yield tables
 
 
 def _subscribe(options: SourceOptions, columns: Columns, wanted: Range) -> Subscriber:

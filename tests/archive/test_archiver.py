@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py.archive import archive_term
 from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.archive.config import ArchiverConfig
 from meteor_py.redis import keys, reply_errors
@@ -37,6 +38,10 @@ from tests.support.waiting import eventually
 def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
     with StoredStream(url, tmp_path / "store") as stored:
         yield stored
+
+
+def gathering_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("meteor-gather")]
 
 
 # Automatic archivers
@@ -244,6 +249,33 @@ def test_flush_archives_all_existing_records(stored: StoredStream) -> None:
         assert stored.stream.store.flush() == stored.archived == end
     assert len(stored.segments()) == 3
     assert stored.stream.store.flush() == end  # nothing to archive
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_next_segment_is_gathered_while_one_is_written(
+    stored: StoredStream, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(archive_term, "_OVERLAP_BYTES", 1)
+    append = meteor.ParquetStore.append
+    gathered: list[int] = []
+
+    def slow_append(store: meteor.ParquetStore, *arguments: Any) -> None:
+        if not gathered:
+            stored.fill(100)
+            term = archiver._archive_term
+            assert term is not None
+            gathered.append(eventually(lambda: term.records if term.records > 100 else 0))
+            if fails:
+                raise meteor.StoreUnavailable("The disk is full.", stream=STREAM)
+        append(store, *arguments)
+
+    monkeypatch.setattr(meteor.ParquetStore, "append", slow_append)
+    stored.fill(100)
+    archiver = stored.archiver(segment_records=100, segment_age=LONG_S)
+    stored.wait_archived(200)
+    assert gathered == [200]
+    assert gathering_threads() == []
+    stored.check(200)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_help_does_not_import_the_library() -> None:
         assert f"\n  {name} " in done.stdout.decode()
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_each_command_with_the_first_sentence_of_its_own_help(name: str) -> None:
+    command = root.get_command(click.Context(root), name)
+    assert command is not None
+    assert COMMANDS[name] == command.get_short_help_str(limit=1_000)
+
+
 def test_version_option_prints_the_version_of_the_library() -> None:
     assert meteor(None, "--version").text == f"meteor, version {meteor_py.__version__}\n"
 

@@ -84,6 +84,26 @@ def test_row_group_of_large_values_has_few_records(empty: ParquetStore) -> None:
     assert len(read(empty, 5, 6)) == 1
 
 
+def test_values_that_do_not_compress_are_stored_in_the_same_format(
+    empty: ParquetStore, rng: random.Random
+) -> None:
+    sizes = []
+    for first, values in (
+        (0, [rng.randbytes(500) for _ in range(100)]),
+        (100, [b"the same text" * 40 for _ in range(100)]),
+    ):
+        column = pa.array(values, pa.binary())
+        table = records(first, first + 100).set_column(4, ARROW_SCHEMA.field("value"), column)
+        assert segment_file._compresses(table) is bool(first)
+        empty.append(INCARNATION, 1, table)
+        metadata = pq.read_metadata(paths(empty, first + 100)[-1]).row_group(0).column(4)
+        assert metadata.compression == "ZSTD"
+        sizes.append(metadata.total_compressed_size / metadata.total_uncompressed_size)
+        (batch,) = empty.read(INCARNATION, first, first + GROUP)
+        assert batch.column("value").to_pylist() == values[:GROUP]
+    assert sizes[1] < 0.5 < sizes[0]
+
+
 def test_other_files_in_the_folder_are_ignored(store: ParquetStore, tmp_path: Path) -> None:
     folder = tmp_path / "s" / INCARNATION
     (folder / "notes.txt").write_text("mine")
