@@ -67,7 +67,7 @@ NOTES = (
     "  connection and reads every record itself. A separate run checks the order of records.",
     "- With idle groups: each group has a member in another process that holds its lease and",
     "  reads nothing. Medians of 16 runs each; four runs with groups alternate with four without.",
-    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s. Between polls,",
+    "- Requests by an idle group: scripts and blocking reads, with lease_ttl 10 s. Between polls,",
     "  the owner sends only renewals.",
     "- Archiver: one process publishes, and another archives into Parquet on the local disk.",
     "  History: 10 M records in files of up to 1 M, read after the ring has dropped them.",
@@ -81,7 +81,7 @@ NOTES = (
     "  there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
     "- Server CPU, total: CPU time of the server while records are published one by one, minus",
-    "  the CPU time of an idle server. Inside the command: usec_per_call of INFO commandstats.",
+    "  the CPU time of an idle server. Inside the command: usec_per_call from INFO commandstats.",
 )
 RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
 
@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         choices=FAMILIES,
         metavar="NAME",
-        help=f"only this one of {', '.join(FAMILIES)}; may be repeated",
+        help=f"only this one of {', '.join(FAMILIES)}; can be repeated",
     )
     parser.add_argument(
         "--server",
@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
         names.remove("spark")
         console.print("Java is missing, so Spark is skipped; make spark installs it.")
     rows: list[Row] = []
-    # Drawn only between measurements: a thread that draws would disturb them.
+    # Draw only between measurements: a drawing thread would disturb them.
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[family]}: {task.description}"),

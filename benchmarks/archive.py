@@ -160,7 +160,7 @@ def read_cold(stream: meteor.Stream, end: int) -> float:
 
 
 def read_files(files: list[str], *, use_threads: bool = False) -> float:
-    """Read the files with pyarrow alone, one file after the other."""
+    """Read the files with pyarrow alone, one file at a time."""
     start = time.perf_counter()
     found = 0
     for name in files:
@@ -171,7 +171,7 @@ def read_files(files: list[str], *, use_threads: bool = False) -> float:
 
 
 def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:
-    """Returns the maximum number of files that one read opened, and the median time of a read."""
+    """Returns the maximum number of files opened by one read, and the median read time."""
     rng = random.Random(SEED)
     took: list[float] = []
     opened: list[int] = []

@@ -27,7 +27,7 @@ from meteor_py.redis import keys
 from meteor_py.server import open_embedded
 
 SIZES = (100, 1_000)
-#: Number of distinct ordering keys, of 8 bytes each, such as the open carts of a shop.
+#: Number of distinct 8-byte ordering keys, like the ids of the open carts in a shop.
 CARTS = 1_000
 
 
@@ -52,7 +52,7 @@ CASES = [
 
 
 def run(bench: Bench) -> list[Row]:
-    """Measure a full ring in each case, then the other keys of a stream."""
+    """Measure a full ring in each case, then a stream's other keys."""
     count = bench.pick(20_000, 4_000)
     rows = [within("record of 100 B, XADD of redis-py", "B", bytes_of_xadd(bench, count))]
     for case in CASES:
@@ -79,7 +79,7 @@ def bytes_of_xadd(bench: Bench, count: int) -> float:
 
 
 def bytes_per_record(url: str, case: Case, count: int) -> float:
-    """Fill a ring beyond its capacity, and divide its memory by the records that it holds."""
+    """Fill a ring beyond its capacity, and divide its memory by the number of records it holds."""
     values = values_of(2 * count, size=case.size)
     carts = [b"cart%04d" % (number % CARTS) for number in range(len(values))]
     with connected(url) as client, plain_client(url) as server:
@@ -97,7 +97,7 @@ def bytes_per_record(url: str, case: Case, count: int) -> float:
 
 
 def other_keys(url: str) -> Iterator[tuple[str, float]]:
-    """Yield the memory of each small key of a stream while it is in use."""
+    """Yield the memory used by each of a stream's small keys while the stream is in use."""
     with connected(url) as client, plain_client(url) as server:
         stream = client.stream("size", ordering_key="key")
         with stream.publisher() as pub:
@@ -129,7 +129,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
 
 
 def usage(server: Any, key: str) -> float:
-    """Return the bytes of a key, every element counted; 0 if there is none."""
+    """Return a key's size in bytes, counting every element; 0 if the key does not exist."""
     return float(server.memory_usage(key, samples=0) or 0)
 
 
@@ -143,7 +143,8 @@ def main() -> int:
         with plain_client(server.url) as client:
             info = client.info("server")
         rows = run(bench)
-    print(f"Valkey {info.get('valkey_version', info['redis_version'])}, bytes by MEMORY USAGE:\n")
+    version = info.get("valkey_version", info["redis_version"])
+    print(f"Valkey {version}, bytes according to MEMORY USAGE:\n")
     print("| what | bytes |\n|---|---|")
     for row in rows:
         print(

@@ -22,16 +22,16 @@ import meteor_py as meteor
 
 RECORD_BYTES = 100
 SEED = 20_180_506
-#: Batch size of redis-py; the goals assume it.
+#: redis-py's batch size, which the goals assume.
 PIPELINE = 500
-#: Records in one call of publish_many.
+#: Records per publish_many call.
 CALL = 10_000
 #: Seconds after which a process counts as stuck.
 STUCK_S = 120.0
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
-#: Waits until all processes of a run are ready; returns the time of a clock that they share.
+#: Waits until all processes in a run are ready; returns the time on a clock that they share.
 Ready = Callable[[], float]
 
 
@@ -57,7 +57,7 @@ class Row:
 
 
 def faster(what: str, ours: float, peer: float, peer_name: str, goal: float | None = None) -> Row:
-    """A row of two rates: ours should be at least ``goal`` times the other."""
+    """A row with two rates: ours should be at least ``goal`` times the other."""
     ratio = ours / peer
     met = None if goal is None else ratio >= goal
     text = "" if goal is None else f">= {goal:g}x"
@@ -67,7 +67,7 @@ def faster(what: str, ours: float, peer: float, peer_name: str, goal: float | No
 def cheaper(
     what: str, unit: str, ours: float, peer: float, peer_name: str, goal: float | None = None
 ) -> Row:
-    """A row of two costs: ours should be at most ``goal`` times the other."""
+    """A row with two costs: ours should be at most ``goal`` times the other."""
     ratio = ours / peer
     met = None if goal is None else ratio <= goal
     text = "" if goal is None else f"<= {goal:g}x"
@@ -75,7 +75,7 @@ def cheaper(
 
 
 def within(what: str, unit: str, ours: float, goal: float | None = None) -> Row:
-    """A row of one figure that should not exceed ``goal``."""
+    """A row with one figure that should not exceed ``goal``."""
     text = "" if goal is None else f"<= {show(goal, unit)}"
     return Row(what, unit, ours, goal=text, met=None if goal is None else ours <= goal)
 
@@ -128,7 +128,7 @@ def cut(values: Sequence[bytes], size: int) -> list[Sequence[bytes]]:
 
 
 def plain_client(url: str) -> Any:
-    """A redis-py client with hiredis, without retries, health checks and other extras."""
+    """A redis-py client with hiredis, without retries, health checks or other extras."""
     return redis.Redis.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
@@ -194,7 +194,7 @@ def _collect(readers: list[Any]) -> list[Any]:
             except EOFError:
                 failure, result = "The process was killed.", None
             if failure:
-                raise RuntimeError(f"A process of the benchmark failed:\n{failure}")
+                raise RuntimeError(f"A benchmark process failed:\n{failure}")
             results[readers.index(reader)] = result
     return [results[i] for i in range(len(readers))]
 

@@ -1,13 +1,13 @@
-"""Meteor's headline: 4 publishers and 16 subscribers of one stream, each reading every record.
+"""Meteor's headline benchmark: 4 publishers and 16 subscribers that each read every record.
 
 As in Meteor's own benchmark: no groups, a ring of 10,000 x publishers x 2 records, and after each
 10,000 records a publisher waits until the slowest subscriber is less than 10,000 behind what all
 publishers have sent. The clock runs from the first publish until every subscriber has everything.
 Unlike in Meteor, records are distinct and pass through a socket to a server. Meteor's figure
-(4.3 M deliveries/s, 4 cores) is for one JVM, with the ring and all clients inside.
+(4.3 M deliveries/s, 4 cores) is for one JVM that contains the ring and all clients.
 
 Each publisher is a process. The subscribers share as many processes as there are cores, where a
-loop polls one after the other; each has its own connection and reads every record itself.
+loop polls one after another; each has its own connection and reads every record itself.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ CAPACITY = 10_000 * PUBLISHERS * 2
 METEOR_DELIVERIES = 4_300_000.0
 #: Measured with Meteor's own program on a machine with 2 cores.
 METEOR_DELIVERIES_2_CORES = 3_500_000.0
-#: Records after which an iterating subscriber reports its progress.
+#: An iterating subscriber reports its progress after this many records.
 REPORT = 500
 
-#: Every value starts with the number of its publisher and the number of the record.
+#: Every value starts with the publisher's number and the record's number.
 _MARK = struct.Struct(">HQ")
 
 
@@ -94,7 +94,7 @@ def run(bench: Bench) -> list[Row]:
             f"{what}, deliveries, one call per record",
             one_by_one["4 x 16, one call per record"] * SUBSCRIBERS,
             METEOR_DELIVERIES_2_CORES,
-            "Meteor, on 2 cores of another day",
+            "Meteor, on 2 cores, on another day",
             1,
         ),
     ]
@@ -215,7 +215,7 @@ def read_all(
 
 
 class Order:
-    """Checks that the records of each publisher arrive in order, without gaps or repeats."""
+    """Checks that each publisher's records arrive in order, without gaps or repeats."""
 
     def __init__(self) -> None:
         self._expected = [0] * PUBLISHERS

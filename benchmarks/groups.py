@@ -24,7 +24,7 @@ from benchmarks.common import (
 )
 from benchmarks.read import PEER, drain, drain_group, filled
 
-#: Seconds during which the commands of idle members are counted.
+#: Count the commands of idle members for this many seconds.
 _COUNT_S = 20.0
 
 
@@ -135,7 +135,7 @@ def hold(url: str, count: int, ready: Any, done: Any) -> None:
 
 
 def take_over(bench: Bench) -> Row:
-    """Measure from the close of the owner to the first record of its successor."""
+    """Measure the time from the owner's close to its successor's first record."""
     bench.clear()
     samples: list[float] = []
     with connected(bench.url) as client:
@@ -169,7 +169,7 @@ def wait_for_record(sub: meteor.Subscriber, found: list[float]) -> None:
 
 
 def idle_traffic(bench: Bench) -> list[Row]:
-    """Measure the requests per second of an idle group, for its owner and for other members."""
+    """Measure an idle group's requests per second, by its owner and by other members."""
     bench.clear()
     seconds = _COUNT_S if not bench.quick else 7.0
     with connected(bench.url) as client, plain_client(bench.url) as plain:
@@ -186,7 +186,7 @@ def idle_traffic(bench: Bench) -> list[Row]:
             waiting.start()
             one_waits = requests_per_s(plain, seconds)
             waiting.join()
-    what = "requests of an idle group"
+    what = "requests by an idle group"
     return [
         within(f"{what}, its owner between polls", "/group/s", silent),
         within(f"{what}, its owner in a poll", "/group/s", in_poll),
@@ -195,9 +195,9 @@ def idle_traffic(bench: Bench) -> list[Row]:
 
 
 def requests_per_s(plain: Any, seconds: float) -> float:
-    """Returns the rate of client requests: scripts, and blocking reads with their read of meta.
+    """Returns the rate of client requests: scripts, and blocking reads with their reads of meta.
 
-    Counts only commands that no script calls, because the statistics include those in scripts.
+    Counts only commands that no script calls, because the statistics include calls from scripts.
     """
     plain.config_resetstat()
     start = time.perf_counter()

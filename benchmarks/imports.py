@@ -1,4 +1,4 @@
-"""The time of ``import meteor_py`` in a new interpreter, and the modules that it must not load."""
+"""Time to import ``meteor_py`` in a new interpreter, and modules that it must not load."""
 
 from __future__ import annotations
 

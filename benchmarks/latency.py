@@ -27,14 +27,14 @@ from benchmarks.common import (
     plain_client,
 )
 
-#: Pairs of records for warming up.
+#: Pairs of warm-up records.
 WARM_UP = 100
 #: Seconds to wait before each record, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
-#: Seconds for which one read of the receiver blocks.
+#: Seconds for which one read by the receiver blocks.
 BLOCK_S = 2.0
 BLOCK_MS = int(BLOCK_S * 1000)
-#: Consecutive records of one client, where a single process measures both.
+#: Consecutive records per client, where a single process measures both clients.
 BLOCK_OF = 25
 #: Capacity of redis-py's stream, which is trimmed like ours.
 MAXLEN = 10_000
@@ -61,7 +61,7 @@ def run(bench: Bench) -> list[Row]:
 
 @contextmanager
 def tcp_address(bench: Bench) -> Iterator[str]:
-    """Let the server listen on a loopback port as well; yields its URL."""
+    """Make the server also listen on a loopback port; yield the URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,7 +100,7 @@ def one_way(bench: Bench, url: str, name: str, goals: Goals) -> list[Row]:
 
 
 def in_group(bench: Bench, url: str, name: str) -> list[Row]:
-    """Also measure until the record is confirmed; every record gets its own confirm."""
+    """Also measure the time until the record is confirmed. Each record has its own confirm."""
     ours, peer = exchange(bench, url, f"latency in a group, {name}", group_receiver)
     peer_name = "redis-py, XADD to XREADGROUP, XACK"
     what = f"one record to a group, {name}"
@@ -111,14 +111,14 @@ def in_group(bench: Bench, url: str, name: str) -> list[Row]:
 
 
 def exchange(bench: Bench, url: str, step: str, receive: Any) -> Any:
-    """Return the samples of our receiver and of redis-py's."""
+    """Return the samples from our receiver and from redis-py's."""
     pairs = bench.pick(5000, 600)
     bench.step(step)
     bench.clear()
     with connected(url) as client, plain_client(url) as plain:
         client.stream("latency", create=True)
         plain.xgroup_create("peer", "g", mkstream=True)
-    # The receiver asks for the next record: the same way for both, outside the measured time.
+    # The receiver asks for the next record in the same way for both, outside the measured time.
     asked, ask = multiprocessing.get_context("spawn").Pipe(duplex=False)
     total = WARM_UP + pairs
     _, samples = at_once((sender, (url, total, asked)), (receive, (url, total, ask)))
@@ -163,7 +163,7 @@ def group_receiver(ready: Ready, url: str, pairs: int, ask: Any) -> list[list[Sa
         sub.poll(timeout=0)  # acquire the lease
         ready()
         while sub.poll(timeout=0.05) or plain.xreadgroup("g", "c", {"peer": ">"}):
-            pass  # the records of the sender's start
+            pass  # skip the sender's first records
         ids: list[bytes] = []
 
         def read() -> list[bytes]:
@@ -257,7 +257,7 @@ def acknowledgements(ready: Ready, url: str, count: int) -> tuple[Samples, Sampl
 
 
 def round_trip(bench: Bench, url: str, name: str) -> list[Row]:
-    """A record on one stream is answered by a record on another, in another process."""
+    """Measure until another process answers a record with a record on another stream."""
     bench.step(f"round trip, {name}")
     bench.clear()
     with connected(url) as client:

@@ -26,7 +26,7 @@ from benchmarks.common import (
 #: objects; a subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
-#: The limit of one fetch, and records that would exceed it: many small ones, then large ones.
+#: The size limit for one fetch, and records that would exceed it: many small ones, then large ones.
 FETCH_MIB = 128
 SMALL, LARGE, LARGE_BYTES = 300, 40, 16 * 1024 * 1024
 
@@ -79,7 +79,7 @@ def small_then_large(ready: Ready, url: str, read: Any, published: Any) -> None:
 
 
 def fetch(ready: Ready, url: str, read: Any, published: Any) -> tuple[float, float]:
-    """Returns the MiB of records in one fetch, and the memory that it took in MiB."""
+    """Returns the size of the records in one fetch, and the memory it took, both in MiB."""
     with connected(url) as client:
         ready()
         stream = client.stream("memory", capacity=1_000)

@@ -1,4 +1,4 @@
-"""Frames of one record: reading them, the server's cost of publishing one, and 50 publishers."""
+"""One-record frames: reading them, the server's cost to publish one, and 50 publishers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[bytes]) -> list[Row]:
-    """Measure the server's CPU for records published one by one; ours and the peer's alternate."""
+    """Measure server CPU for records published one by one; ours and the peer's alternate."""
     part = len(values) // 4
     ours: list[tuple[float, float]] = []
     peer: list[tuple[float, float]] = []
@@ -117,7 +117,7 @@ def script_cost(bench: Bench) -> Row:
 
 
 def cpu_us(plain: Any, work: Callable[[], None], count: int, command: str) -> tuple[float, float]:
-    """Returns microseconds of server CPU per record: in total minus idle, and by commandstats."""
+    """Returns server CPU per record in microseconds: total minus idle, and from commandstats."""
     idle_start = _cpu_s(plain)
     time.sleep(0.2)
     idle = (_cpu_s(plain) - idle_start) / 0.2
@@ -138,7 +138,7 @@ def _cpu_s(plain: Any) -> float:
 
 
 def fifty_publishers(bench: Bench) -> list[Row]:
-    """Publishers that wait for each record, in threads of one process and in processes."""
+    """Measure publishers that wait for each record, in threads of one process and in processes."""
     seconds = bench.pick(3, 1)
     rows = []
     for kind, goal, jobs in (("threads", 1.2, 1), ("processes", 1.0, PUBLISHERS)):

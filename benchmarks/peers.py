@@ -37,7 +37,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def fail_over(bench: Bench) -> Row:
-    """Measure from the SIGKILL of a leader until another member is notified that it leads."""
+    """Measure the time from a leader's SIGKILL until another member is notified that it leads."""
     rounds = bench.pick(7, 2)
     etcd = shutil.which("etcd")
     ours: list[float] = []
@@ -58,7 +58,7 @@ def fail_over(bench: Bench) -> Row:
 
 
 def killed(lead_it: Any, url: Any) -> float:
-    """Returns the seconds from the death of the leading process to the election of the other."""
+    """Returns the seconds from the leading process's death to the other's election."""
     first, second = (_CONTEXT.Queue() for _ in range(2))
     leader = _CONTEXT.Process(target=lead_it, args=(url, first), daemon=True)
     heir = _CONTEXT.Process(target=lead_it, args=(url, second), daemon=True)
@@ -156,7 +156,7 @@ def messages(bench: Bench) -> list[Row]:
     """Measure messages to a member in another process.
 
     The names and windows are those of Atomix's three executions: a request and its reply one at a
-    time, 16 at a time, and ASYNC messages until they are handled, with up to 256 not stored yet.
+    time, 16 at a time, and ASYNC messages until they are handled, with up to 256 not yet stored.
     """
     bench.clear()
     told = _CONTEXT.Queue()
@@ -219,7 +219,7 @@ def telling(bench: Bench, member: Target, plain: Any) -> list[Row]:
 
 
 def keep_pending(window: int, count: int, send: Callable[[], Future[Any]]) -> None:
-    """Send messages, and keep up to ``window`` of them unfinished."""
+    """Send messages, keeping up to ``window`` of them unfinished."""
     pending: deque[Future[Any]] = deque()
     for _ in range(count):
         if len(pending) >= window:

@@ -110,7 +110,7 @@ def receive(stream: meteor.Stream, group: str | None = None) -> float:
 
 
 def drain_group(client: Any, key: str = "peer") -> float:
-    """Do the same with redis-py: read as a group and acknowledge."""
+    """Do the same with redis-py: read in a group and acknowledge."""
     end = client.xlen(key)
     client.xgroup_create(key, "g", id="0")
     try:
@@ -123,7 +123,7 @@ def drain_group(client: Any, key: str = "peer") -> float:
 
 
 def read_group(client: Any, key: str, block_ms: int | None = None) -> list[bytes]:
-    """Read and acknowledge the next values of the group; returns [] if none arrive in time."""
+    """Read and acknowledge the next values of the group; return [] if none arrive in time."""
     answer = client.xreadgroup("g", "c", {key: ">"}, count=PIPELINE, block=block_ms)
     if not answer:
         return []

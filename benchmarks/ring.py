@@ -15,7 +15,7 @@ from benchmarks.common import SEED, Bench, Row, cheaper, connected, values_of
 
 SMALL = 10_000
 LARGE = 10_000_000
-#: Small records: ten million of them must fit into the memory of any machine.
+#: Small records: ten million of them must fit into any machine's memory.
 VALUE_BYTES = 10
 WARM_UP = 20
 
@@ -29,7 +29,7 @@ def run(bench: Bench) -> list[Row]:
         for size in (SMALL, LARGE):
             bench.step(f"fill a ring of {size:,}")
             ring = client.stream(f"ring-{size}", capacity=size)
-            # Many small frames, so that the index of the large ring is large.
+            # Many small frames, so that the large ring has a large index.
             fill(ring, size, frame=bench.pick(250, 1000))
             calls["publish", size] = publishing(stack.enter_context(ring.publisher()))
             calls["seek", size] = seeking(ring, stack.enter_context(ring.subscriber()))

@@ -120,7 +120,7 @@ def used(plain: Any) -> float:
 
 
 def processes(bench: Bench, count: int, work: Any, fill: Callable[[str, int], None]) -> float:
-    """Returns the records per second of several consumers, each in its own process."""
+    """Returns the records per second handled by several consumers, each in its own process."""
     bench.clear()
     fill(bench.url, count)
     context = multiprocessing.get_context("spawn")
@@ -176,7 +176,7 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 
 
 def with_stuck_owner(bench: Bench) -> Row:
-    """Measure the rate of other keys while a stuck consumer owns a key with 90 % of the records."""
+    """Measure the rate for other keys while the owner of 90 % of the records is stuck."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
     others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]
@@ -213,7 +213,7 @@ def with_stuck_owner(bench: Bench) -> Row:
 
 
 def empty_claims(bench: Bench) -> Row:
-    """Count the commands of a claim that finds nothing: another consumer holds the only key."""
+    """Count the commands in a claim that finds nothing: another consumer holds the only key."""
     few, many = 1_000, bench.pick(999_999, 50_000)
     peer, ours = (commands_of_an_empty_claim(bench, size) for size in (few, many))
     what = f"shared: an empty claim behind {many:,} blocked records"

@@ -103,7 +103,7 @@ def _is_idle(plain: Any, consumer: Deliveries) -> bool:
 
 
 def waiting_bytes(bench: Bench, count: int, keys: int) -> float:
-    """Return bytes of the group's state per record that waits: all are claimed and returned."""
+    """Return the bytes of group state per waiting record, after all were claimed and returned."""
     bench.step("shared: bytes per waiting record")
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:

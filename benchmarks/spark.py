@@ -1,7 +1,7 @@
 """Spark: throughput of the data source, and the cost of a micro-batch with little or no data.
 
 Spark runs in a separate process, so that its JVM ends with the measurement. Each case alternates
-with its peers in that process, so ratios compare figures of one run.
+with its peers in that process, so ratios compare figures from one run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VALUES = 500_000
 _BATCH = 65_536
 #: Rows per partition, for our source and its peer.
 _PARTITION = 500_000
-#: Seconds between two offset changes of a source without rows: longer than a batch takes.
+#: Seconds between offset changes in a source without rows. Longer than a batch takes.
 _PACE_S = 0.25
 _STUCK_S = 600.0
 
@@ -87,7 +87,7 @@ def measured(bench: Bench, count: int) -> dict[str, dict[str, float]]:
             timeout=_STUCK_S,
         )
     if done.returncode:
-        raise RuntimeError(f"The benchmark of Spark failed:\n{done.stderr}")
+        raise RuntimeError(f"The Spark benchmark failed:\n{done.stderr}")
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -211,7 +211,7 @@ def made(schema: Any, size: int) -> pa.RecordBatch:
 
 
 def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """Returns the median milliseconds of a micro-batch with one row, for each source."""
+    """Returns the median duration of a one-row micro-batch, in milliseconds, for each source."""
     spark.dataSource.register(nothing_source())
     stream = spark.readStream
     cases: dict[str, Callable[[], DataFrame]] = {
@@ -263,7 +263,7 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
-    """Returns the milliseconds of a trigger that finds nothing and runs no batch.
+    """Returns the duration, in milliseconds, of a trigger that finds nothing and runs no batch.
 
     Takes the mean instead of the median, because Spark reports whole milliseconds.
     """

@@ -1,8 +1,8 @@
 """Costs of stores: bytes read for few columns, and time with many segments.
 
 ``python -m benchmarks.store_costs`` starts a private server, fills two stores, and prints the
-figures of docs/history.md as a Markdown table. The bytes are those that the process reads from
-files (``rchar`` of /proc/self/io), so a busy machine does not disturb them.
+figures for docs/history.md as a Markdown table. The bytes are those that the process reads from
+files (``rchar`` in /proc/self/io), so a busy machine does not disturb them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import records
 
-#: Bytes of a value. Values are random, so compression does not reduce the bytes read.
+#: Bytes per value. Values are random, so compression does not reduce the bytes read.
 _VALUE = 10_000
 _RECORDS = 10_000
-#: Records of a small segment.
+#: Records per small segment.
 _SMALL = 10
 _TASKS = 100
 
@@ -106,7 +106,7 @@ def many_segments(bench: Bench, count: int) -> list[Row]:
         rows = [within(f"{what}{name}", "s", timed(work)) for name, work in works.items()]
         merges, took = merge(folder, stream.incarnation, term, end)
         left = len(ParquetStore(folder, "many").files(stream.incarnation, 0, end))
-        rows.append(within(f"{what}merged by {merges} calls of the archiver", "s", took))
+        rows.append(within(f"{what}merged by {merges} archiver calls", "s", took))
         return [*rows, within(f"{what}left after that", "segments", left)]
 
 

@@ -4,7 +4,7 @@
 
 Customers add items to their carts and remove some again. Three consumers apply these changes in
 parallel. With a plain queue, one consumer might get "remove book" while another is still busy with
-"add book". Here one consumer at a time gets the changes of a cart, in order, while the others work
+"add book". Here one consumer at a time gets a cart's changes, in order, while the others work
 on other carts. The program starts a private server and stops it at the end.
 """
 
@@ -23,7 +23,7 @@ ITEMS = ("book", "pen", "tea", "lamp")
 
 
 def make_changes() -> list[tuple[str, dict[str, str]]]:
-    """Returns random changes of carts. An item is removed only after it was added."""
+    """Returns random changes to carts. An item is removed only after it has been added."""
     inside: defaultdict[str, list[str]] = defaultdict(list)
     changes: list[tuple[str, dict[str, str]]] = []
     for _ in range(CHANGES):
@@ -87,7 +87,7 @@ def main() -> None:
         apply(expected[cart], change)
     assert carts == expected, "the result differs from that of a single consumer"
     moved = sum(len(names) > 1 for names in seen_by.values())
-    print(f"{CHANGES} changes of {len(carts)} carts by {CONSUMERS} consumers in {took_s:.2f} s")
+    print(f"{CHANGES} changes to {len(carts)} carts by {CONSUMERS} consumers in {took_s:.2f} s")
     print(f"{moved} carts moved between consumers; {failures} changes failed")
     for cart in sorted(carts)[:3]:
         items = [f"{number} {item}" for item, number in sorted(carts[cart].items()) if number]

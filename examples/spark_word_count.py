@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SECONDS, PAUSE_S = 8.0, 0.02
-#: Length of a window, and how late a record may be, in seconds.
+#: Window length, and maximum lateness of a record, in seconds.
 WINDOW_S, LATE_S = 2, 1
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",

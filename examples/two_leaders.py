@@ -3,10 +3,10 @@
     python examples/two_leaders.py
 
 Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, like a
-long pause of a virtual machine. The other is elected in a higher term and continues the counter.
+long virtual machine pause. The other is elected in a higher term and continues the counter.
 Then the first process wakes up in the middle of a write. It knows at once, without a request, that
 its term is over, and its write is refused. Even if the write had already been sent, the server
-would refuse it, because the write carries the number of its term. Finally SIGKILL ends the current
+would refuse it, because the write carries its term number. Finally SIGKILL ends the current
 leader, and the first process leads again.
 
 The program starts a private server and stops it at the end.
@@ -31,7 +31,7 @@ warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this example needs 
 
 
 def work(name: str) -> None:
-    """Run one of the two processes: join, and count whenever it leads."""
+    """Run one of the two processes: join, and count while it leads."""
     with meteor.connect() as m, m.peer_group("workers", ttl=TTL_S) as group, group.join(name) as me:
         say(name, "joined")
         while True:

@@ -1,4 +1,4 @@
-"""Two terminals that exchange records, without an installed server and without an address.
+"""Two terminals that exchange records, without installing a server or giving an address.
 
     python examples/two_terminals.py read        # in one terminal: waits for records
     python examples/two_terminals.py publish     # in another: sends each line that you type

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs Debian packages if this user may: apt.sh PACKAGE...
+# Installs Debian packages if this user is allowed to: apt.sh PACKAGE...
 # Fails silently without apt-get, or without permission to use it.
 set -eu
 

@@ -2,7 +2,7 @@
 
 Docstrings are written for the terminal: examples start with ``>>>``, and a few names are Sphinx
 roles. Markdown would show the examples as quotations, and the roles with their colons. The site
-hides members without a docstring, but fields of a data class are public even without one.
+hides members without a docstring, but data class fields are public even without one.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ class ServerFactory(Protocol):
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The Valkey that all tests of a worker share. Do not stop or configure it."""
+    """The Valkey server that all tests in a worker share. Do not stop or configure it."""
     with Server(binaries()["valkey"]) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[Server]:
-    """Like ``server``, but the Redis of this machine."""
+    """Like ``server``, but this machine's Redis."""
     require_redis()
     with Server(binaries()["redis"]) as running:
         yield running
@@ -84,7 +84,7 @@ def url(server_url: str) -> str:
 def any_url(request: pytest.FixtureRequest) -> str:
     """The address of an empty server. The test runs once on each kind of server."""
     if request.param == "fake":
-        # A named fake, which all clients of a test share.
+        # A named fake, which all clients in a test share.
         return f"fake://{secrets.token_hex(8)}"
     name = "redis_server" if request.param == "redis" else "server"
     running: Server = request.getfixturevalue(name)
@@ -107,7 +107,7 @@ def private_server() -> Iterator[ServerFactory]:
 
 
 def require_redis() -> None:
-    """Skip without a redis-server, except in CI, where the whole suite must run."""
+    """Skip if there is no redis-server, except in CI, where the whole suite must run."""
     if "redis" not in binaries():
         missing = "redis-server is not on PATH (Debian: apt-get install redis-server)."
         if os.environ.get("CI") == "true":
@@ -150,7 +150,7 @@ def replicated(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The Spark session that all tests of a worker share, since it takes seconds to start."""
+    """The Spark session that all tests in a worker share, since it takes seconds to start."""
     from tests.support.spark import session  # most tests do not need PySpark
 
     require_java()
@@ -158,7 +158,7 @@ def spark() -> Iterator[SparkSession]:
         yield spark
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # from pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return workers(config, log)
 
@@ -167,9 +167,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure() -> None:
-    # The workers of pytest-xdist are started later and inherit the seed.
+    # pytest-xdist starts its workers later, and they inherit the seed.
     os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
-    # A background job of a shell ignores Ctrl-C, and the processes that tests start inherit that.
+    # A shell's background jobs ignore Ctrl-C, and the processes that tests start inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -180,7 +180,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers that depend only on the seed of the run and the name of the test."""
+    """Random numbers that depend only on the run's seed and the test's name."""
     return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
 
 

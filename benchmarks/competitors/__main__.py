@@ -35,8 +35,8 @@ _MEMORY = "memory"
 _PAGE_CACHE = "page cache"
 NOTES = """\
 - Each cell is the median of {rounds} rounds, with the lowest and highest in brackets. All systems
-  of a job take turns, in another order in each round. Ratios are ours / theirs. Where we are
-  behind, the ratio is bold. Rounds of one system differ by 1.1x to 2x, so 1.2x is no difference.
+  of a job take turns, in a different order in each round. Ratios are ours / theirs. Where we are
+  behind, the ratio is bold. Rounds of one system differ by 1.1x to 2x, so 1.2x is not a difference.
 - Everything runs on one machine, over TCP on loopback. meteor_py has its defaults; Kafka has the
   best settings of a sweep. The column on durability says where an acknowledged record is. Compare
   Kafka with `meteor_py, aof`, which is equally durable.
@@ -72,18 +72,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare meteor_py with Kafka, NATS JetStream, redis-py and FastStream on one "
         "machine. A complete run takes about half an hour. Run nothing else at the same time.",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each job (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per job (default: 3)")
     parser.add_argument("--quick", action="store_true", help="use a tenth of the records")
     names = [*JOBS, *EXTRAS]
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME",
-        help=f"only this one of {', '.join(names)}; may be repeated",
+        help=f"only this one of {', '.join(names)}; can be repeated",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
 
 def systems(job: str, at: Addresses) -> Iterator[System]:
-    """Yield the systems of a job, ours first."""
+    """Yield a job's systems, ours first."""
     memory = Meteor("meteor_py, memory", _MEMORY, at.memory)
     aof = Meteor("meteor_py, aof", _PAGE_CACHE, at.aof)
     if job == "read":

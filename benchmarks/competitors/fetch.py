@@ -18,7 +18,7 @@ def libraries(part: str, cache: Path) -> Path:
     folder = cache / part
     if not any(folder.glob("*.jar")):
         if shutil.which("mvn") is None:
-            raise FileNotFoundError("Kafka is fetched with Maven. Install the command mvn.")
+            raise FileNotFoundError("mvn was not found. Install Maven, which fetches Kafka.")
         partial = cache / f"{part}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         subprocess.run(

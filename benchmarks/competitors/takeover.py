@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
-    """Return the seconds from the end of the active member to the other one's next record."""
+    """Return the seconds from the active member's end to the other member's next record."""
     fresh = system.fresh()
     seen = [_CONTEXT.Value("d", 0.0) for _ in range(2)]
     closing = [_CONTEXT.Event() for _ in range(2)]
@@ -41,7 +41,7 @@ def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
         members[0].start()
         _wait(lambda: seen[0].value)
         members[1].start()
-        # The second member has joined, and heartbeats are at any phase.
+        # By then, the second member has joined, and heartbeats are at a random phase.
         time.sleep(2.5 + random.random())
         active = 0 if seen[0].value > seen[1].value else 1
         began = time.monotonic()

@@ -17,7 +17,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def common_options(*, hidden: bool) -> list[click.Option]:
-    """Returns the options of every command; subcommands accept them but do not list them."""
+    """Returns the options that every command accepts; subcommands do not list them."""
 
     def store(context: click.Context, option: click.Parameter, value: Any) -> None:
         name = option.name or ""
@@ -59,7 +59,7 @@ class Command(click.Command):
 
     Args:
         example: Shell lines.
-        more: Further sections of the help, by title. They are printed verbatim.
+        more: Further help sections, by title. They are printed verbatim.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
-#: Words that users of other tools may try, by the name of our command.
+#: Command names from other tools that users may try, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",
@@ -128,7 +128,7 @@ _ALIASES = {
 
 
 def section(module: ModuleType) -> str:
-    """Returns the indented paragraph of a module's docstring."""
+    """Returns the indented paragraph in a module's docstring."""
     paragraphs = (module.__doc__ or "").split("\n\n")
     return dedent(next(part for part in paragraphs if part.startswith("    ")))
 

@@ -58,7 +58,7 @@ def _hint(error: meteor_py.MeteorError) -> str:
         case meteor_py.StoreMismatch(missing="store"):
             return "Create a stream with a store: `meteor streams create NAME --store DIR`."
         case meteor_py.StoreMismatch(missing="address"):
-            return "Pass the address of the store to `meteor archive` with --store."
+            return "Pass the store's address to `meteor archive` with --store."
         case meteor_py.StreamFull():
             return f"Start an archiver: `meteor archive run {error.stream}`."
         case meteor_py.StoreUnavailable():

@@ -23,7 +23,7 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: Commands in the order of the help, with their summaries. Each is in the module
+#: Commands in help order, with their summaries. Each is in the module
 #: ``commands.<name>``, which is imported on demand: a command does not import the modules of the
 #: others, and the help imports none.
 COMMANDS = {
@@ -36,9 +36,9 @@ COMMANDS = {
     "groups": "List, describe and delete subscriber groups.",
     "shared": "Inspect shared groups; purge and resume ordering keys.",
     "peers": "Inspect peer groups, and send messages to their members.",
-    "archive": "Archive streams, and maintain their stores.",
+    "archive": "Archive streams and maintain their stores.",
     "top": "Show a live table of streams, groups and stores.",
-    "watch": "Print a line for each change of streams, groups and leases.",
+    "watch": "Print a line for each change to a stream, group or lease.",
     "bench": "Measure the speed of publishing and reading.",
     "completion": "Print a script that enables completion in your shell.",
 }
@@ -87,7 +87,7 @@ def _accept_closed_pipe() -> Iterator[None]:
 def meteor() -> None:
     """Real-time streaming on Redis or Valkey: Kafka without the brokers.
 
-    These options are also accepted after the name of a command.
+    These options are also accepted after a command's name.
     """
 
 

@@ -1,4 +1,4 @@
-"""Generates the command-line reference from the help of the commands.
+"""Generates the command-line reference from the commands' help texts.
 
 python -m meteor_cli.reference > docs/cli.md
 """
@@ -21,7 +21,7 @@ _HEAD = """\
 # meteor(1)
 
 This page describes the command line of meteor_py. `python -m meteor_cli.reference` generates it
-from the `--help` of the commands.
+from the commands' `--help` output.
 """
 
 _TAIL = """\
@@ -35,7 +35,7 @@ _TAIL = """\
 | 130 | ended by Ctrl-C |
 | 143 | ended by SIGTERM |
 
-Results go to stdout, everything else to stderr. `--debug` shows the traceback of an error.
+Results go to stdout, everything else to stderr. `--debug` shows an error's traceback.
 
 ## Environment
 
@@ -58,7 +58,7 @@ def reference() -> str:
 
 
 def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Yields the section of a command, then those of its subcommands."""
+    """Yields a command's section, then its subcommands' sections."""
     help_text = inspect.cleandoc(command.help or "").replace("\b\n", "")
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [
@@ -92,8 +92,8 @@ def _schema() -> Iterator[str]:
         ("| in `groups` of | fields |", schema.GROUP_FIELDS),
         ("| in `keys` of | fields |", {"shared info": schema.KEY_FIELDS}),
         ("| in `consumers` of | fields |", {"shared": schema.CONSUMER_FIELDS}),
-        ("| event of `watch` | additional fields |", schema.EVENTS),
-        ("| event of `peers watch` | additional fields |", schema.PEER_EVENTS),
+        ("| `watch` event | additional fields |", schema.EVENTS),
+        ("| `peers watch` event | additional fields |", schema.PEER_EVENTS),
         ("| in `members` of | fields |", {"state": schema.MEMBER_FIELDS}),
     ):
         rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]

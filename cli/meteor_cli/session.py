@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import meteor_py
 
-#: Default of ``--timeout`` in seconds.
+#: Default ``--timeout`` in seconds.
 TIMEOUT_S = 5.0
 
 
 class Session:
-    """The global options of one run of the command."""
+    """Global options for one run of the command."""
 
     def __init__(self) -> None:
         #: The server. None means $METEOR_URL or, if that is not set, the user's personal server.
@@ -23,15 +23,15 @@ class Session:
         #: Seconds to wait for each reply from the server.
         self.timeout = TIMEOUT_S
         self.debug = False
-        #: How often -v was given.
+        #: Number of times -v was given.
         self.verbose = 0
 
     def connect(self, *, writing: bool = False, url: str | None = None) -> meteor_py.Client:
         """Returns a client.
 
         Args:
-            writing: Whether the command stores records. If so, warns if the server may lose data.
-            url: Overrides the server of the session.
+            writing: Whether the command stores records. If so, warns that the server may lose data.
+            url: Overrides the session's server.
         """
         import meteor_py  # slow to import, and not needed by --help
 

@@ -19,7 +19,7 @@ _AGAIN_S = 0.01
 
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Lets Ctrl-C end the block, but does not let a second Ctrl-C interrupt its cleanup."""
+    """Lets Ctrl-C end the block, and keeps a second Ctrl-C from interrupting the cleanup."""
     interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -59,8 +59,8 @@ def _is_fragile(frame: FrameType | None) -> bool:
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
     """A ``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
 
-    A signal may arrive while a finalizer or a weak reference callback runs. Exceptions cannot leave
-    such code: Python would only print a traceback, and the command would never end.
+    A signal may arrive while a finalizer or a weak reference callback is running. Exceptions cannot
+    leave such code: Python would only print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)
@@ -81,9 +81,9 @@ def _repeat(number: int) -> None:
 def ended_once() -> Iterator[Callable[[bool], None]]:
     """Lets the first SIGINT or SIGTERM end the block, but only while signals are enabled.
 
-    Yields a function that enables and disables signals. A signal must not leave the terminal half
-    configured if it arrives while the terminal is being set up or restored, such as the second
-    Ctrl-C of an impatient user.
+    Yields a function that enables and disables signals. A signal that arrives while the
+    terminal is being set up or restored, such as an impatient user's second Ctrl-C, must not leave
+    it half configured.
     """
     received: list[int] = []
     is_enabled = False

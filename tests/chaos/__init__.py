@@ -1,4 +1,4 @@
-"""Random kills, pauses and cuts over many seeds, and a checker of the recorded histories.
+"""Random kills, pauses and cuts over many seeds, and a checker for the recorded histories.
 
 Run it with ``python -m tests.chaos``. Publishers and group members are separate processes
 (worker.py) that reach a real server through fault proxies. If the stream has a store, archivers and

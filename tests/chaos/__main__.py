@@ -68,9 +68,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of runs (3)")
     parser.add_argument("--first-seed", type=int, help="seed of the first run (random)")
-    parser.add_argument("--seconds", type=float, help="duration of faults in each run (20)")
+    parser.add_argument("--seconds", type=float, help="seconds of faults per run (20)")
     parser.add_argument("--groups", type=int, help="subscriber groups (10)")
-    parser.add_argument("--members", type=int, help="members of each group (3)")
+    parser.add_argument("--members", type=int, help="members per group (3)")
     parser.add_argument("--publishers", type=int, help="publishers (2)")
     parser.add_argument("--server", choices=sorted(binaries()), help="server to use (valkey)")
     parser.add_argument(
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names = ", ".join(KINDS + STORE_KINDS + CLUSTER_KINDS)
     parser.add_argument("--faults", type=kinds, help=f"only these faults, comma-separated: {names}")
-    parser.add_argument("--every", type=span, help="seconds between two faults (0.3,1)")
+    parser.add_argument("--every", type=span, help="seconds between faults (0.3,1)")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--keep", type=Path, help="directory for the histories of failed runs")
@@ -96,9 +96,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.small_ring and options.store:
         parser.error("--small-ring drops records and --store keeps them; choose one")
     if set(options.faults or ()) & set(STORE_KINDS) and not (options.store or options.mutant):
-        parser.error("faults of archivers need --store")
+        parser.error("archiver faults need --store")
     if set(options.faults or ()) & set(CLUSTER_KINDS) and not (options.cluster or options.mutant):
-        parser.error("faults of clusters need --cluster")
+        parser.error("cluster faults need --cluster")
     if options.first_seed is None:
         options.first_seed = secrets.randbelow(1_000_000)
     return options

@@ -22,10 +22,10 @@ from tests.chaos.history import Writer, now
 from tests.chaos.process import DIED
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Limits of a segment: some segments fill up soon, others are written because of their age.
+#: Segment limits: some segments fill up soon; others are written because of their age.
 RECORDS = (5, 50, 400)
 AGES_S = (0.05, 0.2)
-#: Limits of a merged segment.
+#: Limits for a merged segment.
 MERGED_RECORDS = (40, 400, 3000)
 
 #: Errors while the store is hidden.

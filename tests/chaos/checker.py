@@ -1,10 +1,10 @@
 """The checker: finds violations in the events of all processes, without side effects.
 
-Log: each acknowledged record is in the log once, at the offset of its ack. The log contains no
+Log: each acknowledged record is in the log once, at the acknowledged offset. The log contains no
 record that was never published or was reported as failed. Each publisher's records are in the order
 in which it published them, and records published after an acknowledgement follow the acknowledged
 one. terms.py checks groups, and stored.py checks the store and readers without a group. In the
-samples, confirmed offsets and the end of the log never decrease, and the ring keeps its capacity.
+samples, confirmed offsets and the end of the log never decrease, and the ring holds its capacity.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def check(
     Args:
         events: Events of all processes, in any order.
         groups: Groups that must have drained; others are checked if they occur.
-        capacity: Capacity of a ring that drops records; None: it drops none.
-        max_unarchived: Records that may wait for the archiver of a store. None: there is no store,
-            and records that the ring drops are lost.
+        capacity: Capacity of a ring that drops records; None if it drops none.
+        max_unarchived: Maximum number of records that wait for a store's archiver. None if there is
+            no store; records that the ring drops are then lost.
     """
     history = by_time(events)
     findings = Findings(history)
@@ -125,7 +125,7 @@ def check_records(
 def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
     """Check the order of the log.
 
-    The records of each publisher are in order, and each record follows all records that were
+    Each publisher's records are in order, and each record follows all records that were
     acknowledged before it was published.
     """
     newest: dict[str, int] = {}
@@ -194,7 +194,7 @@ def check_moved(
 ) -> None:
     """Check that once a term has begun, only its own requests move the confirmed offset.
 
-    This finds an accepted confirm of an older term even if its reply was lost.
+    This finds an accepted confirm from an older term even if its reply was lost.
     """
     newest, begun, limit, place = -1, -1, 0, 0
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Histories: events in one file of JSON lines per process, and payloads that name their publisher.
+"""Histories: one JSON Lines file of events per process, and payloads that name their publisher.
 
 A line is written with one system call, so a killed process loses at most its last line.
 All processes run on one machine and share its monotonic clock, so times are comparable.
@@ -56,8 +56,8 @@ Kind = Literal[
     "hidden",
     "shown",
     "healed",
-    # The end of the run: the log; `archived` is `last`; the contents of a file of the store; a flaw
-    # of the store.
+    # The end of the run: the log; `archived` is `last`; the contents of a file in the store; a flaw
+    # in the store.
     "log",
     "archived",
     "stored",
@@ -124,7 +124,7 @@ class Writer:
 
 
 def read(directory: Path) -> list[Event]:
-    """Returns all events of the files in a directory, sorted by time."""
+    """Returns all events from the files in a directory, sorted by time."""
     events = [event for path in sorted(directory.glob("*.jsonl")) for event in read_file(path)]
     return by_time(events)
 
@@ -163,7 +163,7 @@ def value_of(data: bytes) -> str:
 
 
 def author(value: str) -> tuple[str, int]:
-    """Returns the publisher and the counter of a value."""
+    """Returns a value's publisher and counter."""
     publisher, _, counter = value.rpartition("-")
     return publisher, int(counter) if counter.isdecimal() else -1
 

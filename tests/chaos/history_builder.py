@@ -1,4 +1,4 @@
-"""Builds histories by hand, for tests of the checker."""
+"""Builds histories by hand, for testing the checker."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ LEAVE = 0.01
 REOPEN = 0.005
 DIE = 0.001
 
-#: Errors of a member that loses its server, its connection or its lease.
+#: Errors that a member gets when it loses its server, its connection or its lease.
 EXPECTED = (meteor.ConnectionFailed, meteor.LeaseLost, meteor.OutcomeUnknown)
 
 RECORDS = (1, 7, 100, 10_000)
 
 
 class PendingConfirm(NamedTuple):
-    """A confirm whose outcome is not recorded yet."""
+    """A confirm whose outcome has not been recorded yet."""
 
     number: int
     began: int
@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error. Returns whether to close the subscriber."""
+        """Take records one by one until an error. Return whether to close the subscriber."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -267,7 +267,7 @@ class Member(threading.Thread):
         return self._delivered[0] if self._delivered[1] == first else -1
 
     def _confirm(self, subscriber: meteor.Subscriber, what: meteor.Record | int | None) -> None:
-        """Confirm a record, all records below an offset, or (None) all deliveries."""
+        """Confirm a record, all records below an offset, or, for None, all deliveries."""
         term, end = self._delivered
         if isinstance(what, meteor.Record):
             end, what = what.offset + 1, what
@@ -279,14 +279,14 @@ class Member(threading.Thread):
             ack = subscriber.confirm(what)
         except meteor.LeaseLost as error:
             self._note("refused", term=term, first=end, number=self._number, text=repr(error))
-        except ValueError as error:  # only a lost lease may prevent a confirm of a delivery
+        except ValueError as error:  # only a lost lease may prevent confirming a delivery
             self._note("error", text=f"confirm of {end} in term {term} failed: {error!r}")
         else:
             self._confirmed = max(self._confirmed, end)
             self._pending.append(PendingConfirm(self._number, asked, term, end, ack))
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Record the outcomes of completed confirms, or with ``wait`` of all."""
+        """Record the outcomes of completed confirms or, with ``wait``, of all confirms."""
         while self._pending and (wait or self._pending[0].ack.done()):
             asked = self._pending.popleft()
             error = asked.ack.exception(OUTCOME_S)

@@ -66,7 +66,7 @@ STOPPING_ARCHIVERS = QUIET_STORE | {
 
 MUTANTS = {
     "unfenced-confirm": Mutant(
-        "confirms are not compared with term and nonce",
+        "confirms are not checked against term and nonce",
         "CONFIRM_OFFSET",
         (("if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then", "if false then"),),
         frozenset({ViolationKind.STALE_CONFIRM, ViolationKind.WENT_BACK}),
@@ -127,7 +127,7 @@ MUTANTS = {
         {"kinds": ("lose_reply_and_lease",), "every_s": (0.05, 0.15), "seconds": 5.0},
     ),
     "unfenced-archiver": Mutant(
-        "commits of archivers are not compared with term and nonce",
+        "archiver commits are not checked against term and nonce",
         "ADVANCE_ARCHIVED",
         (("if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then", "if false then"),),
         frozenset({ViolationKind.STALE_COMMIT, ViolationKind.LOST, ViolationKind.DAMAGED}),
@@ -141,7 +141,7 @@ MUTANTS = {
         LATE_ARCHIVERS,
     ),
     "careless-archiver": Mutant(
-        "every commit of an archiver trims the ring to its capacity",
+        "every archiver commit trims the ring to its capacity",
         "ADVANCE_ARCHIVED",
         (("math.min(tonumber(m[4]) - tonumber(m[5]), to)", "tonumber(m[4]) - tonumber(m[5])"),),
         frozenset({ViolationKind.UNARCHIVED}),

@@ -1,4 +1,4 @@
-"""Faults of workers, connections and the server, in an order that a seed fixes.
+"""Faults in workers, connections and the server, in an order fixed by a seed.
 
 Kinds are drawn from a bag that is refilled when it is empty, so all are about equally frequent.
 Faults overlap, but each worker, each proxy and the server has at most one at a time.
@@ -28,9 +28,9 @@ from tests.support.proxy import Direction
 from tests.support.servers import plain_client
 
 REPLY_S = 2.0
-#: How long an archiver stops at a commit, in lease TTLs: long enough for another to take over.
+#: Duration of an archiver's stop at a commit, in lease TTLs; long enough for a takeover.
 STOPS = (0.8, 2.5)
-#: How long an owner is paused after a lost reply, in lease TTLs.
+#: Duration of an owner's pause after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
 #: Seconds from the lost reply to that pause.
 LOSE_S = (0.02, 0.2)
@@ -121,7 +121,7 @@ class Nemesis:
             repair()
             self._busy.discard(target)
 
-    # Faults of workers
+    # Worker faults
 
     def kill_member(self) -> bool:
         return self._kill(self._members, "kill_member")
@@ -141,7 +141,7 @@ class Nemesis:
         return self._pause("pause_member", self._members)
 
     def pause_owner(self) -> bool:
-        """Pause a member that holds the lease of some group."""
+        """Pause a member that holds the lease of any group."""
         return self._pause("pause_owner", self._owners(self._members, self._groups))
 
     def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
@@ -174,7 +174,7 @@ class Nemesis:
         slot.pause()
         return True
 
-    # Faults of archivers and the store
+    # Archiver and store faults
 
     def kill_archiver(self) -> bool:
         return self._kill(self._archivers, "kill_archiver")
@@ -218,10 +218,10 @@ class Nemesis:
     def _hidden(self, store: Path) -> Path:
         return store.with_suffix(".hidden")
 
-    # Faults of connections
+    # Connection faults
 
     def cut(self) -> bool:
-        """Cut all connections of a worker; it may reconnect."""
+        """Cut all of a worker's connections; it can reconnect."""
         return self._on_proxy("cut", 0.0, lambda slot: slot.proxies.cut())
 
     def lose_reply(self) -> bool:
@@ -232,9 +232,10 @@ class Nemesis:
         )
 
     def lose_reply_and_lease(self) -> bool:
-        """Lose the reply to an owner's next script, then pause the owner until its lease is over.
+        """Lose the reply to an owner's next script, then pause the owner until its lease expires.
 
-        The owner must then find out whether its confirm took effect, although another member reads.
+        The owner must then find out whether its confirm took effect, although another member has
+        taken over.
         """
         slot = self._idle_slot(
             [
@@ -272,7 +273,7 @@ class Nemesis:
         return self._on_proxy("trickle", seconds, lambda slot: slot.proxies.chunk(1))
 
     def refuse(self) -> bool:
-        """Cut all connections of a worker, and refuse new ones."""
+        """Cut all of a worker's connections, and refuse new ones."""
 
         def begin(slot: Slot) -> None:
             slot.proxies.refuse()
@@ -289,7 +290,7 @@ class Nemesis:
         begin(slot)
         return True
 
-    # Faults of the server
+    # Server faults
 
     def pause_server(self) -> bool:
         if "server" in self._busy:
@@ -388,7 +389,7 @@ class Nemesis:
         self._busy.add(target)
         due = time.monotonic() + seconds
         heapq.heappush(self._repairs, (due, next(self._numbers), target, repair))
-        self._writer.add("fault", who="nemesis", text=f"{kind} of {target} for {seconds:.2f} s")
+        self._writer.add("fault", who="nemesis", text=f"{kind} on {target} for {seconds:.2f} s")
 
     def _later(self, seconds: float, work: Callable[[], object]) -> None:
         """Do something as part of a fault, before its repair is due."""

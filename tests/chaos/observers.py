@@ -1,6 +1,6 @@
-"""Observers of a run, which bypass the proxies: samples of the server's state, the log, the store.
+"""Observers of a run, which bypass the proxies: they record server state, the log and the store.
 
-One client takes the samples one after the other with plain commands, so they do not depend on the
+One client takes the samples one after another with plain commands, so they do not depend on the
 library.
 """
 
@@ -25,7 +25,7 @@ from tests.support.servers import plain_client
 SAMPLE_S = 0.05
 REPLY_S = 5.0
 
-# The bounds of the ring, `archived`, and the position of each group, all at the same moment.
+# The ring's bounds, `archived`, and each group's position, all at the same moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
@@ -155,7 +155,7 @@ class Recorder(threading.Thread):
 
 
 def read_log(stream: meteor.Stream, writer: Writer, *, whole: bool) -> None:
-    """Record the log; if it must be `whole`, from offset 0 on."""
+    """Record the log, from offset 0 if it must be `whole`."""
     if whole:
         writer.add("reading", who="log", first=0)
     for batch in stream.read(0 if whole else "earliest"):
@@ -194,7 +194,7 @@ def is_in_order(stream: meteor.Stream) -> bool:
 
 
 def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:
-    """Sample until ``enough(sample)`` holds; returns whether it did in time."""
+    """Sample until ``enough(sample)`` is true; return whether that happened in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         sample = sampler.sample()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.parquet_mutants import fuzz
 
 CASES, PROCESSES = 100_000, 4
-#: MiB by which the reader may grow the process, however the files are broken.
+#: Maximum growth of the process, in MiB, however the files are broken.
 GROWTH_MAX_MB = 512
 
 

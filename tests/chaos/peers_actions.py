@@ -1,4 +1,4 @@
-"""A thousand coordinated actions of five processes; part of ``make chaos``.
+"""A thousand coordinated actions by five processes; part of ``make chaos``.
 
 Prints the spread of their start times, their delays, and the error bounds of their clocks.
 """
@@ -17,9 +17,9 @@ from tests.support.waiting import eventually
 
 ACTIONS = 1_000
 PROCESSES = 5
-#: Actions in progress: each waits for its time while the next ones are voted on.
+#: Number of actions in progress: each waits for its time while the next ones are voted on.
 NAMES = 40
-#: Seconds between two actions, and from the proposal to the action.
+#: Seconds between actions, and from the proposal to the action.
 EVERY_S = 0.05
 AHEAD_S = 1.0
 

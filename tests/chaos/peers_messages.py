@@ -2,11 +2,11 @@
 
 Some messages are poison, and the network loses requests and replies.
 
-Every message that was stored is handled. Messages of one sender to one named member are handled in
-order. A poison message kills no more processes than ``max_deliveries`` and becomes a dead letter;
-another message does so only if as many processes died while they handled it.
+Every message that was stored is handled. Messages from one sender to one named member are handled
+in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead letter. Any
+other message becomes one only if as many processes died while handling it.
 
-METEOR_CHAOS_S sets the seconds of a run.
+METEOR_CHAOS_S sets the duration of a run in seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MAX_DELIVERIES = 5
 NAMED = ("n0", "n1", "n2")
 UNNAMED = 2
 SENDERS = 3
-#: Unfinished messages of one sender.
+#: Maximum number of unfinished messages per sender.
 WINDOW = 100
 #: Longer than a run: no message expires.
 LONG_S = 3_600.0
 RUN_S = float(os.environ.get("METEOR_CHAOS_S", "60"))
-#: Why a message to any member may become a dead letter before a member handles it.
+#: Reasons why a message to any member becomes a dead letter before a member handles it.
 UNPLACED = ("no member is left", "it moved too often")
 
 
@@ -203,12 +203,12 @@ def check(
             assert future.exception(0) is None, (body, verb, future.exception(0))
             assert verb != "ask" or future.result(0) == body["n"], body
         elif reason not in UNPLACED or body["to"] != "any":
-            # Each of its sessions ended; the first and the last perhaps before the handler started.
+            # Each delivery ended with its session: perhaps, twice, before the handler started.
             assert len(found) >= MAX_DELIVERIES - 2, f"{reason}: {body}, {found}"
         if found and body["to"] != "any":
             firsts[body["s"], body["to"]].append(min(line["at"] for line in found))
     for (sender, to), times in firsts.items():
-        assert times == sorted(times), f"messages of sender {sender} to {to} out of order"
+        assert times == sorted(times), f"messages from sender {sender} to {to} out of order"
     again = sum(len(found) - 1 for found in handled.values() if found)
     print(
         f"{len(sent):,} messages, {len(lines):,} deliveries, {again:,} of them repeated; "

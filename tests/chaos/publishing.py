@@ -47,7 +47,7 @@ class Publishing:
         try:
             self._publisher.close(SETTLE_S)
         except meteor.MeteorError:
-            pass  # the ack of the record reports it too
+            pass  # the record's ack reports it too
 
     def _publish(self) -> None:
         count = self._rng.choice((1, 2, 10, self._rng.randint(1, 50)))
@@ -79,7 +79,7 @@ class Publishing:
             if error is None:
                 self._note("acked", values, offsets=offsets_of(ack))
             elif isinstance(error, UNSURE) or len(values) > 1:
-                # Some records of a batch may be in the log though others have failed.
+                # Some records in a batch may be in the log although others have failed.
                 self._note("unknown", values, text=repr(error))
             else:
                 self._note("failed", values, text=repr(error))

@@ -1,7 +1,7 @@
 """The reader program, for a stream with a store.
 
 One thread reads slowly, far behind the ring. A second repeatedly reads to the end, from offset 0 or
-a random offset. A third lists the files of the store.
+a random offset. A third lists the files in the store.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Writer, now, value_of
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Maximum records of a slow poll, seconds between slow polls, and maximum records of a fast poll.
+#: Maximum records per slow poll, seconds between slow polls, and maximum records per fast poll.
 SLOW_RECORDS = (1, 10, 40)
 SLOW_S = 0.8
 FAST_RECORDS = 1000
-#: Maximum seconds between two passes, and between two listings.
+#: Maximum seconds between passes, and between listings.
 PASS_S = 2.0
 LIST_S = 0.6
 POLL_S = 0.2
@@ -32,7 +32,7 @@ Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """Runs the three threads until the run ends. The slow reader then reads all other records."""
+    """Runs the three threads until the run ends. The slow reader then reads the rest."""
 
     def __init__(
         self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
@@ -119,7 +119,7 @@ class Reading:
     # Recording
 
     def _begin(self, first: int) -> str:
-        """Record that a reader begins, and return its name."""
+        """Record that a reader has started, and return its name."""
         who = f"{self._who}.{next(self._numbers)}"
         self._writer.add("reading", who=who, first=first)
         return who

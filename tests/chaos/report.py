@@ -1,4 +1,4 @@
-"""Reports about runs: figures, lines, and a table of totals."""
+"""Reports on runs: figures, lines, and a table of totals."""
 
 from __future__ import annotations
 

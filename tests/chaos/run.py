@@ -1,7 +1,7 @@
 """One chaos run: start all workers, cause faults, heal, drain the groups, and check.
 
 Everything that a run starts ends with it, even if it is aborted: workers and server have watchdogs,
-and the server's watchdog removes the directory of the histories.
+and the server's watchdog removes the history directory.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 #: Capacity of a ring that keeps all records of a run, and of one that soon overtakes a paused
 #: group.
 LARGE, SMALL = 10_000_000, 200
-#: Records that may wait for the archivers of a store.
+#: Maximum number of records that wait for a store's archivers.
 UNARCHIVED = 1_000
 START_S = 30.0
 DRAIN_S = 30.0
 END_S = 25.0
 STEP_S = 0.01
-#: Factor by which a run may be extended until every kind of fault has occurred.
+#: Maximum factor by which a run is extended until every kind of fault has occurred.
 EXTENSION = 2.5
 
 Progress = Callable[[str, float], object]
@@ -71,7 +71,7 @@ class Plan:
     kinds: tuple[str, ...] = ()
     every_s: tuple[float, float] = (0.3, 1.0)
     lease_ttl_s: float = 1.0
-    #: Pauses of members, in lease TTLs: too short to lose the lease, just long enough, and long.
+    #: Member pauses, in lease TTLs: too short to lose the lease, just long enough, and long.
     pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
     batch_pause_s: float = 0.06
     hang: float = 0.003
@@ -116,7 +116,7 @@ class Plan:
 
 
 def mutant_plan(name: str, seed: int) -> Plan:
-    """Returns a run that reveals a planted bug soon."""
+    """Returns the plan of a run that soon reveals a planted bug."""
     return Plan(seed, mutant=name, **MUTANTS[name].plan)
 
 
@@ -171,7 +171,7 @@ def run(
 
 
 class Participants:
-    """All participants of a run."""
+    """All participants in a run."""
 
     def __init__(self, plan: Plan, backend: Backend, directory: Path, stack: ExitStack) -> None:
         self._plan = plan

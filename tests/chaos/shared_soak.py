@@ -23,7 +23,7 @@ def test_200_000_records_in_200_keys_survive_kills_and_pauses(
 ) -> None:
     with Fleet(url, rng) as fleet:
         fleet.publish(200_000)
-        fleet.work_off(every_s=0.2)
+        fleet.drain(every_s=0.2)
         fleet.check()
         assert fleet.done["killed"] + fleet.done["paused"] > 5
 

@@ -1,8 +1,8 @@
-"""Spark queries survive outages of 30 seconds, restarts and failovers, and lose nothing.
+"""Spark queries survive 30-second outages, restarts and failovers, and lose nothing.
 
     pytest tests/chaos/spark_outages.py
 
-This takes minutes, so it is part of ``make chaos``. ``make test`` covers outages of one second, in
+This takes minutes, so it is part of ``make chaos``. ``make test`` covers one-second outages, in
 tests/spark/test_outages.py.
 """
 
@@ -35,7 +35,7 @@ TARGET = "copy"
 
 @contextmanager
 def changed(after_s: float, undo: Callable[[], Any]) -> Iterator[None]:
-    """Undo a fault after a while, at the latest when the block ends."""
+    """Undo a fault after a while, or at the latest when the block ends."""
     timer = threading.Timer(after_s, undo)
     timer.start()
     try:

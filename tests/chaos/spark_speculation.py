@@ -33,7 +33,7 @@ def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Pa
             # Both attempts of the first task of each job have reached their last rows.
             assert driver.marks == {f"{job}.0.{attempt}" for job in range(3) for attempt in (0, 1)}
             attempts = driver.attempts
-        # Not the stage of batch 0, which only saves the starting positions, with one empty task.
+        # Ignore the stage of batch 0, which only saves the starting positions, with one empty task.
         stages = {attempt.stage for attempt in attempts if attempt.partition == TASKS - 1}
         slow = [one for one in attempts if one.partition == 0 and one.stage in stages]
         assert [attempt.speculative for attempt in slow] == [False, True] * 3

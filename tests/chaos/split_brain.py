@@ -54,7 +54,7 @@ class Branch:
 
 
 class Clients:
-    """A publisher, a reader, a member of a group and a saved position."""
+    """A publisher, a reader, a group member and a saved position."""
 
     def __init__(self, replicated: ReplicatedStream) -> None:
         self._proxied = replicated.proxied

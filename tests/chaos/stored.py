@@ -1,8 +1,8 @@
-"""The checker of the store and its readers.
+"""The checker for the store and its readers.
 
 Samples: the ring drops no record before it is archived, no more records wait than allowed, and
 ``archived`` only increases, in steps that the newest term committed. Files: at any time they hold
-all archived records, each once, and at the end with the values of the log. Readers without a group:
+all archived records, each once, and at the end with the log's values. Readers without a group:
 each continues where it left off, without holes or repeats.
 """
 
@@ -15,7 +15,7 @@ from tests.chaos.history import Event
 from tests.chaos.terms import end_of
 from tests.chaos.violation import Findings, ViolationKind
 
-#: Nanoseconds by which a pause may delay the report of a failed read-ahead.
+#: Maximum delay, in nanoseconds, that a pause adds to the report of a failed read-ahead.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
 MERGING = "has superseded or uncommitted records"

@@ -1,9 +1,9 @@
-"""The checker of one group: deliveries and confirms.
+"""The checker for one group: deliveries and confirms.
 
 A term belongs to one member. It begins where the earlier terms ended: not above the offsets whose
 confirms they requested, not below an acknowledged confirm, and not where only a refused confirm
-could have moved it. Within a term offsets increase one by one, except for reported gaps. Once a
-newer term has begun, an older one neither confirms anything nor receives another batch. Over all
+could have moved it. Within a term, offsets increase one by one, except for reported gaps. Once a
+newer term has begun, an older one neither confirms anything nor receives another batch. Across all
 terms, every record was delivered to the group.
 """
 
@@ -57,7 +57,7 @@ def check_owner(term: Sequence[Event], findings: Findings) -> None:
 
 
 def check_dense(term: Sequence[Event], findings: Findings) -> None:
-    """Check that deliveries and gaps of each member are contiguous."""
+    """Check that each member's deliveries and gaps are contiguous."""
     positions: dict[str, int] = {}
     starts: dict[str, int] = {}
     for event in term:
@@ -118,7 +118,7 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
 
 
 def check_refusals(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
-    """Check that no confirm took effect that was refused with ``LeaseLost``.
+    """Check that no confirm refused with ``LeaseLost`` took effect.
 
     Any other outcome, or none, leaves open whether the confirm took effect.
     """
@@ -146,7 +146,7 @@ def check_refusals(terms: Sequence[Sequence[Event]], findings: Findings) -> None
 
 
 def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
-    """Check that no request of an older term succeeds once a newer one has begun."""
+    """Check that no request from an older term succeeds once a newer one has begun."""
     newer = math.inf  # when a newer term was first seen
     newer_term = -1
     for term in reversed(terms):
@@ -175,7 +175,7 @@ def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
 def check_values(
     mine: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Check that deliveries have the values of the log."""
+    """Check that delivered values match the log."""
     for event in mine:
         if event.kind != "deliver":
             continue

@@ -1,4 +1,4 @@
-"""The checker of chaos runs finds every violation in hand-made histories, and no others."""
+"""The chaos checker finds every violation in hand-made histories, and no others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_order_of_events_does_not_matter(builder: HistoryBuilder, rng: random.Ra
     assert builder.found() == []
 
 
-def test_unknown_outcomes_and_refused_confirms_are_no_violations(builder: HistoryBuilder) -> None:
+def test_unknown_outcomes_and_refused_confirms_are_not_violations(builder: HistoryBuilder) -> None:
     # One unknown record is in the log, the other is not.
     builder.add("publish", who="q", values=["q-0", "q-1"])
     builder.add("unknown", who="q", values=["q-0", "q-1"])
@@ -74,7 +74,9 @@ def test_unknown_outcomes_and_refused_confirms_are_no_violations(builder: Histor
 # The log
 
 
-def test_acknowledged_record_missing_from_the_log_is_lost(builder: HistoryBuilder) -> None:
+def test_acknowledged_record_missing_from_the_log_is_reported_as_lost(
+    builder: HistoryBuilder,
+) -> None:
     builder.publish("p-6", at=6)
     finish(builder)
     assert builder.kinds() == {ViolationKind.LOST}
@@ -87,7 +89,7 @@ def test_acknowledged_record_at_another_offset_is_found(builder: HistoryBuilder)
     assert ViolationKind.TWO_PAYLOADS in builder.kinds()
 
 
-def test_payload_at_two_offsets_is_duplicated(builder: HistoryBuilder) -> None:
+def test_payload_at_two_offsets_is_reported_as_duplicated(builder: HistoryBuilder) -> None:
     finish(builder)
     builder.log("p-5", first=6)
     assert builder.kinds() == {ViolationKind.DUPLICATED}
@@ -120,7 +122,7 @@ def test_records_out_of_their_publishers_order_are_reported_as_reordered() -> No
     assert builder.kinds() == {ViolationKind.REORDERED}
 
 
-def test_record_before_one_acknowledged_earlier_is_reordered() -> None:
+def test_record_before_one_acknowledged_earlier_is_reported_as_reordered() -> None:
     builder = HistoryBuilder()
     builder.publish("p-0", at=1)
     builder.add("publish", who="q", values=["q-0"])
@@ -138,24 +140,28 @@ def test_hole_in_the_log_is_found(builder: HistoryBuilder) -> None:
 # Deliveries
 
 
-def test_offset_delivered_twice_in_a_term_is_duplicated(builder: HistoryBuilder) -> None:
+def test_offset_delivered_twice_in_a_term_is_reported_as_duplicated(
+    builder: HistoryBuilder,
+) -> None:
     builder.deliver("m1", 10, 2, "p-2")
     finish(builder)
     assert builder.kinds() == {ViolationKind.DUPLICATED}
 
 
-def test_offset_delivered_in_two_terms_is_no_violation(builder: HistoryBuilder) -> None:
+def test_offset_delivered_in_two_terms_is_not_a_violation(builder: HistoryBuilder) -> None:
     finish(builder)
     assert builder.found() == []  # offset 2 is in both terms
 
 
-def test_delivery_before_the_start_of_its_term_is_reordered(builder: HistoryBuilder) -> None:
+def test_delivery_before_the_start_of_its_term_is_reported_as_reordered(
+    builder: HistoryBuilder,
+) -> None:
     finish(builder)
     builder.deliver("m2", 20, 1, "p-1")
     assert builder.kinds() == {ViolationKind.REORDERED}
 
 
-def test_hole_inside_a_term_is_skipped(builder: HistoryBuilder) -> None:
+def test_hole_inside_a_term_is_reported_as_skipped(builder: HistoryBuilder) -> None:
     builder.deliver("m1", 10, 4, "p-4")
     finish(builder)
     assert builder.kinds() == {ViolationKind.SKIPPED}
@@ -179,13 +185,15 @@ def test_delivery_that_differs_from_the_log_is_found(builder: HistoryBuilder) ->
     assert builder.kinds() == {ViolationKind.TWO_PAYLOADS}
 
 
-def test_delivery_missing_from_the_log_is_lost(builder: HistoryBuilder) -> None:
+def test_delivery_missing_from_the_log_is_reported_as_lost(builder: HistoryBuilder) -> None:
     finish(builder)
     builder.deliver("m2", 20, 6, "p-6")
     assert builder.kinds() == {ViolationKind.LOST}
 
 
-def test_records_confirmed_but_never_delivered_are_skipped(builder: HistoryBuilder) -> None:
+def test_records_confirmed_but_never_delivered_are_reported_as_skipped(
+    builder: HistoryBuilder,
+) -> None:
     builder.assigned("m2", 20, 2)
     builder.confirm("m2", 20, 6)
     builder.add("healed")
@@ -203,7 +211,7 @@ def test_two_members_in_one_term_are_reported_as_two_owners(builder: HistoryBuil
     assert builder.kinds() == {ViolationKind.TWO_OWNERS}
 
 
-def test_confirm_of_an_older_term_is_stale_after_a_newer_term_began(
+def test_confirm_from_an_older_term_is_stale_once_a_newer_term_has_begun(
     builder: HistoryBuilder,
 ) -> None:
     finish(builder)
@@ -248,7 +256,7 @@ def test_repeated_confirm_is_not_stale(builder: HistoryBuilder) -> None:
     assert builder.found() == []
 
 
-def test_batch_requested_after_a_newer_term_began_is_stale(builder: HistoryBuilder) -> None:
+def test_batch_requested_after_a_newer_term_has_begun_is_stale(builder: HistoryBuilder) -> None:
     asked = builder.now
     finish(builder)
     builder.deliver("m1", 10, 3, "p-3", began=asked)
@@ -281,7 +289,9 @@ def test_confirmed_offset_that_no_member_requested_skips_records(builder: Histor
     assert ViolationKind.SKIPPED in builder.kinds()
 
 
-def test_group_that_does_not_reach_the_end_is_not_drained(builder: HistoryBuilder) -> None:
+def test_group_that_does_not_reach_the_end_is_reported_as_not_drained(
+    builder: HistoryBuilder,
+) -> None:
     builder.add("healed")
     builder.sample(2, 6)
     builder.log("p-0", "p-1", "p-2", "p-3", "p-4", "p-5")
@@ -292,7 +302,7 @@ def test_group_that_does_not_reach_the_end_is_not_drained(builder: HistoryBuilde
 
 
 def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 4) -> None:
-    """A ring of two records; the second member gets a gap from 2 on."""
+    """A ring of two records; the second member gets a gap that starts at 2."""
     builder.assigned("m2", 20, 2)
     builder.gap("m2", 20, 2, gone_to)
     builder.sample(gone_to + 1, end, first=first)
@@ -305,12 +315,14 @@ def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 
     builder.log("p-4", "p-5", first=4)
 
 
-def test_gap_of_records_that_a_small_ring_dropped_is_no_violation(builder: HistoryBuilder) -> None:
+def test_gap_in_records_that_a_small_ring_dropped_is_not_a_violation(
+    builder: HistoryBuilder,
+) -> None:
     overtaken(builder, gone_to=3)
     assert builder.found(capacity=2) == []
 
 
-def test_record_missing_from_a_small_ring_is_lost(builder: HistoryBuilder) -> None:
+def test_record_missing_from_a_small_ring_is_reported_as_lost(builder: HistoryBuilder) -> None:
     builder.publish("p-6", at=6)
     overtaken(builder, gone_to=3)
     assert ViolationKind.LOST in builder.kinds(capacity=2)
@@ -326,7 +338,7 @@ def test_records_that_the_recorder_also_missed_are_not_reported(
     assert builder.found(capacity=2) == []
 
 
-def test_gap_of_records_that_the_ring_must_hold_is_a_violation(builder: HistoryBuilder) -> None:
+def test_gap_in_records_that_the_ring_must_hold_is_a_violation(builder: HistoryBuilder) -> None:
     overtaken(builder, gone_to=4)
     assert builder.kinds(capacity=2) == {ViolationKind.WRONG_GAP}
 
@@ -336,7 +348,7 @@ def test_any_gap_is_a_violation_if_the_ring_is_not_trimmed(builder: HistoryBuild
     assert ViolationKind.WRONG_GAP in builder.kinds()
 
 
-def test_hole_that_a_gap_covers_only_in_part_is_skipped(builder: HistoryBuilder) -> None:
+def test_hole_that_a_gap_covers_only_partly_is_reported_as_skipped(builder: HistoryBuilder) -> None:
     builder.assigned("m2", 20, 2)
     builder.gap("m2", 20, 2, 2)
     builder.deliver("m2", 20, 4, "p-4", "p-5")
@@ -369,7 +381,7 @@ def test_violation_shows_the_events_around_it(builder: HistoryBuilder) -> None:
     assert any("assigned m2" in line for line in stale.around)
 
 
-def test_many_violations_of_a_kind_are_counted(builder: HistoryBuilder) -> None:
+def test_many_violations_of_one_kind_are_counted(builder: HistoryBuilder) -> None:
     finish(builder)
     builder.log(*(f"x-{n}" for n in range(100)), first=6)
     *_, last = builder.found()
@@ -403,7 +415,7 @@ def test_events_round_trip_through_a_file(tmp_path: Path) -> None:
     assert history.read(tmp_path) == written
 
 
-def test_torn_last_line_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
+def test_torn_last_line_from_a_killed_process_is_ignored(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "a.jsonl")
     whole = writer.add("publish", who="p", values=["p-0"])
     writer.add("publish", who="p", values=["p-1"])

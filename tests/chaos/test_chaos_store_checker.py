@@ -1,4 +1,4 @@
-"""The checker of chaos runs with a store, on hand-made histories."""
+"""The chaos checker for runs with a store judges hand-made histories correctly."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def test_too_many_unarchived_records_are_found(builder: StoreHistoryBuilder) -> 
     assert builder.kinds(max_unarchived=3) == set()
 
 
-def test_archivers_that_do_not_reach_the_end_are_not_drained(builder: StoreHistoryBuilder) -> None:
+def test_archivers_that_do_not_reach_the_end_are_reported_as_not_drained(
+    builder: StoreHistoryBuilder,
+) -> None:
     builder.add("healed")
     builder.archived(4, first=4)
     builder.log(*VALUES)
@@ -139,7 +141,7 @@ def test_commit_before_the_append_is_found(builder: StoreHistoryBuilder) -> None
     assert ViolationKind.STALE_COMMIT in builder.kinds()
 
 
-def test_commit_of_an_older_term_is_stale_once_a_newer_term_has_appended() -> None:
+def test_commit_from_an_older_term_is_stale_once_a_newer_term_has_appended() -> None:
     builder = StoreHistoryBuilder()
     builder.append("a1", OLD, 0, 3)
     builder.append("a2", NEW, 0, 1)
@@ -149,7 +151,7 @@ def test_commit_of_an_older_term_is_stale_once_a_newer_term_has_appended() -> No
     assert builder.kinds() == {ViolationKind.STALE_COMMIT}
 
 
-def test_commit_of_an_older_term_is_not_stale_before_a_newer_term_has_begun() -> None:
+def test_commit_from_an_older_term_is_not_stale_before_a_newer_term_has_begun() -> None:
     builder = StoreHistoryBuilder()
     builder.append("a1", OLD, 0, 4)
     builder.sample(0, 6, archived=5)
@@ -159,7 +161,7 @@ def test_commit_of_an_older_term_is_not_stale_before_a_newer_term_has_begun() ->
     assert builder.kinds() == set()
 
 
-def test_slow_sample_may_show_the_earlier_state() -> None:
+def test_slow_sample_can_show_the_earlier_state() -> None:
     builder = StoreHistoryBuilder()
     builder.append("a1", OLD, 0, 4)
     began = builder.now
@@ -196,13 +198,13 @@ def test_unarchived_records_in_a_listing_are_found(builder: StoreHistoryBuilder)
     assert builder.kinds() == {ViolationKind.PHANTOM}
 
 
-def test_archived_record_in_no_file_is_lost(builder: StoreHistoryBuilder) -> None:
+def test_archived_record_in_no_file_is_reported_as_lost(builder: StoreHistoryBuilder) -> None:
     builder.finish(0, 4)
     builder.events = [event for event in builder.events if event.text != "file-0"]
     assert builder.kinds() == {ViolationKind.LOST}
 
 
-def test_record_in_two_files_is_duplicated(builder: StoreHistoryBuilder) -> None:
+def test_record_in_two_files_is_reported_as_duplicated(builder: StoreHistoryBuilder) -> None:
     builder.finish(0, 2, 4)
     builder.file(3, VALUES[3])
     assert builder.kinds() == {ViolationKind.DUPLICATED}
@@ -214,13 +216,13 @@ def test_file_that_differs_from_the_log_is_found(builder: StoreHistoryBuilder) -
     assert builder.kinds() == {ViolationKind.TWO_PAYLOADS}
 
 
-def test_file_of_unarchived_records_is_found(builder: StoreHistoryBuilder) -> None:
+def test_file_with_unarchived_records_is_found(builder: StoreHistoryBuilder) -> None:
     builder.finish(0, 2, 4)
     builder.file(6, "p-6")
     assert builder.kinds() == {ViolationKind.PHANTOM}
 
 
-def test_flaw_of_the_store_is_reported(builder: StoreHistoryBuilder) -> None:
+def test_flaw_in_the_store_is_reported(builder: StoreHistoryBuilder) -> None:
     builder.finish(0, 2, 4)
     builder.add("flaw", first=2, last=3, text="corrupt")
     assert builder.kinds() == {ViolationKind.DAMAGED}

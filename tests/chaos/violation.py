@@ -24,13 +24,13 @@ class ViolationKind(enum.StrEnum):
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
     REORDERED = "reordered"  # the log or a term is out of order
     TWO_PAYLOADS = "two payloads"  # two records at one offset
-    SKIPPED = "skipped"  # a hole in the deliveries of a group, or in the log
+    SKIPPED = "skipped"  # a hole in a group's deliveries, or in the log
     WENT_BACK = "went back"  # a confirmed offset, or the end of the log, has decreased
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
     FALSE_REFUSAL = "false refusal"  # a confirm reported as having no effect had one
     STALE_DELIVERY = "stale delivery"  # a batch requested after a newer term had begun
-    WRONG_GAP = "wrong gap"  # records reported as gone that exist, or must exist
+    WRONG_GAP = "wrong gap"  # records were reported as gone, but exist or must exist
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
     UNARCHIVED = "unarchived"  # the ring has dropped records that were not archived
     OVERGROWN = "overgrown"  # more records than allowed wait for an archiver

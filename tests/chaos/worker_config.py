@@ -14,17 +14,17 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     name: str  # name of this process; unique in a run
     url: str
-    directory: str  # histories and signals of the run
+    directory: str  # the run's histories and signals
     seed: str
     groups: tuple[str, ...] = ()  # a member joins all of them
     lease_ttl_s: float = 1.0
-    batch_pause_s: float = 0.06  # average pause between batches of a publisher
+    batch_pause_s: float = 0.06  # average pause between a publisher's batches
     hang: float = 0.003  # probability, per batch, that a member hangs before it confirms
     mutant: str = ""
-    store: str = ""  # the directory of the store, for archivers
+    store: str = ""  # store directory, for archivers
     die: float = 0.01  # probability that an archiver dies before an append, or before a commit
     remap: dict[int, int] = {}  # ports of the nodes of a cluster, and of the proxies to them
-    compact_pause_s: float = 1.0  # average time between two merges; 0: no merges
+    compact_pause_s: float = 1.0  # average time between merges; 0: no merges
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()

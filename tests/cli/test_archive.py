@@ -104,7 +104,7 @@ def test_ls_explains_why_no_file_is_listed(stored: StoredStream) -> None:
     assert "all records below 60 have expired" in done.err
 
 
-def test_ls_lists_the_remaining_files_of_a_damaged_store(filled: StoredStream) -> None:
+def test_ls_lists_the_remaining_files_in_a_damaged_store(filled: StoredStream) -> None:
     Path(filled.stream.store.files()[1]).unlink()
     found = succeed(filled.url, "archive", "ls", STREAM, "--json").objects
     assert [entry["first"] for entry in found] == [0, 120]
@@ -173,7 +173,7 @@ def test_compact_reports_how_many_files_it_saved(filled: StoredStream) -> None:
 # expire
 
 
-def test_dry_run_of_expire_changes_nothing(filled: StoredStream) -> None:
+def test_expire_dry_run_changes_nothing(filled: StoredStream) -> None:
     before = state(filled)
     done = succeed(filled.url, "archive", "expire", STREAM, "--offset", "130", "--dry-run")
     assert [line.split()[:3] for line in done.lines[1:]] == [["0", "59", "60"], ["60", "119", "60"]]
@@ -418,7 +418,7 @@ COMMANDS = [["ls"], ["verify"], ["compact"], ["run"], ["expire", "--offset", "1"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_stream_without_a_store_prints_a_hint(url: str, command: list[str]) -> None:
+def test_command_for_a_stream_without_a_store_prints_a_hint(url: str, command: list[str]) -> None:
     with meteor.connect(url) as m:
         m.stream("plain", create=True)
     name, *options = command

@@ -39,7 +39,7 @@ def all_commands(
 @pytest.mark.parametrize(
     ("path", "command"), [pytest.param(*found, id=" ".join(found[0])) for found in all_commands()]
 )
-def test_help_of_every_command_has_an_example(
+def test_help_for_every_command_has_an_example(
     path: tuple[str, ...], command: click.Command
 ) -> None:
     assert command.help
@@ -90,7 +90,7 @@ def test_help_lists_each_command_with_the_first_sentence_of_its_own_help(name: s
     assert COMMANDS[name] == command.get_short_help_str(limit=1_000)
 
 
-def test_version_option_prints_the_version_of_the_library() -> None:
+def test_version_option_prints_the_library_version() -> None:
     assert meteor(None, "--version").text == f"meteor, version {meteor_py.__version__}\n"
 
 
@@ -146,7 +146,7 @@ def test_only_writers_are_warned_about_data_loss(url: str) -> None:
     assert succeed(url, "streams", "ls").err == ""
 
 
-def test_closed_pipe_is_no_error_for_tables(url: str) -> None:
+def test_closed_pipe_is_not_an_error_for_tables(url: str) -> None:
     succeed(url, "publish", "orders", "x")
     inside, outside = os.pipe()
     os.close(inside)
@@ -237,7 +237,7 @@ def test_completion_offers_no_name_that_a_shell_would_execute(url: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "tail --help"])
-def test_closed_pipe_is_no_error_for_help(arguments: str) -> None:
+def test_closed_pipe_is_not_an_error_for_help(arguments: str) -> None:
     inside, outside = os.pipe()
     os.close(inside)
     try:
@@ -263,7 +263,7 @@ def test_closed_pipe_is_no_error_for_help(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_closed_or_full_standard_files_print_one_message(
+def test_command_with_closed_or_full_standard_files_prints_one_message(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")

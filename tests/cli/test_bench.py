@@ -33,14 +33,14 @@ def test_bench_measures_everything_on_the_given_server(url: str) -> None:
     assert 0 < latency["p50_ms"] <= latency["p99_ms"]
 
 
-def test_bench_without_url_uses_a_private_server() -> None:
+def test_bench_without_a_url_uses_a_private_server() -> None:
     with Terminal([METEOR, "bench", "--records", "10000"], environment={"METEOR_URL": ""}) as seen:
         assert seen.wait() == 0
         assert "10,000 records of 100 bytes on Valkey" in seen.lines[0]
         headings, *rows = (line for line in seen.lines[1:] if line)
     assert headings.split("  ")[-1].strip() == "p99 ms"
     assert [row[:24].strip() for row in rows] == [
-        "publish_many of lists",
+        "publish_many with lists",
         "read as bytes",
         "read as Arrow",
         "read in a group",
@@ -59,8 +59,8 @@ def test_large_records_do_not_fill_the_server(url: str) -> None:
 def test_ctrl_c_leaves_no_stream(url: str) -> None:
     command = (METEOR, "--url", url, "bench", "--records", "1000000000")
     with plain_client(url) as neighbour, Terminal(command) as terminal:
-        eventually(lambda: bool(neighbour.keys("meteor:{*")), 30, "the benchmark does not start")
-        terminal.wait_for("publish_many of lists")
+        eventually(lambda: bool(neighbour.keys("meteor:{*")), 30, "the benchmark did not start")
+        terminal.wait_for("publish_many with lists")
         terminal.press("\x03")
         assert terminal.wait() == 130
         assert "Traceback" not in terminal.text

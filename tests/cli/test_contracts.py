@@ -59,7 +59,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
 
 
 def test_json_fields_match_the_schema(printed: dict[str, list[Any]]) -> None:
-    others = {command for command in FIELDS if command.startswith("peers ")}  # test_cli_peers.py
+    others = {command for command in FIELDS if command.startswith("peers ")}  # see test_peers.py
     assert printed.keys() == FIELDS.keys() - others
     for command, objects in printed.items():
         assert objects, command

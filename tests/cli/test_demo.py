@@ -79,10 +79,10 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     assert "elected a new one after" in done.text
     assert done.text.rstrip().endswith("sub.confirm(record)")
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
-def test_server_of_another_user_is_left_unchanged(url: str) -> None:
+def test_another_users_server_is_left_unchanged(url: str) -> None:
     with plain_client(url) as neighbour:
         neighbour.set("mine", "1")
         connection = neighbour.client_id()
@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
         assert "Try next" not in terminal.text
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
@@ -125,7 +125,7 @@ def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
@@ -154,7 +154,7 @@ def test_processes_end_when_the_demo_is_killed(leftovers: Leftovers) -> None:
     with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("killing the reader")
         terminal.process.kill()
-        eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
+        eventually(lambda: not leftovers.processes, PATIENCE_S, "processes were left behind")
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers:
     assert "20,500" in done.text
     assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
     assert [line for line in done.lines if len(line) > 80] == []
-    eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+    eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
 @pytest.mark.slow
@@ -185,13 +185,13 @@ def test_spark_ends_with_the_demo(ending: str | None, leftovers: Leftovers) -> N
             terminal.press(ending)
             assert terminal.wait() == 130, terminal.text
             assert "Traceback" not in terminal.text
-            eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
+            eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
         else:
             terminal.process.kill()
-            eventually(lambda: not leftovers.processes, PATIENCE_S, "processes are left")
+            eventually(lambda: not leftovers.processes, PATIENCE_S, "processes were left behind")
 
 
-def test_java_that_is_too_old_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_java_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "java"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_402\"' >&2\n")
@@ -200,7 +200,7 @@ def test_java_that_is_too_old_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     assert spark.missing() == "Java 17 or newer"
 
 
-def test_missing_or_old_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_outdated_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> str:
         raise PackageNotFoundError(name)
 

@@ -1,4 +1,4 @@
-"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages and votes of members."""
+"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages to members, and votes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_body_is_json_or_text(text: str | None, body: Any) -> None:
         ('["\udcff"]', "it is not UTF-8"),
     ],
 )
-def test_invalid_json_is_refused_without_text_option(text: str, why: str) -> None:
+def test_invalid_json_is_refused_without_the_text_option(text: str, why: str) -> None:
     with pytest.raises(click.BadParameter, match="starts like JSON but is invalid: ") as caught:
         parse_body(text, "BODY")
     assert why in caught.value.message
@@ -139,7 +139,7 @@ def test_error_for_a_missing_reply_suggests_that_the_handler_is_missing(
     assert "1 seconds" not in done.text + done.err
 
 
-def test_error_of_a_failed_handler_does_not_suggest_that_the_handler_is_missing(
+def test_error_from_a_failed_handler_does_not_suggest_that_it_is_missing(
     url: str, members: list[Membership]
 ) -> None:
     for command in ("ask", "send"):
@@ -166,7 +166,7 @@ def test_bytes_in_replies_are_printed_like_records(url: str, post: Post) -> None
         assert succeed(url, "peers", "ask", "raw", "text").objects == ["text"]
 
 
-def test_replies_of_all_members_are_printed_with_errors(
+def test_replies_from_all_members_are_printed_with_errors(
     url: str, members: list[Membership]
 ) -> None:
     found = succeed(url, "peers", "ask", NAME, "jobs", "1", "--to", "all").objects
@@ -218,7 +218,7 @@ def test_outcome_of_a_vote_determines_the_exit_status(url: str, members: list[Me
     assert set(found) == set(FIELDS["peers propose"])
 
 
-def test_vote_without_decision_in_time_does_not_pass(url: str, group: PeerGroup) -> None:
+def test_vote_that_is_not_decided_in_time_does_not_pass(url: str, group: PeerGroup) -> None:
     silent = group.join("silent")
     done = meteor(url, "peers", "propose", NAME, "x", "--kind", "consensus", "--timeout", "0.3")
     assert done.code == 1
@@ -229,7 +229,7 @@ def test_vote_without_decision_in_time_does_not_pass(url: str, group: PeerGroup)
     assert (done.code, "No member of group 'workers' is alive to vote" in done.err) == (1, True)
 
 
-def test_invalid_kind_of_vote_is_refused(url: str, members: list[Membership]) -> None:
+def test_invalid_vote_kind_is_refused(url: str, members: list[Membership]) -> None:
     for kind in ("most", "0", "1001"):
         done = meteor(url, "peers", "propose", NAME, "x", "--kind", kind)
         assert (done.code, "is not majority, consensus" in done.err) == (2, True)

@@ -138,7 +138,7 @@ def test_the_leader_is_printed_with_its_term_as_json(url: str, members: list[Mem
     assert found["term"] == term.number
 
 
-def test_without_a_leader_the_exit_status_is_one(url: str, post: Post) -> None:
+def test_leader_command_exits_with_1_without_a_leader(url: str, post: Post) -> None:
     post.group(min_size=2).join()
     done = meteor(url, "peers", "leader", NAME)
     assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
@@ -332,10 +332,10 @@ def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
 def test_property_event_shows_its_value() -> None:
     fields = {"name": b"limit", "value": b'{"a":1}'}
     said, facts = describe_event(Event(7, "property", 0, property="limit", fields=fields))
-    assert said == 'property limit is now {"a":1}'
+    assert said == 'property limit was set to {"a":1}'
     assert set(facts) == set(PEER_EVENTS["property"])
     said, facts = describe_event(Event(7, "property", 0, property="limit"))
-    assert (said, facts["value"]) == ("property limit has changed or was deleted", None)
+    assert (said, facts["value"]) == ("property limit was changed or deleted", None)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_property_event_shows_its_value() -> None:
         ("dead", None, "w is dead"),
         ("alive", None, "w is back"),
         ("resigned", "taken over", "w is no longer the leader: it joined again"),
-        ("reset", None, "the server lost state of the group, or the group was deleted"),
+        ("reset", None, "the server lost some of the group's state, or the group was deleted"),
     ],
 )
 def test_event_is_described_in_words(kind: Any, reason: str | None, text: str) -> None:

@@ -47,7 +47,7 @@ def test_values_are_published_and_their_offsets_printed(url: str) -> None:
     assert succeed(url, "publish", "orders", "quiet", "-q").out == b""
 
 
-def test_a_value_may_be_any_bytes(url: str) -> None:
+def test_value_can_be_any_bytes(url: str) -> None:
     command: list[bytes | Path] = [METEOR, b"publish", b"orders", b"\xff\x01"]
     subprocess.run(command, check=True, capture_output=True, env=environment(url))
     assert values(url) == [b"\xff\x01"]
@@ -196,7 +196,7 @@ def test_values_that_the_codec_cannot_decode_are_refused(
     succeed(url, "streams", "create", "orders", "--codec", codec)
     done = meteor(url, "publish", "orders", given=b"\n".join([good, good, bad, good]))
     assert (done.code, done.out) == (1, b"")
-    assert "Record 3 of the input is invalid: " in done.err
+    assert "Record 3 in the input is invalid: " in done.err
     assert "2 records published" in done.err, "the user knows where to continue"
     assert values(url) == [good.decode() if codec == "text" else {"a": 1}] * 2
 
@@ -278,7 +278,7 @@ def test_unreachable_server_prints_one_message(private_server: ServerFactory) ->
 def test_endless_line_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "endless"
     path.write_bytes(b"x" * (3 * BLOCK))
-    with path.open("rb") as file, pytest.raises(ValueError, match="A line of the input is longer"):
+    with path.open("rb") as file, pytest.raises(ValueError, match="A line in the input is longer"):
         list(read_lines(file.fileno(), b"\n", BLOCK))
 
 
@@ -312,7 +312,7 @@ def test_records_before_a_refused_one_are_published(
     assert len(values(url)) == 5
 
 
-def test_ctrl_c_while_waiting_for_replies_counts_their_records(server: Server, url: str) -> None:
+def test_records_awaiting_replies_are_counted_after_ctrl_c(server: Server, url: str) -> None:
     stream = connect(url).stream("orders", create=True)
     with (
         Proxy(HOST, server.port) as proxy,

@@ -162,7 +162,7 @@ def test_raw_templates_are_recognised() -> None:
     assert not Template("%k{hex} %v", "s").raw
 
 
-def test_raw_output_is_values_and_delimiters() -> None:
+def test_raw_output_has_only_values_and_delimiters() -> None:
     values = [b"", b"\xff", b"a\nb"]
     assert as_raw(b"\0")([record(value) for value in values]) == b"\0\xff\0a\nb\0"
 

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the personal server, which does not exist yet."""
+    """The personal server's directory, which does not exist yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "meteor"
 
@@ -52,7 +52,7 @@ def test_signal_ends_the_command_and_its_server(
     assert not is_alive(pid)
 
 
-def test_data_survives_a_restart_of_the_server(home: Path) -> None:
+def test_data_survives_a_server_restart(home: Path) -> None:
     with RunningCommand(None, "server") as running:
         running.line()
         succeed(None, "publish", "orders", "hello")
@@ -100,12 +100,12 @@ def test_command_restarts_a_killed_server(
             lines.append(running.line("stderr"))
             return f"restarted it as process {after}." in lines[-1]
 
-        eventually(restart_is_reported, 30, "the restart is not reported")
+        eventually(restart_is_reported, 30, "the restart was not reported")
         done = running.end(signal.SIGINT)
     assert done.code == 130
     text = "\n".join([*lines, done.err])
     assert "the server ended unexpectedly" in text
-    assert ("Its data is lost." in text) is (kept is None)
+    assert ("Its data was lost." in text) is (kept is None)
 
 
 def test_command_fails_when_the_server_cannot_be_restarted(home: Path) -> None:
@@ -126,7 +126,7 @@ def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -
         def waits() -> bool:  # the command's connection, and this one
             return len(client.client_list()) == 2
 
-        eventually(waits, 30, "the command is not connected")
+        eventually(waits, 30, "the command did not connect")
         client.client_kill_filter(_type="normal", skipme=True)
         eventually(waits, 30, "the command has not reconnected")
     assert running.end(signal.SIGINT).code == 130
@@ -172,7 +172,7 @@ def test_tcp_option_is_refused_for_a_server_that_runs_without_tcp(
         (["--url", "redis://localhost"], "Pass --dir"),
     ],
 )
-def test_contradicting_options_are_refused(arguments: list[str], sentence: str) -> None:
+def test_contradictory_options_are_refused(arguments: list[str], sentence: str) -> None:
     done: CommandResult = meteor(None, "server", *arguments)
     assert (done.code, done.out) == (2, b"")
     assert sentence in done.err

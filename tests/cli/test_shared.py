@@ -33,7 +33,7 @@ SHOWN = r"\xff\x00\x1b[2J\\"
 
 @pytest.fixture
 def stream(url: str) -> Iterator[Stream]:
-    """Twelve records of three carts in turn. One cart has a hostile id."""
+    """Twelve records, for three carts in turn. One cart has a hostile id."""
     with connect(url) as m:
         stream = m.stream("carts", ordering_key="key")
         with stream.publisher() as pub:
@@ -44,7 +44,7 @@ def stream(url: str) -> Iterator[Stream]:
 
 @pytest.fixture
 def sub(stream: Stream) -> Iterator[SharedSubscriber]:
-    """A consumer that holds two records of each cart. Cart a becomes parked, cart b delayed."""
+    """A consumer that holds two records of each cart. Cart a is parked, and cart b is delayed."""
     with stream.shared_subscriber("billing", max_per_key=2, on_poison="park") as sub:
         records = {record.offset: record for record in sub.poll()}
         records[0].reject("no such cart")
@@ -122,7 +122,7 @@ def test_key_can_be_passed_as_shown_or_in_hex(
     assert sub.fsck() == []
 
 
-def test_dry_run_of_purge_changes_nothing_and_counts_unscanned_records(
+def test_purge_dry_run_changes_nothing_and_counts_unscanned_records(
     url: str, stream: Stream
 ) -> None:
     with stream.shared_subscriber("billing", prefetch=1) as sub:
@@ -290,7 +290,7 @@ def test_reason_why_records_wait_is_explained(
 # -- other commands ------------------------------------------------------------------------------
 
 
-def test_existing_stream_gets_an_ordering_key(url: str) -> None:
+def test_ordering_key_can_be_added_to_an_existing_stream(url: str) -> None:
     succeed(url, "publish", "plain", "early", "-k", "A")
     done = meteor(url, "streams", "create", "plain", "--ordering-key", "key")
     assert done.code == 1

@@ -31,9 +31,7 @@ def test_streams_are_listed_and_described(url: str, stream: Stream) -> None:
     assert "billing" in shown
 
 
-def test_info_shows_the_store_of_a_stream_and_how_much_is_archived(
-    url: str, tmp_path: Path
-) -> None:
+def test_info_shows_the_store_and_how_much_is_archived(url: str, tmp_path: Path) -> None:
     with connect(url) as client:
         stream = client.stream("kept", capacity=2_000, store=tmp_path, archive=False)
         for count in (1_200, 34):
@@ -79,7 +77,7 @@ def test_settings_can_be_changed(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "configure", "orders").code == 2
 
 
-def test_limits_by_age_and_bytes_are_set_shown_changed_and_removed(url: str) -> None:
+def test_age_and_size_limits_can_be_set_shown_changed_and_removed(url: str) -> None:
     limits = ["--max-age", "1d12h", "--max-bytes", "10MB"]
     succeed(url, "streams", "create", "logs", *limits)
     assert "already exists" in succeed(url, "streams", "create", "logs", *limits).err
@@ -106,7 +104,7 @@ def test_new_limit_that_drops_records_needs_confirmation(url: str, stream: Strea
     assert "dropped" not in looser.err
 
 
-def test_shrinking_a_ring_that_would_drop_records_needs_confirmation(
+def test_shrinking_a_ring_needs_confirmation_if_it_would_drop_records(
     url: str, stream: Stream
 ) -> None:
     arguments = ["streams", "configure", "orders", "--capacity", "3"]
@@ -162,7 +160,7 @@ def test_rm_deletes_all_named_streams_or_none(url: str, stream: Stream) -> None:
     assert connect(url).streams() == ["orders"]
 
 
-def test_rm_keeps_archived_files_without_history_option(url: str, tmp_path: Path) -> None:
+def test_rm_keeps_archived_files_without_the_history_option(url: str, tmp_path: Path) -> None:
     for history in ([], ["--history"]):
         with connect(url) as m:
             stream = m.stream("old", store=str(tmp_path), resume=True)

@@ -191,7 +191,7 @@ def test_tail_releases_its_lease_immediately_when_it_ends(
     assert stream.groups()[0].owner is None
 
 
-def test_records_are_not_confirmed_after_the_pipe_was_closed(url: str, stream: Stream) -> None:
+def test_records_are_not_confirmed_after_the_pipe_is_closed(url: str, stream: Stream) -> None:
     with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as running:
         assert running.line() == "0"
         eventually(lambda: confirmed(stream) == 20)
@@ -241,7 +241,7 @@ def test_records_reach_the_terminal_escaped(url: str) -> None:
         assert "\u202e" not in shown.decode(errors="replace")
 
 
-def test_raw_to_a_terminal_is_refused_without_force(url: str, stream: Stream) -> None:
+def test_raw_output_to_a_terminal_is_refused_without_force(url: str, stream: Stream) -> None:
     for style in (["--raw"], ["--format", "%v{raw}"]):
         command: list[str | Path] = [METEOR, "--url", url, "tail", "orders", "-e", *style]
         with Terminal(command) as terminal:
@@ -356,13 +356,13 @@ def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Str
         assert "another member has taken over group 'billing', or" in tailing.line("stderr")
         for _ in range(10):
             tailing.line()
-        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group does not continue")
+        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group did not continue")
         assert tailing.end(signal.SIGINT).code == 130
 
 
 @pytest.mark.parametrize("start", ["-100", "+0"])
 @pytest.mark.usefixtures("capfd")
-def test_records_dropped_before_a_relative_start_are_not_lost(
+def test_records_dropped_before_a_relative_start_do_not_count_as_lost(
     url: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = connect(url).stream("small", capacity=10)

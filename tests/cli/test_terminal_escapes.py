@@ -13,14 +13,14 @@ from meteor_py import connect
 from meteor_py.redis import keys
 from tests.support.commands import meteor
 
-#: Clears the screen, sets the title, changes the colour, turns the text around, rings.
+#: Clears the screen, sets the title, changes the colour, reverses the text, and rings the bell.
 EVIL = "\x1b[2J\x1b]0;x\x07\x9b31m\u202egnp.exe\r"
 RAW = EVIL.encode()
-#: Control and format characters, except for the end of a line and a tab.
+#: Control and format characters, except for newline and tab.
 FORBIDDEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 SHOWN = re.compile(r"\\x1b\[2J|\\u001b\[2J|G1sySh")  # escaped, in JSON, or in base64
 
-#: Arguments of each command; EVIL where a user could have pasted it.
+#: Arguments for each command, with EVIL where a user could have pasted it.
 COMMANDS: list[tuple[str, ...]] = [
     ("streams", "ls"), ("streams", "ls", "--json"),
     ("streams", "info", "orders"), ("streams", "info", "orders", "--json"),
@@ -84,14 +84,14 @@ def hostile_url(url: str, tmp_path: Path) -> Iterator[str]:
         member.close()
 
 
-def test_no_command_prints_control_characters_of_others(hostile_url: str) -> None:
+def test_no_command_prints_control_characters_from_untrusted_text(hostile_url: str) -> None:
     escaped = 0
     for arguments in COMMANDS:
         done = meteor(hostile_url, *arguments)
         printed = done.out.decode(errors="surrogateescape") + done.err
         found = FORBIDDEN.search(printed)
         assert found is None, (arguments, printed)
-        assert max(printed, default="") < "\udc80", (arguments, printed)  # bytes that are no text
+        assert max(printed, default="") < "\udc80", (arguments, printed)  # bytes that are not text
         assert "Traceback" not in printed, (arguments, printed)
         escaped += SHOWN.search(printed) is not None
     assert escaped > len(COMMANDS) / 2, "the hostile texts did not reach the commands"

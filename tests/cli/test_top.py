@@ -31,13 +31,13 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 def top(url: str, *arguments: str, columns: int = 80, rows: int = 24) -> Terminal:
     command: list[str | Path] = [METEOR, "--url", url, "top", "--interval", "0.2", *arguments]
-    # A shell sets these variables; they do not change with the size of the window.
+    # A shell sets these variables; they do not change when the window is resized.
     environment = {"COLUMNS": str(columns), "LINES": str(rows)}
     return Terminal(command, columns=columns, rows=rows, environment=environment)
 
 
 def line_of(terminal: Terminal, name: str) -> str:
-    """Returns the line of a stream or group."""
+    """Returns the line for a stream or group."""
     return next((line for line in terminal.lines if line.split()[:1] == [name]), "")
 
 
@@ -75,7 +75,7 @@ def test_top_shows_streams_groups_and_stores_as_they_change(
         terminal.wait_for(lambda t: STREAM not in t.text)
 
 
-def test_rates_are_shown_while_records_flow_and_are_zero_after(
+def test_rates_are_shown_while_records_flow_and_are_zero_afterwards(
     url: str, client: meteor.Client
 ) -> None:
     stream = client.stream("orders", create=True)
@@ -308,7 +308,7 @@ def test_large_numbers_are_abbreviated() -> None:
 # With --once
 
 
-def test_output_of_once_in_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
+def test_once_prints_plain_and_complete_output_to_a_pipe(url: str, client: meteor.Client) -> None:
     name = "n" * 128
     stream = client.stream(name, create=True)
     stream.seek_group("g" * 128, 0)
@@ -365,14 +365,14 @@ def test_invalid_use_of_top_prints_a_message(
     assert "Traceback" not in done.err
 
 
-def test_top_on_a_dumb_terminal_suggests_the_option_once(url: str) -> None:
+def test_top_on_a_dumb_terminal_suggests_the_once_option(url: str) -> None:
     command: list[str | Path] = [METEOR, "--url", url, "top"]
     with Terminal(command, environment={"TERM": "dumb"}) as terminal:
         assert terminal.wait() == 2
         assert "Use --once" in terminal.text
 
 
-def test_output_of_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
+def test_output_of_once_fits_the_terminal_width(url: str, client: meteor.Client) -> None:
     for number in range(40):
         client.stream(f"{number:02}{'x' * 100}", create=True)
     command: list[str | Path] = [METEOR, "--url", url, "top", "--once"]

@@ -90,7 +90,7 @@ def reported(
         (seen(archived=5), seen(archived=5, next=15), []),
     ],
 )
-def test_changes_of_a_stream_are_reported(
+def test_changes_to_a_stream_are_reported(
     before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
@@ -124,7 +124,7 @@ def test_changes_of_a_stream_are_reported(
         (group(term=1), group(term=5), []),
     ],
 )
-def test_changes_of_a_group_are_reported(before: Any, after: Any, expected: Any) -> None:
+def test_changes_to_a_group_are_reported(before: Any, after: Any, expected: Any) -> None:
     one, two = (look(seen(groups=(each,) if each else ())) for each in (before, after))
     assert reported(one, two) == expected
 
@@ -156,7 +156,7 @@ def test_first_snapshot_reports_only_problems() -> None:
     assert events == ["archiver_missing", "records_dropped", "lag_high"]
 
 
-def test_unreadable_stream_is_not_reported_deleted() -> None:
+def test_unreadable_stream_is_not_reported_as_deleted() -> None:
     there, hidden = look(seen()), look(unreadable={"s": "no"})
     assert reported(there, hidden) == [("unreadable", "cannot be read: no")]
     assert reported(hidden, hidden) == []
@@ -263,7 +263,7 @@ def client(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor.Client) -> None:
+def test_watch_reports_stream_and_group_events(url: str, client: meteor.Client) -> None:
     with Watch(url, "--json", "--lag", "20") as watch:
         assert watch.greeting == "meteor: watching 0 streams."
         stream = client.stream("orders", capacity=10)

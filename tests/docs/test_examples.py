@@ -1,4 +1,4 @@
-"""Each example prints the expected output when it is started like a user would start it."""
+"""Each example prints the expected output when it is started as a user would start it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_shopping_carts_equal_those_of_a_single_consumer() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     title, shared, *carts = done.stdout.splitlines()
-    assert title.startswith("600 changes of 12 carts by 3 consumers")
+    assert title.startswith("600 changes to 12 carts by 3 consumers")
     assert shared.endswith("; 0 changes failed")
     assert len(carts) == 3
 

@@ -1,4 +1,4 @@
-"""Code blocks of the README and the docs run as printed; links and figures are correct."""
+"""Code blocks in the README and the docs run as printed; links and figures are correct."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WITH_SPARK = {
     name: code for name, (what, code) in BLOCKS.items() if what == "python" and "pyspark" in code
 }
 
-#: Runs files one after the other, isolated from each other's names and streams.
+#: Runs files one after another, isolated from each other's names and streams.
 IN_TURN = """
 import os, sys
 import meteor_py as meteor

@@ -49,7 +49,7 @@ def test_former_member_cannot_propose_as_a_member(url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["most", 0, True, 1.5])
-def test_invalid_kind_of_vote_is_refused(url: str, kind: Any) -> None:
+def test_invalid_vote_kind_is_refused(url: str, kind: Any) -> None:
     with Panel(url) as panel, pytest.raises((ValueError, TypeError), match="kind must be"):
         panel.peer_group.propose("x", kind=kind)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("meteor_py", "cli/meteor_cli", "spark_connector/pyspark_meteor")
 
-#: Maximum lines of a function, including its docstring.
+#: Maximum number of lines in a function, including its docstring.
 FUNCTION_MAX_LINES = 60
 
-#: Reads the code at the start of a server's error reply. All other code uses fields of errors.
+#: Reads the code at the start of a server's error reply. All other code uses error fields.
 READS_ERROR_TEXT = "meteor_py/redis/connection.py"
 #: Methods that inspect a str.
 _QUESTIONS = {"startswith", "endswith", "find", "index", "count", "partition", "split"}
@@ -36,7 +36,7 @@ def test_no_function_is_longer_than_60_lines() -> None:
     assert long == {}
 
 
-def test_no_code_depends_on_the_text_of_an_error() -> None:
+def test_no_code_depends_on_error_text() -> None:
     found = [
         f"{name}:{line}"
         for name, tree in trees()

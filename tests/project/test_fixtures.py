@@ -33,7 +33,7 @@ def run_pytest(directory: Path, program: str, *options: str, **environment: str)
     return result.stdout + result.stderr
 
 
-def test_tests_run_once_each_if_worker_processes_die(tmp_path: Path) -> None:
+def test_each_test_runs_once_even_if_worker_processes_die(tmp_path: Path) -> None:
     program = f"""
 import os
 import pathlib

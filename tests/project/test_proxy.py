@@ -1,4 +1,4 @@
-"""Each fault of the test proxy works as documented, with a real server and a plain client."""
+"""Each test proxy fault works as documented, with a real server and a plain client."""
 
 import socket
 import time
@@ -44,7 +44,7 @@ def read_to_the_end(raw: socket.socket) -> bytes:
     return received
 
 
-def test_without_faults_everything_passes_unchanged(proxy: Proxy, client: redis.Redis) -> None:
+def test_everything_passes_unchanged_without_faults(proxy: Proxy, client: redis.Redis) -> None:
     value = bytes(range(256)) * 20_000
     client.set("big", value)
     assert client.get("big") == value
@@ -141,7 +141,9 @@ def test_request_sent_in_pieces_is_counted_once(
     assert direct.strlen("b") == 3_000_000
 
 
-def test_cut_mid_reply_passes_exactly_the_given_bytes(proxy: Proxy, direct: redis.Redis) -> None:
+def test_cut_mid_reply_passes_exactly_the_given_number_of_bytes(
+    proxy: Proxy, direct: redis.Redis
+) -> None:
     direct.set("key", "value")
     proxy.cut_mid_reply(after_bytes=6)
     with socket.create_connection((HOST, proxy.port), timeout=5) as raw:
@@ -162,7 +164,7 @@ def test_stalled_requests_do_not_reach_the_server_until_resumed(
     assert proxy.counters.cuts == 0
 
 
-def test_requests_with_stalled_replies_take_effect_before_the_resume(
+def test_requests_with_stalled_replies_take_effect_before_they_are_resumed(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("replies")
@@ -266,7 +268,7 @@ def test_client_reads_one_byte_chunks_correctly(proxy: Proxy, client: redis.Redi
     assert client.get("key") == bytes(range(256))
 
 
-def test_chaos_loses_replies_but_no_effects_of_requests(
+def test_chaos_loses_replies_but_requests_still_take_effect(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.3)
@@ -281,7 +283,7 @@ def test_chaos_loses_replies_but_no_effects_of_requests(
     assert 20 <= errors <= 100
 
 
-def test_each_call_either_succeeds_or_fails_under_chaos_of_all_kinds(
+def test_each_call_either_succeeds_or_fails_under_all_kinds_of_chaos(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.2, ["lost_reply", "torn_reply", "late_reply", "lost_request"])
@@ -383,7 +385,7 @@ def test_replication_link_catches_up_after_stalls_and_cuts(
         assert link.counters.connections == 2
 
 
-def test_close_may_be_repeated_and_later_calls_raise(server: Server) -> None:
+def test_close_can_be_repeated_and_later_calls_raise(server: Server) -> None:
     proxy = Proxy(HOST, server.port)
     proxy.close()
     proxy.close()

@@ -30,7 +30,7 @@ class Machine:
         path.chmod(0o755)
 
     def add_apt(self, package: str, java: str) -> None:
-        """Simulate root on a Debian machine, where this package installs this version of Java."""
+        """Simulate root on a Debian machine, where this package installs this Java version."""
         self.add("id", "#!/bin/sh\necho 0\n")
         self.add("java.package", java)
         install = f'*" {package}") cat {self.programs}/java.package >{self.programs}/java'

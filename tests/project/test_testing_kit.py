@@ -243,7 +243,7 @@ def test_flush_deletes_all_data(server: Server) -> None:
     assert server.client().dbsize() == 0
 
 
-def test_pause_kill_and_close_may_be_repeated(server: Server) -> None:
+def test_pause_kill_and_close_can_be_repeated(server: Server) -> None:
     server.pause()
     server.pause()
     with server.client(socket_timeout=0.1) as client, pytest.raises(redis.TimeoutError):
@@ -257,7 +257,7 @@ def test_pause_kill_and_close_may_be_repeated(server: Server) -> None:
     server.close()
 
 
-def test_wrong_use_of_a_server_raises(server: Server) -> None:
+def test_misusing_a_server_raises(server: Server) -> None:
     with pytest.raises(RuntimeError, match="is already running"):
         server.start()
     os.kill(server.pid, signal.SIGKILL)
@@ -286,9 +286,9 @@ def test_kill_also_kills_forked_children(server: Server) -> None:
     client.bgsave()
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     if not children.exists():
-        pytest.skip("This system does not list the children of a process.")
+        pytest.skip("This system does not list a process's children.")
     (child,) = eventually(lambda: children.read_text().split())
-    os.kill(int(child), signal.SIGSTOP)  # otherwise the child might notice the death of its parent
+    os.kill(int(child), signal.SIGSTOP)  # otherwise the child might notice its parent's death
     server.kill()
     eventually(lambda: is_gone(int(child)), 10, "the server's child is still running")
 
@@ -305,7 +305,7 @@ def test_guide_runs_as_written(tmp_path: Path, code: str) -> None:
         assert language in ("python", "sh"), "no test can run this block"
         if language == "python":
             name = re.match(r"# (\w+\.py)\n", block)
-            assert name, "a block must start with the name of its file"
+            assert name, "a block must start with its file name"
             (tmp_path / name[1]).write_text(block)
             tests += block.count("def test_")
     assert tests >= 5

@@ -1,4 +1,4 @@
-"""Time limits of records: ack_timeout, record.extend(), and the limit of handlers in run()."""
+"""Time limits for records: ack_timeout, record.extend(), and the limit for handlers in run()."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.waiting import eventually
 
 
 def polls(*consumers: meteor.SharedSubscriber) -> list[meteor.SharedRecord]:
-    """Poll with each consumer in turn until the last one gets records; return these."""
+    """Poll with each consumer in turn until the last one gets records; return them."""
     found: list[meteor.SharedRecord] = []
 
     def poll() -> bool:
@@ -25,12 +25,14 @@ def polls(*consumers: meteor.SharedSubscriber) -> list[meteor.SharedRecord]:
     return found
 
 
-def test_record_that_is_never_settled_returns_although_its_consumer_polls(any_url: str) -> None:
+def test_record_that_is_never_settled_is_redelivered_although_its_consumer_polls(
+    any_url: str,
+) -> None:
     with Queue(any_url, "AAB") as queue:
         forgetful, other = queue.consumer(ack_timeout=0.3, prefetch=2), queue.consumer()
         first, second = forgetful.poll(5)
         assert offsets(polls(other)) == [2]
-        # Forgetful has room again once its records expire. Close it, so that other gets them.
+        # `forgetful` has room again once its records expire. Close it, so that `other` gets them.
         eventually(lambda: first.standing is Standing.EXPIRED)
         forgetful.close()
         again = polls(other)
@@ -90,7 +92,7 @@ def test_extended_record_outlives_ack_timeout(url: str) -> None:
         assert queue.shared.describe().acked == 1
 
 
-def test_extended_record_expires_in_the_end(url: str) -> None:
+def test_extended_record_eventually_expires(url: str) -> None:
     with Queue(url, "A") as queue:
         c1 = queue.consumer(ack_timeout=0.05)
         (record,) = c1.poll(5)
@@ -100,7 +102,7 @@ def test_extended_record_expires_in_the_end(url: str) -> None:
             record.ack()
 
 
-def test_extended_record_keeps_the_lease_of_a_silent_consumer(url: str) -> None:
+def test_extended_record_keeps_a_silent_consumers_lease(url: str) -> None:
     with Queue(url, "AB", lease_ttl=0.3) as queue:
         busy, other = queue.consumer(max_poll_interval=0.05, ack_timeout=None), queue.consumer()
         (record, _) = busy.poll(5)
@@ -128,7 +130,7 @@ def test_default_time_limit_is_half_an_hour() -> None:
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError)])
-def test_ack_timeout_and_extension_are_checked(
+def test_ack_timeout_and_extension_are_validated(
     url: str, value: float, error: type[Exception]
 ) -> None:
     with Queue(url, "A") as queue:
@@ -142,7 +144,7 @@ def test_ack_timeout_and_extension_are_checked(
 # run()
 
 
-def test_time_limit_of_run_starts_with_the_handler(url: str) -> None:
+def test_time_limit_in_run_starts_with_the_handler(url: str) -> None:
     with Queue(url, "AAAA") as queue:
         seen: list[tuple[int, int]] = []
 
@@ -173,7 +175,7 @@ def test_handler_that_exceeds_ack_timeout_loses_its_record_to_another_consumer(u
         assert queue.shared.describe().acked == 1
 
 
-def test_handler_may_extend_its_record_beyond_max_poll_interval(url: str) -> None:
+def test_handler_can_extend_its_record_beyond_max_poll_interval(url: str) -> None:
     with Queue(url, "AB") as queue:
         both = threading.Barrier(2, timeout=30)
         seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""A stream that gets an ordering key after records were published to it."""
+"""A stream that gets an ordering key after records have been published to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def logged(client: meteor.Client, name: str = "s") -> list[bytes]:
 
 
 def processed(stream: meteor.Stream, group: str = "g") -> list[tuple[int, bytes]]:
-    """Offset and ordering key of all records, as a consumer gets them."""
+    """The offset and ordering key of each record, as a consumer gets it."""
     with stream.shared_subscriber(group) as sub:
         found = [(record.offset, record.ordering_key) for record in drain(sub)]
         check(stream, group)
@@ -96,7 +96,7 @@ def test_open_publisher_adopts_the_ordering_key(client: meteor.Client, any_url: 
         assert stream.config.ordering_key == "key"
 
 
-def test_publisher_in_full_flow_adopts_the_ordering_key_without_loss_or_duplicates(
+def test_busy_publisher_adopts_the_ordering_key_without_loss_or_duplicates(
     client: meteor.Client, any_url: str
 ) -> None:
     stream = client.stream("s", create=True)
@@ -121,7 +121,7 @@ def test_publisher_in_full_flow_adopts_the_ordering_key_without_loss_or_duplicat
     assert found == [(number, b"%d" % (number % 7)) for number in range(published)]
 
 
-def test_consumer_is_woken_by_a_publisher_that_was_open_before(any_url: str) -> None:
+def test_consumer_is_woken_by_a_publisher_that_was_already_open(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.stream.delete()
         stream = queue.client.stream("orders", create=True)
@@ -141,7 +141,7 @@ def test_consumer_is_woken_by_a_publisher_that_was_open_before(any_url: str) -> 
         c1.commit()
 
 
-def test_earlier_records_that_the_ring_drops_are_reported_lost(client: meteor.Client) -> None:
+def test_earlier_records_that_the_ring_drops_are_reported_as_lost(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=10)
     publish(stream, "ABABAB")
     stream.configure(ordering_key="key")
@@ -167,7 +167,7 @@ def test_earlier_records_are_indexed_from_ring_and_store(url: str, tmp_path: Pat
         assert processed(stream) == [*enumerate(wanted)]
 
 
-def test_frames_staged_before_are_moved_and_indexed_by_consumers(client: meteor.Client) -> None:
+def test_frames_staged_earlier_are_moved_and_indexed_by_consumers(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     early = Stage(stream._handle, "w.0.0")
     early.write(Columns([b"1", b"2"], [b"a", b"b"]))
@@ -179,7 +179,7 @@ def test_frames_staged_before_are_moved_and_indexed_by_consumers(client: meteor.
     transaction.commit(stream._handle, "w", 0, stages)
     assert indexed(client) == logged(client)[1:]
     assert processed(stream) == [(0, b"a"), (1, b"b"), (2, b"a")]
-    # A committer that does not know of the ordering key yet.
+    # A committer that does not know about the ordering key yet.
     stage = Stage(stream._handle, "w.1.0")
     stage.write(Columns([b"4"], [b"c"]))
     transaction.commit(old, "w", 1, [stage.finish()])
@@ -199,7 +199,7 @@ def test_stage_that_lost_frames_is_refused(client: meteor.Client) -> None:
     assert stream.end().offset == 0
 
 
-def test_stream_of_dead_letters_gets_an_ordering_key_while_consumers_use_it(any_url: str) -> None:
+def test_dead_letter_stream_gets_an_ordering_key_while_consumers_use_it(any_url: str) -> None:
     with Queue(any_url, "AB", dead_letter="dead") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)
@@ -215,7 +215,7 @@ def test_stream_of_dead_letters_gets_an_ordering_key_while_consumers_use_it(any_
         assert processed(dead) == [(0, b"A"), (1, b"B")]
 
 
-def test_ordering_key_is_added_once_and_not_changed(client: meteor.Client) -> None:
+def test_ordering_key_can_be_added_once_but_not_changed(client: meteor.Client) -> None:
     stream, other = client.stream("s", create=True), client.stream("s")
     with pytest.raises(meteor.StreamConfigMismatch, match=r"stream\.configure") as caught:
         client.stream("s", ordering_key="key")
@@ -232,7 +232,7 @@ def test_ordering_key_is_added_once_and_not_changed(client: meteor.Client) -> No
         client.stream("t", create=True).configure(ordering_key="keys")
 
 
-def test_if_two_clients_add_different_ordering_keys_one_wins(
+def test_one_client_wins_if_two_add_different_ordering_keys(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, other = client.stream("s", create=True), client.stream("s")
@@ -250,7 +250,7 @@ def test_if_two_clients_add_different_ordering_keys_one_wins(
     assert client.stream("s").config.capacity == 10_000
 
 
-def test_stream_object_that_was_opened_before_can_open_shared_subscribers(
+def test_stream_object_opened_earlier_can_open_shared_subscribers(
     client: meteor.Client,
 ) -> None:
     stream, old = client.stream("s", create=True), client.stream("s")

@@ -35,7 +35,7 @@ def test_batch_with_a_settled_record_changes_nothing(url: str) -> None:
         assert queue.shared.describe().acked == 3
 
 
-def test_batch_with_a_record_of_another_consumer_changes_nothing(url: str) -> None:
+def test_batch_with_another_consumers_record_changes_nothing(url: str) -> None:
     with Queue(url, "AB") as queue:
         c1, c2 = queue.consumers(2, prefetch=1)
         records = [*c1.poll(5), *c2.poll(5)]
@@ -98,7 +98,7 @@ def test_record_behind_a_released_one_is_rewound_and_the_lease_is_intact(url: st
         assert offsets(c1.poll(5)) == [0, 1]
 
 
-def test_record_behind_a_rejected_one_of_a_parked_key_is_rewound(url: str) -> None:
+def test_record_behind_a_rejected_one_is_rewound_if_its_key_is_parked(url: str) -> None:
     with Queue(url, "AA", on_poison="park") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)
@@ -107,7 +107,7 @@ def test_record_behind_a_rejected_one_of_a_parked_key_is_rewound(url: str) -> No
             second.ack()
 
 
-def test_record_of_an_expired_lease_is_fenced_and_not_rewound(url: str) -> None:
+def test_record_under_an_expired_lease_is_fenced_and_not_rewound(url: str) -> None:
     with Queue(url, "AA") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)
@@ -120,7 +120,7 @@ def test_record_of_an_expired_lease_is_fenced_and_not_rewound(url: str) -> None:
             assert type(caught.value) is meteor.Fenced
 
 
-def test_fenced_catches_all_three() -> None:
+def test_fenced_catches_all_three_errors() -> None:
     assert issubclass(meteor.Rewound, meteor.Fenced)
     assert issubclass(meteor.AckTimeout, meteor.Fenced)
 
@@ -128,7 +128,7 @@ def test_fenced_catches_all_three() -> None:
 # Without a failure
 
 
-def test_release_without_a_failure_counts_none(any_url: str) -> None:
+def test_release_without_a_failure_does_not_count_one(any_url: str) -> None:
     with Queue(any_url, "AA", max_deliveries=2) as queue:
         c1 = queue.consumer()
         for _ in range(5):
@@ -148,7 +148,7 @@ def test_release_without_a_failure_delays_its_key(url: str) -> None:
         assert queue.keys()["A"].state == "delayed"
 
 
-def test_release_of_one_record_cannot_be_without_a_failure(url: str) -> None:
+def test_releasing_only_one_record_must_count_a_failure(url: str) -> None:
     with Queue(url, "A") as queue:
         (record,) = queue.consumer().poll(5)
         with pytest.raises(ValueError, match="both only_this and failed=False"):
@@ -158,7 +158,7 @@ def test_release_of_one_record_cannot_be_without_a_failure(url: str) -> None:
 # Reasons
 
 
-def test_dead_letter_has_the_reason_of_the_last_release(any_url: str) -> None:
+def test_dead_letter_has_the_reason_from_the_last_release(any_url: str) -> None:
     with Queue(any_url, "A", max_deliveries=2, dead_letter="dead") as queue:
         c1 = queue.consumer()
         for reason in ("first: no", "x" * 5_000 + "\ud800"):

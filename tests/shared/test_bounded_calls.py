@@ -16,7 +16,7 @@ from tests.support.servers import plain_client
 from tests.support.sharing import Queue, die, drain, expire, offsets
 from tests.support.waiting import eventually
 
-#: The most commands that one script call may run. Each handles up to a few hundred items.
+#: Maximum number of commands that one script call runs. Each handles up to a few hundred items.
 COMMANDS = 400
 
 
@@ -81,7 +81,7 @@ def portions(monkeypatch: pytest.MonkeyPatch) -> list[Maintenance]:
 
 @pytest.mark.parametrize("how", ["die", "leave"])
 @pytest.mark.parametrize("keys", [1, 2_000])
-def test_records_of_a_consumer_are_taken_back_in_portions(
+def test_a_consumers_records_are_taken_back_in_portions(
     url: str, portions: list[Maintenance], how: str, keys: int
 ) -> None:
     with Queue(url, settings={"capacity": 100_000}) as queue:
@@ -99,8 +99,8 @@ def test_records_of_a_consumer_are_taken_back_in_portions(
         assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
 
 
-def test_no_call_runs_more_commands_than_a_bounded_number(url: str) -> None:
-    """In the worst cases: many keys, many waiting records, deaths, deletion, inspection."""
+def test_no_call_runs_more_than_a_bounded_number_of_commands(url: str) -> None:
+    """Covers the worst cases: many keys, many waiting records, deaths, deletion, inspection."""
     with plain_client(url) as plain, Queue(url, settings={"capacity": 1_000_000}) as queue:
         queue.publish([f"k{number}" for number in range(5_000)], frame=5_000)
         queue.publish(["hot"] * 5_000, frame=5_000)
@@ -149,14 +149,14 @@ def test_buffered_records_are_bounded_in_bytes(url: str, monkeypatch: pytest.Mon
             assert sorted(found) == [*range(40)]
 
 
-def test_claim_of_one_record_reads_one_index_entry(url: str) -> None:
+def test_claiming_one_record_reads_one_index_entry(url: str) -> None:
     with Queue(url) as queue, plain_client(url) as plain:
         queue.publish([f"k{number}" for number in range(4_096)], frame=4_096)
         consumer = queue.consumer(prefetch=1)
         consumer.poll(5)
         before = int(plain.info("stats")["total_net_output_bytes"])
         consumer._deliveries.exchange(1)
-        # The reply does not grow with the frame, and neither does what the script reads: 64 keys.
+        # Neither the reply nor the number of keys that the script reads (64) grows with the frame.
         assert int(plain.info("stats")["total_net_output_bytes"]) - before < 10_000
         index = plain.xrange("meteor:{orders}:index", count=1)
         assert len(index[0][1]) == 1

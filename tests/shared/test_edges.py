@@ -148,7 +148,7 @@ def test_lost_records_end_run_once_and_the_next_run_continues(any_url: str) -> N
 # Threads
 
 
-def test_records_may_be_settled_in_many_threads_while_one_polls(
+def test_records_can_be_settled_in_many_threads_while_one_polls(
     any_url: str, rng: random.Random
 ) -> None:
     with Queue(any_url, max_deliveries=0) as queue:
@@ -193,10 +193,10 @@ def test_records_may_be_settled_in_many_threads_while_one_polls(
         assert c1.confirmed == 600
 
 
-# A stream after the loss of its server
+# A stream that has lost its server
 
 
-def test_shared_group_of_a_resumed_stream_reads_archived_records(url: str, tmp_path: Path) -> None:
+def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ordering_key": "key", "capacity": 100, "store": str(tmp_path)}
     with meteor.connect(url) as client:
         stream = client.stream(STREAM, **settings)
@@ -236,7 +236,7 @@ def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:
         assert (c1.confirmed, queue.shared.describe().dead) == (3, 3)
 
 
-# Limit of waiting records
+# Limit on waiting records
 
 
 def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None:

@@ -150,7 +150,7 @@ def test_close_after_group_deletion_succeeds_if_all_settlements_were_sent(
             assert c1.closed
 
 
-def test_close_without_a_server_raises_and_closes(private_server: ServerFactory) -> None:
+def test_close_without_a_server_raises_but_still_closes(private_server: ServerFactory) -> None:
     server = private_server()
     with meteor.connect(server.url) as client:
         stream = client.stream(STREAM, ordering_key="key")

@@ -9,12 +9,12 @@ from tests.support.shared_fleet import Fleet
 from tests.support.shared_hot_key import others_per_second
 
 
-def test_under_kills_and_pauses_each_record_is_settled_once_and_keys_stay_in_order(
+def test_each_record_is_settled_once_and_in_order_despite_kills_and_pauses(
     url: str, rng: random.Random
 ) -> None:
     with Fleet(url, rng, keys=50) as fleet:
         fleet.publish(20_000)
-        fleet.work_off(every_s=0.2)
+        fleet.drain(every_s=0.2)
         fleet.check()
         assert fleet.done["killed"]
         assert fleet.done["paused"]
@@ -26,7 +26,7 @@ def test_record_that_kills_its_consumer_is_the_only_dead_letter(
     poison = rng.randrange(500, 1_000)
     with Fleet(url, rng, keys=40, lease_ttl=0.5, max_deliveries=3, run=True) as fleet:
         fleet.publish(2_000, poison=poison)
-        fleet.work_off()
+        fleet.drain()
         assert fleet.letters() == [poison]
         fleet.check()
         assert fleet.done["killed"] >= 3
@@ -37,4 +37,4 @@ def test_other_keys_are_processed_while_the_owner_of_a_hot_key_sleeps(
 ) -> None:
     held = others_per_second(url, "held", 1_000)
     worked = others_per_second(private_server().url, "worked", 1_000)
-    print(f"rate of other keys: {held / worked:.2f} of the rate while the owner works")
+    print(f"rate for other keys: {held / worked:.2f} of the rate while the owner works")

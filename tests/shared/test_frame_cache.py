@@ -1,4 +1,4 @@
-"""Records of a shared group: from the ring, from the store, or reported lost."""
+"""Records of a shared group: from the ring, from the store, or reported as lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def in_order(records: list[meteor.SharedRecord]) -> bool:
-    """Returns whether the records of each key are in order and have the right values."""
+    """Returns whether each key's records are in order and have the right values."""
     last: dict[bytes, int] = {}
     for record in records:
         assert record.value == record.ordering_key
@@ -36,7 +36,7 @@ def in_order(records: list[meteor.SharedRecord]) -> bool:
 
 @pytest.fixture
 def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of frames requested with each XRANGE pipeline of this process."""
+    """The number of frames requested with each XRANGE pipeline in this process."""
     found: list[int] = []
     real = Connection.pipeline
 
@@ -65,7 +65,7 @@ def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> Non
         assert fetches == [1, 1]
 
 
-def test_frames_of_one_record_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
+def test_one_record_frames_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
     with Queue(url, "AB" * 25) as queue:
         assert offsets(queue.consumer().poll(5)) == [*range(50)]
     assert fetches == [1, 49]  # the first shows how large frames are
@@ -105,7 +105,7 @@ def test_values_are_decoded_and_decode_errors_are_left_to_the_application(any_ur
         assert letter.value == b"{no"
 
 
-def test_consumer_may_override_the_codec(any_url: str) -> None:
+def test_consumer_can_override_the_codec(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         (record,) = queue.consumer(codec="text").poll(5)
         assert record.value == "A"
@@ -152,7 +152,7 @@ def test_waiting_records_that_are_dropped_are_reported_and_their_key_continues(
         assert queue.shared.describe().lost == 20
 
 
-def test_gaps_may_be_skipped_and_on_gap_skipped_is_called(any_url: str) -> None:
+def test_gaps_can_be_skipped_and_on_gap_skipped_is_called(any_url: str) -> None:
     gaps: list[tuple[int, int]] = []
     with Queue(any_url, settings={"capacity": 20}) as queue:
         c1 = queue.consumer(on_gap="skip", on_gap_skipped=lambda *gap: gaps.append(gap))
@@ -173,7 +173,7 @@ def test_held_records_survive_being_dropped_from_the_ring(any_url: str) -> None:
         assert queue.shared.describe().acked == 20
 
 
-def test_dead_letter_whose_record_is_gone_is_reported_lost(
+def test_dead_letter_whose_record_is_gone_is_reported_as_lost(
     any_url: str,
 ) -> None:
     with Queue(any_url, "A", settings={"capacity": 10}, dead_letter="dead") as queue:
@@ -250,7 +250,7 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
     return dropped()
 
 
-def test_poll_that_may_wait_reads_records_from_the_store_at_once(archived: Queue) -> None:
+def test_poll_that_can_wait_reads_records_from_the_store_at_once(archived: Queue) -> None:
     assert archive(archived, "ABCDEFGHIJ", 100) >= 880
     c1 = archived.consumer(prefetch=10)
     assert offsets(c1.poll(10)) == [*range(10)]  # a renewal would wake it after 20 seconds
@@ -287,7 +287,7 @@ def test_waiting_records_are_read_from_the_store_after_the_ring_dropped_them(
     assert in_order(found)
 
 
-def test_records_of_a_dead_consumer_are_read_from_the_store(archived: Queue) -> None:
+def test_a_dead_consumers_records_are_read_from_the_store(archived: Queue) -> None:
     publish(archived, "ABABABABAB", 1)
     c1, c2 = archived.consumers(2)
     assert len(c1.poll(5)) == 10
@@ -403,7 +403,7 @@ def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
         assert frames._firsts == [0]
 
 
-def test_poll_without_timeout_does_not_scan_the_whole_store(
+def test_poll_without_a_timeout_does_not_scan_the_whole_store(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", 2)

@@ -85,15 +85,19 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ("missing start", ("HDEL", "meta", "start"), "no number 'start'"),
     ("unreadable batch", ("HSET", "batches:{}", "9", b"x"), "Batch b'9' of .* cannot be read"),
     ("unreadable key entry", ("HSET", "keys", "A", "x"), "key b'A' cannot be read"),
-    ("cut off line", ("HSET", "keys", "Z", plain(0, 6)[:-1]), "key b'Z' cannot be read"),
+    ("truncated line", ("HSET", "keys", "Z", plain(0, 6)[:-1]), "key b'Z' cannot be read"),
     ("unreadable letter", ("HSET", "letters", "1", "9:x"), "dead letter b'1' cannot be read"),
     ("invalid letter", ("HSET", "letters", "y", "1:1:Ax"), "dead letter b'y' cannot be read"),
     ("keys without padding", ("HDEL", "keys", ""), "'keys' lacks its padding"),
     # Leftovers
-    ("dying entry without letter", ("ZADD", "dying", 1, "x"), "'dying' and 'letters' do not"),
+    ("dying entry without a letter", ("ZADD", "dying", 1, "x"), "'dying' and 'letters' do not"),
     ("letters without dying", ("DEL", "dying"), "'dying' and 'letters' do not"),
     ("lease of an unknown consumer", ("ZADD", "leases", "+inf", "zz"), "leases do not match"),
-    ("failure of settled record", ("HSET", "failures", "3", "1"), "Settled record 3 .* 'failures'"),
+    (
+        "failure of a settled record",
+        ("HSET", "failures", "3", "1"),
+        "Settled record 3 .* 'failures'",
+    ),
     ("delay without an end", ("DEL", "delayed"), "has no time at which its delay ends"),
     (
         "ready key without records",
@@ -109,7 +113,7 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
         "b'Z' has an entry but no records",
     ),
     (
-        "held without owner",
+        "held without an owner",
         ("HSET", "keys", "Z", plain(1)),
         "b'Z' has 1 held records, but no owner",
     ),
@@ -215,7 +219,7 @@ FIRST = [(0, b"A"), (1, b"B"), (2, b"C")]
 
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("options", [{}, {"keyless": "free"}, {"default_key": "rest"}])
-def test_keyless_records_and_dropped_index_entries_are_no_flaws(
+def test_keyless_records_and_dropped_index_entries_are_not_flaws(
     url: str, monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fsck, "_ENTRIES", size)
@@ -248,7 +252,7 @@ def test_deleted_group_or_stream_raises(url: str) -> None:
             shared.fsck()
 
 
-def test_last_try_and_reserved_key_are_no_flaws(url: str) -> None:
+def test_last_try_and_reserved_key_are_not_flaws(url: str) -> None:
     with Queue(url, "ABC", max_deliveries=2) as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5, max_records=2)

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("lease_ttl", [32.3, 1.001, 1 / 3, 0.1, 5.015, 86_400.0])
-def test_consumers_may_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> None:
+def test_consumers_can_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> None:
     with Queue(any_url, lease_ttl=lease_ttl) as queue:
         for _ in range(2):
             queue.consumer().close()
@@ -42,7 +42,7 @@ def test_mismatch_error_names_the_setting_that_differs() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"keyless": "free"}, {"dead_letter": "dead"}])
-def test_consumer_of_a_deleted_group_does_not_join_a_new_one_of_that_name(
+def test_consumer_of_a_deleted_group_does_not_join_a_new_one_with_the_same_name(
     any_url: str, settings: dict[str, Any]
 ) -> None:
     with Queue(any_url, "ABC") as queue:
@@ -164,7 +164,7 @@ def test_group_recreated_during_delete_stays_listed(
 # Failures
 
 
-def test_cost_per_returned_record_does_not_grow_with_their_number(url: str) -> None:
+def test_cost_per_returned_record_does_not_grow_with_the_number_of_records(url: str) -> None:
     cost: dict[int, int] = {}
     for count in (200, 400):
         with Queue(url, max_deliveries=0) as queue:

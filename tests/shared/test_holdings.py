@@ -105,7 +105,7 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
     ack(held, records[1])
     assert step(held).settlements == (Settlement("A", 1, (1,)),)
     ack(held, records[0], records[2])
-    assert step(held).acks == (1,), "the rest of the batch is all that the server still has of it"
+    assert step(held).acks == (1,), "the server still has only the rest of the batch"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_rewind_returns_later_records_of_the_key(kind: str, parks: bool, rewinds
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_record_fetched_after_a_rewind_of_its_key_is_returned(held: Holdings, sent: bool) -> None:
+def test_record_fetched_after_its_key_was_rewound_is_returned(held: Holdings, sent: bool) -> None:
     (first,) = receive(held, "A")
     step(held, 1, 2, batch=2)
     settle(held, first, "R")
@@ -138,10 +138,10 @@ def test_record_fetched_after_a_rewind_of_its_key_is_returned(held: Holdings, se
     assert Settlement("U", 2, (1,)) in step(held).settlements
 
 
-def test_record_granted_during_a_rewind_of_its_key_is_returned(held: Holdings) -> None:
+def test_record_granted_while_its_key_is_rewound_is_returned(held: Holdings) -> None:
     (first,) = receive(held, "A")
     held.begin_step(5)
-    settle(held, first, "R")  # while the step is on its way
+    settle(held, first, "R")  # while the step is in flight
     held.apply(reply({2: [1]}))
     held.end_step()
     assert held.receive([fake(1, b"A")]) == []
@@ -203,7 +203,7 @@ def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> Non
     assert held.begin_step(9)[0].number == request.number + 1
 
 
-def test_reply_may_be_applied_twice(held: Holdings) -> None:
+def test_reply_can_be_applied_twice(held: Holdings) -> None:
     ack(held, *receive(held, "A"))
     held.begin_step(2)
     held.apply(reply({2: [5]}))
@@ -255,7 +255,7 @@ def test_expired_lease_reports_settlements_that_its_last_step_refused(held: Hold
 # Dead letters and lost records
 
 
-def test_dead_letters_of_another_history_are_not_settled(held: Holdings) -> None:
+def test_dead_letters_from_another_history_are_not_settled(held: Holdings) -> None:
     held.add(Settlement("D", 0, (1,), b"old"))
     held.add(Settlement("D", 0, (2,), b"new"))
     held.add(Settlement("D", 0, (3,), b""))

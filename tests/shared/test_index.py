@@ -46,7 +46,7 @@ def log_ids(client: meteor.Client, name: str = "s") -> list[bytes]:
     return [entry[0] for entry in client._connector.call("XRANGE", keys.log(name), "-", "+")]
 
 
-def test_index_has_entries_of_at_most_64_records_without_payload(
+def test_index_entries_have_at_most_64_records_and_no_payload(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
     with stream.publisher() as pub:

@@ -1,4 +1,4 @@
-"""Rare interleavings of consumers, publishers and interrupts of shared groups."""
+"""Rare interleavings of consumers, publishers and interrupts in shared groups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
-        # Far below a third of the lease, after which the idle consumer would ask by itself.
+        # Far below a third of the lease, after which the idle consumer would ask on its own.
         waiting.join(LONG_S / 4)
         assert offsets(received) == [1]
 
@@ -77,7 +77,7 @@ def test_interrupted_step_keeps_no_settlement_in_its_queue() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, -1])
-def test_consumer_can_be_fenced_after_its_reply_was_applied_in_part(step: int) -> None:
+def test_consumer_can_be_fenced_after_a_partly_applied_reply(step: int) -> None:
     holdings = Holdings(reject_rewinds=False)
     batch = DeliveryBatch(1, [5])
     holdings._batches[1] = batch

@@ -1,4 +1,4 @@
-"""Leases and clocks of shared groups, and what an expired consumer learns about its last step."""
+"""Leases and clocks in shared groups, and what an expired consumer learns about its last step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 def lose_next_reply(
     monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber, *, request: bool = False
 ) -> None:
-    """Cut the connection once, after the server has taken a step, or (``request``) before."""
+    """Cut the connection once, after the server has taken a step; with ``request``, before."""
     protocol = consumer._deliveries.protocol
     real = protocol.step
     left = [True]
@@ -89,7 +89,9 @@ def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
         expire(late)
         other.flush()
         members = ("HLEN", queue.key("members"))
-        assert queue.client._connector.call(*members) == 2, "it can still learn its last step"
+        assert queue.client._connector.call(*members) == 2, (
+            "it can still learn how its last step ended"
+        )
         protocol = other._shared._protocol
         for _ in range(25):  # each call advances the leases by half of one at most
             change_progress(queue.client._connector, protocol, last=-120_000)
@@ -97,7 +99,7 @@ def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
         assert queue.client._connector.call(*members) == 1
 
 
-def test_consumers_that_come_and_go_do_not_prolong_the_lease_of_a_dead_one(any_url: str) -> None:
+def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_url: str) -> None:
     with Queue(any_url, "A", lease_ttl=60.0) as queue:
         dead = queue.consumer()
         assert offsets(dead.poll(5)) == [0]

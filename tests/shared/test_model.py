@@ -13,7 +13,7 @@ from tests.support.shared_walk import Walk, changed_scripts, small_scripts
 WALKS = 14
 STEPS = 90
 
-#: Faults that the walks must find: a text of the scripts, and what replaces it.
+#: Faults that the walks must find: a text in the scripts, and its replacement.
 FAULTS = {
     "a key is never freed": (b"t.owner = NOBODY\nend", b"end"),
     "a freed key is not offered": (b"place and raw ~= before", b"place == 8 and raw ~= before"),
@@ -66,7 +66,7 @@ def test_walks_find_planted_faults(url: str, fault: str) -> None:
 
 
 def walk(url: str, seed: str, steps: int) -> None:
-    print(f"seed of the walk: {seed!r}, steps: {steps}")
+    print(f"walk seed: {seed!r}, steps: {steps}")
     with meteor.connect(url) as client, plain_client(url) as plain:
         walk = Walk(client, plain, seed)
         try:

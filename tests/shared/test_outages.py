@@ -144,7 +144,7 @@ def test_failover_leaves_nothing_stuck_and_lost_settlements_are_redelivered(
         assert {offset for _, offset in witness.done} == set(range(RECORDS))
         assert state.acked == RECORDS
         assert proxied.stream.shared_group(GROUP).fsck() == []
-        print(f"{len(witness.done) - RECORDS} repeated, {witness.fenced} times fenced")
+        print(f"{len(witness.done) - RECORDS} repeated, fenced {witness.fenced} times")
 
 
 def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
@@ -257,13 +257,13 @@ def settle_now(sub: meteor.SharedSubscriber, record: meteor.SharedRecord, how: s
     sub.flush()
 
 
-def test_two_consumers_that_keep_expiring_lose_and_repeat_no_settlement(
+def test_two_consumers_that_keep_expiring_neither_lose_nor_repeat_settlements(
     url: str, rng: random.Random
 ) -> None:
     with Queue(url, "ABCDEFGH" * 40, max_deliveries=0) as queue:
         fighters = queue.consumers(2, prefetch=16)
         acked: Counter[int] = Counter()
-        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "the consumers do not finish")
+        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "the consumers did not finish")
         state = queue.shared.describe()
         assert state.acked == 320 == state.confirmed
         assert state.reaped > 5
@@ -297,7 +297,7 @@ def _fight(
 
 def test_cost_of_an_empty_claim_does_not_grow_with_blocked_records(url: str) -> None:
     few, many = empty_claim(url, 1_000), empty_claim(url, 100_000)
-    print(f"commands of an empty claim: {few} behind 1,000, {many} behind 100,000")
+    print(f"commands in an empty claim: {few} behind 1,000, {many} behind 100,000")
     assert few == many
 
 

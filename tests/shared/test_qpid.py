@@ -1,4 +1,4 @@
-"""Qpid's own tests of message groups, step by step: QueueTest.cpp and msg_groups.py.
+"""Qpid's own tests for message groups, step by step: QueueTest.cpp and msg_groups.py.
 
 Each test keeps its original name. Record ``A-0`` has the key A and offset 0. Docstrings say where
 our model differs from a queue's.
@@ -154,7 +154,7 @@ def test_reject(any_url: str) -> None:
 
 
 def test_close(any_url: str) -> None:
-    """A consumer is receiver and session in one, and owns its key until it is closed or dies.
+    """A consumer is both a receiver and a session, and owns its key until it is closed or dies.
 
     Closing it corresponds to the end of a session in Qpid. Unlike in Qpid, a consumer that hangs
     with an open connection is detected too, when its lease expires.
@@ -281,7 +281,7 @@ def depth(queue: Queue) -> int:
 
 
 def test_purge_free(any_url: str) -> None:
-    """A purge changes the depth of its shared group only."""
+    """A purge changes only its shared group's depth."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert depth(queue) == 6
@@ -414,7 +414,7 @@ def noted(any_url: str) -> Iterator[Queue]:
         yield queue
 
 
-def test_record_released_with_only_this_may_be_processed_after_the_next_one(noted: Queue) -> None:
+def test_record_released_with_only_this_can_be_processed_after_the_next_one(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     noted.release(c1, "A-0", only_this=True)

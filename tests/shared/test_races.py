@@ -1,4 +1,4 @@
-"""Races of shared subscribers: settlements during a step, lost and refused steps."""
+"""Races in shared subscribers: settlements during a step, lost and refused steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_expired_consumer_with_a_lost_record_continues(url: str) -> None:
         queue.check()
 
 
-def test_purge_of_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
+def test_purging_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
     with Queue(url, "ABCD", max_deliveries=2) as queue:
         consumer, other = queue.consumers(2)
         queue.get(consumer)
@@ -125,7 +125,7 @@ def test_purge_of_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
         assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
 
 
-def test_record_returned_alone_is_in_order_when_its_neighbours_return(url: str) -> None:
+def test_record_returned_alone_is_in_order_when_its_neighbours_are_returned(url: str) -> None:
     with Queue(url, "AAAA") as queue:
         consumer, other = queue.consumers(2, prefetch=4)
         consumer.poll(5)[1].release(only_this=True)
@@ -154,7 +154,7 @@ def test_repeated_step_gets_the_same_reply_and_changes_nothing(url: str) -> None
         assert queue.shared.describe().scanned == 1
 
 
-def test_step_of_an_unknown_consumer_is_refused_and_changes_nothing(url: str) -> None:
+def test_step_from_an_unknown_consumer_is_refused_and_changes_nothing(url: str) -> None:
     with Queue(url, "AB") as queue:
         queue.consumer()
         with pytest.raises(ConsumerGone) as refused:
@@ -185,7 +185,7 @@ def test_consumer_that_finds_only_blocked_records_continues_to_scan_at_once(
         assert not waits
 
 
-def test_last_try_is_granted_as_soon_as_all_else_is_settled(url: str) -> None:
+def test_last_try_is_granted_as_soon_as_everything_else_is_settled(url: str) -> None:
     with Queue(url, "A" + "B" * 5, max_deliveries=2, max_per_key=5) as queue:
         consumer = queue.consumer(prefetch=10)
         tried: list[int] = []
@@ -203,7 +203,7 @@ def test_last_try_is_granted_as_soon_as_all_else_is_settled(url: str) -> None:
         with Runner(consumer, handle, concurrency=2):
             eventually(
                 lambda: any(state.key == b"A" and state.owner for state in queue.shared.keys()),
-                message="the key is not reserved for the last try",
+                message="the key was not reserved for the last try",
             )
             slow.set()
             eventually(lambda: tried.count(0) == 2, 10, "the last try was not granted")

@@ -113,7 +113,7 @@ def test_bullmq_3929_dropped_records_of_a_dead_consumer_free_their_key(
         assert (found.confirmed, found.lost) == (6, 3)
 
 
-def test_bullmq_2774_failure_keeps_the_order_of_a_key(any_url: str) -> None:
+def test_bullmq_2774_failure_keeps_a_keys_order(any_url: str) -> None:
     """After A failed, the order became B, C, A."""
     with Queue(any_url, "aaa") as queue:
         c1, c2 = queue.consumers(2)
@@ -128,7 +128,7 @@ def test_bullmq_2774_failure_keeps_the_order_of_a_key(any_url: str) -> None:
 def test_aws_dotnet_messaging_174_later_records_of_a_batch_are_not_settled_with_a_failure(
     any_url: str,
 ) -> None:
-    """After a failure the rest of a group was skipped and deleted as if processed."""
+    """After a failure, the rest of a group was skipped and deleted as if processed."""
     with Queue(any_url, "AABA") as queue:
         c1 = queue.consumer()
         batch = c1.poll(5)

@@ -56,7 +56,7 @@ def test_poll_waits_for_a_key_that_another_consumer_owns(any_url: str) -> None:
             assert offsets(c2.poll(60)) == [1]
 
 
-def test_owner_of_a_key_is_woken_for_more_records_of_it(any_url: str) -> None:
+def test_key_owner_is_woken_for_more_records_of_the_key(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
@@ -284,7 +284,7 @@ def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
         assert share <= 0.35
 
 
-def test_run_uses_the_whole_prefetch_for_one_thread_per_busy_key(url: str) -> None:
+def test_run_keeps_all_threads_busy_although_one_key_fills_the_limit(url: str) -> None:
     """Records of one key fill the limit, and the other threads still get work."""
     with Queue(url, "A" * 60 + "BCD") as queue:
         together = threading.Barrier(4, timeout=30)
@@ -320,7 +320,7 @@ def test_failed_handler_delays_its_key(url: str) -> None:
             assert done.wait(30)
 
 
-def test_handler_may_settle_its_record(url: str) -> None:
+def test_handler_can_settle_its_record(url: str) -> None:
     with Queue(url, "ABCD", dead_letter="dead") as queue:
         seen: list[tuple[int, int]] = []
 
@@ -341,7 +341,7 @@ def test_handler_may_settle_its_record(url: str) -> None:
         assert (found.acked, found.dead) == (3, 1)
 
 
-def test_handler_may_stop_and_close_its_own_run(url: str) -> None:
+def test_handler_can_stop_and_close_its_own_run(url: str) -> None:
     for how in ("stop", "close"):
         with Queue(url, "A") as queue:
             consumer = queue.consumer()
@@ -440,7 +440,7 @@ class Interrupted(BaseException):
     """Stands for Ctrl-C or ``sys.exit()`` in a handler."""
 
 
-def test_base_exception_of_a_handler_ends_run_and_is_raised_there(url: str) -> None:
+def test_base_exception_in_a_handler_ends_run_and_is_raised_there(url: str) -> None:
     with Queue(url, "AB") as queue:
         consumer = queue.consumer()
 
@@ -543,7 +543,7 @@ def test_leases_are_renewed_while_the_application_works(url: str) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_undecodable_value_counts_as_a_failure_of_the_handler(url: str) -> None:
+def test_undecodable_value_counts_as_a_handler_failure(url: str) -> None:
     with Queue(url, "AB", max_deliveries=2, dead_letter="dead") as queue:  # neither is JSON
         with queue.stream.publisher(codec="json") as pub:
             pub.publish([1], key=b"A")
@@ -554,7 +554,7 @@ def test_undecodable_value_counts_as_a_failure_of_the_handler(url: str) -> None:
         assert queue.shared.describe().dead == 2
 
 
-def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
+def test_keys_stay_in_order_while_handlers_fail_and_more_records_are_published(
     url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.01))
@@ -589,7 +589,7 @@ def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
         assert wrong == []
 
 
-def test_record_of_a_handler_that_ended_run_is_redelivered_first(url: str) -> None:
+def test_record_whose_handler_ended_run_is_redelivered_first(url: str) -> None:
     with Queue(url, "AAA") as queue:
         consumer = queue.consumer()
 

@@ -52,7 +52,7 @@ def test_acknowledgements_are_sent_with_the_next_poll(
         assert (queue.shared.confirmed, second.offset) == (1, 1)
 
 
-def test_records_may_be_acknowledged_in_any_order(any_url: str) -> None:
+def test_records_can_be_acknowledged_in_any_order(any_url: str) -> None:
     with Queue(any_url, "AAAA") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -69,7 +69,7 @@ def test_records_may_be_acknowledged_in_any_order(any_url: str) -> None:
 @pytest.mark.parametrize("first", ["ack", "release", "reject"])
 @pytest.mark.parametrize("second", ["ack", "release", "reject"])
 @pytest.mark.parametrize("flushed", [False, True])
-def test_record_is_settled_once(url: str, first: str, second: str, flushed: bool) -> None:
+def test_record_can_be_settled_only_once(url: str, first: str, second: str, flushed: bool) -> None:
     with Queue(url, "A") as queue:
         c1 = queue.consumer()
         (record,) = c1.poll(5)
@@ -245,7 +245,7 @@ def test_rejected_record_becomes_a_dead_letter_with_its_reason(any_url: str) -> 
         assert letter.timestamp == next(iter(queue.stream.read()))[0].timestamp
 
 
-def test_long_reason_is_cut(any_url: str) -> None:
+def test_long_reason_is_truncated(any_url: str) -> None:
     with Queue(any_url, "A", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject("\u20ac" * 5_000)
@@ -255,7 +255,7 @@ def test_long_reason_is_cut(any_url: str) -> None:
         assert len(letter.headers[dead_letters.REASON_HEADER].decode()) == 1024 // 3
 
 
-def test_rejected_record_without_dead_letter_stream_is_counted_and_logged(
+def test_rejected_record_without_a_dead_letter_stream_is_counted_and_logged(
     any_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Queue(any_url, "AA") as queue:
@@ -280,7 +280,7 @@ def test_close_after_reject_publishes_the_dead_letter(any_url: str) -> None:
         assert (found.dead, found.dead_letters_pending, found.confirmed) == (2, 0, 2)
 
 
-def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
+def test_a_dead_consumers_dead_letter_is_published_once_by_another_consumer(
     any_url: str,
 ) -> None:
     with Queue(any_url, "A", dead_letter="dead") as queue:
@@ -366,7 +366,7 @@ def test_parked_key_without_records_stays_parked(any_url: str) -> None:
         assert offsets(c1.poll(5)) == [1]
 
 
-def test_waiting_records_of_a_parked_key_may_be_purged(any_url: str) -> None:
+def test_waiting_records_of_a_parked_key_can_be_purged(any_url: str) -> None:
     with Queue(any_url, "AAA", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
@@ -381,7 +381,7 @@ def test_waiting_records_of_a_parked_key_may_be_purged(any_url: str) -> None:
         assert offsets(c1.poll(5)) == [3]
 
 
-def test_resume_of_an_active_key_does_nothing(any_url: str) -> None:
+def test_resuming_an_active_key_does_nothing(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1 = queue.consumer()
         assert not c1.resume("A")
@@ -415,7 +415,7 @@ def test_rollback_returns_delivered_records_in_order(any_url: str) -> None:
         assert c1.confirmed == 4
 
 
-def test_acknowledgement_window_may_exceed_prefetch(any_url: str) -> None:
+def test_acknowledgement_window_can_exceed_prefetch(any_url: str) -> None:
     """Qpid's stress program acknowledges only every third record with a window of one."""
     with Queue(any_url, "ABCDEF") as queue:
         c1 = queue.consumer(prefetch=1)
@@ -486,7 +486,7 @@ def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> Non
         assert c1.poll(0) == []
 
 
-# Size of steps
+# Step size
 
 
 def test_settlements_are_sent_in_parts_and_acknowledgements_first(
@@ -494,7 +494,7 @@ def test_settlements_are_sent_in_parts_and_acknowledgements_first(
 ) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 8)
     monkeypatch.setattr(holdings, "_OTHERS_MAX", 3)
-    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 5)  # so many records in a batch
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 5)  # records per batch
     with Queue(url, "ABCDEABCDE" + "FFFF", lease_ttl=60.0) as queue:
         consumer = queue.consumer()
         records = consumer.poll(5)

@@ -55,7 +55,7 @@ def test_default_key_implies_that_keyless_records_are_ordered(client: meteor.Cli
         stream.shared_subscriber("parallel", default_key="rest")
 
 
-def test_existing_group_keeps_its_order_of_keyless_records(client: meteor.Client) -> None:
+def test_existing_group_keeps_its_keyless_setting(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     stream.shared_subscriber("old", keyless="default").close()
     publish(stream, (None, None), (None, None))
@@ -66,7 +66,7 @@ def test_existing_group_keeps_its_order_of_keyless_records(client: meteor.Client
 
 
 @pytest.mark.parametrize("max_per_key", [0, 10_000])
-def test_one_key_may_use_the_whole_prefetch(client: meteor.Client, max_per_key: int) -> None:
+def test_one_key_can_use_the_whole_prefetch(client: meteor.Client, max_per_key: int) -> None:
     stream = client.stream("t", ordering_key="key")
     publish(stream, *[(b"A", None)] * 100)
     with stream.shared_subscriber("g", max_per_key=max_per_key, prefetch=80) as sub:
@@ -118,7 +118,7 @@ def test_invalid_group_name_is_refused(stream: meteor.Stream, name: str) -> None
         stream.shared_subscriber(name)
 
 
-def test_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
+def test_stream_without_an_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
     plain = client.stream("plain", create=True)
     with pytest.raises(meteor.MeteorError, match="has no ordering key"):
         plain.shared_subscriber("g")
@@ -139,7 +139,7 @@ def test_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.C
         ("keyless", "free", "default"),
     ],
 )
-def test_settings_of_an_existing_group_must_match_or_be_omitted(
+def test_settings_must_match_those_of_an_existing_group_or_be_omitted(
     stream: meteor.Stream, setting: str, first: Any, other: Any
 ) -> None:
     with stream.shared_subscriber("g", **{setting: first}) as sub:
@@ -199,7 +199,7 @@ def test_new_group_starts_at_initial_offset(stream: meteor.Stream) -> None:
         assert offsets(again.poll(5)) == [0, 1, 2]
 
 
-def test_new_group_may_start_at_an_offset_or_a_time(stream: meteor.Stream) -> None:
+def test_new_group_can_start_at_an_offset_or_a_time(stream: meteor.Stream) -> None:
     publish(stream, (b"a", None), (b"b", None))
     since = datetime.fromtimestamp(eventually(lambda: later_than_all(stream)) / 1000, UTC)
     publish(stream, (b"c", None))
@@ -223,7 +223,7 @@ def test_invalid_ordering_key_setting_is_refused(client: meteor.Client, ordering
     assert client.streams() == []
 
 
-def test_ordering_key_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
+def test_ordering_key_setting_cannot_be_changed(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="header:cart")
     assert client.stream("t", create=True).config.ordering_key == "header:cart"
     assert client.stream("t", ordering_key="header:cart").incarnation == stream.incarnation
@@ -297,7 +297,7 @@ def test_keyless_records_are_free_and_others_keep_their_order(any_url: str) -> N
 
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_ordering_key_above_256_bytes_is_refused_before_publishing(
+def test_ordering_key_longer_than_256_bytes_is_refused_before_publishing(
     client: meteor.Client, ordering_key: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -322,7 +322,7 @@ def test_ordering_key_above_256_bytes_is_refused_before_publishing(
     assert keys_of(stream) == [good]
 
 
-def test_keys_may_be_long_in_a_stream_without_ordering_key(client: meteor.Client) -> None:
+def test_keys_can_be_long_in_a_stream_without_an_ordering_key(client: meteor.Client) -> None:
     plain = client.stream("plain", create=True)
     publish(plain, (b"k" * 1000, {"h": b"v" * 1000}))
     assert plain.end().offset == 1
@@ -415,7 +415,7 @@ def test_purge_checks_its_arguments(
             queue.shared.purge(group, limit)
 
 
-def test_purge_may_exceed_one_script_call(url: str) -> None:
+def test_purge_can_take_more_than_one_script_call(url: str) -> None:
     with Queue(url, max_per_key=1) as queue:
         queue.publish(["A"] * 10_000, frame=5_000)
         owner, other = queue.consumers(2, prefetch=1)
@@ -450,7 +450,7 @@ def test_group_with_consumers_is_deleted_only_by_force(any_url: str) -> None:
             assert offsets(drain(again)) == [0, 1]
 
 
-def test_keys_of_any_bytes_are_deleted_with_group_and_stream(client: meteor.Client) -> None:
+def test_binary_keys_are_deleted_with_their_group_and_stream(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     publish(
         stream, *[(key, None) for key in (b"\xff\xfe", b"*", b"a:b:c", b"{x}", b"\r\n", b"0")] * 2

@@ -61,7 +61,7 @@ def ctrl_c() -> None:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Disable garbage collection: Python drops exceptions raised in a finalizer, and redis-py's
-    parsers have one. Of 3,165 Ctrl-C, 18 arrived in it, and none was lost anywhere else.
+    parsers have one. Of 3,165 Ctrl-C signals, 18 arrived there, and none was lost anywhere else.
     """
     gc.collect()
     gc.disable()
@@ -119,7 +119,7 @@ def test_close_after_ctrl_c_at_any_moment_returns_all_records(
         finish(queue)
 
 
-def test_signal_handler_may_close_at_any_moment_and_all_records_are_returned(
+def test_signal_handler_can_close_at_any_moment_and_all_records_are_returned(
     url: str, rng: random.Random
 ) -> None:
     with queue_of(url) as queue:
@@ -205,7 +205,7 @@ def test_second_ctrl_c_ends_a_program_whose_handlers_hang(url: str) -> None:
                     program._process.send_signal(signal.SIGINT)
                 return ended() is not None
 
-            eventually(again, 30, "the program does not end")
+            eventually(again, 30, "the program did not end")
         finally:
             program.close()
         assert queue.shared.describe().acked == 0

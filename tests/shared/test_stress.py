@@ -23,7 +23,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_each_key_is_delivered_in_order_and_once_and_nothing_stalls(
+def test_each_key_is_delivered_once_and_in_order_without_stalls(
     url: str, rng: random.Random, row: Row
 ) -> None:
     stress(url, rng, row)

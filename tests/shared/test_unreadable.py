@@ -1,4 +1,4 @@
-"""Unreadable records of a shared group are reported once, and the others are delivered."""
+"""Unreadable records in a shared group are reported once, and the others are delivered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 
 def rewrite(url: str, number: int, change: Callable[[dict[bytes, bytes]], object]) -> None:
-    """Change the fields of one entry of the log."""
+    """Change the fields of one entry in the log."""
     log = keys.log(STREAM)
     with plain_client(url) as plain:
         entries = plain.xrange(log)
@@ -68,7 +68,7 @@ def test_unreadable_frame_is_reported_once_and_others_are_delivered(
         assert (state.confirmed, state.acked, state.lost) == (6, 4, 2)
 
 
-def test_unreadable_frame_may_be_skipped(url: str) -> None:
+def test_unreadable_frame_can_be_skipped(url: str) -> None:
     gaps: list[tuple[int, int]] = []
     with Queue(url, settings={"checksum": True}) as queue:
         for _ in range(3):
@@ -79,7 +79,7 @@ def test_unreadable_frame_may_be_skipped(url: str) -> None:
         assert gaps == [(0, 1)]
 
 
-def test_dead_letter_of_an_unreadable_record_is_reported_and_not_retried(url: str) -> None:
+def test_dead_letter_for_an_unreadable_record_is_reported_and_not_retried(url: str) -> None:
     with Queue(url, "AB", settings={"checksum": True}, dead_letter="dead") as queue:
         consumer = queue.consumer()
         first, second = consumer.poll(5)

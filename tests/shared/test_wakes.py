@@ -17,7 +17,7 @@ from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
 
-#: Timeout of a poll that is woken at once or not at all.
+#: Timeout for a poll that is woken at once or not at all.
 SOON_S = 15.0
 
 
@@ -53,7 +53,7 @@ def open_queue(served: str) -> Iterator[Callable[..., Queue]]:
 def woken(
     queue: Queue, consumer: meteor.SharedSubscriber, work: Callable[[], object], waiting: int = 1
 ) -> list[int]:
-    """Returns the offsets that a waiting consumer gets when ``work`` is done."""
+    """Returns the offsets that a waiting consumer gets once ``work`` has run."""
 
     def later(stop: threading.Event) -> None:
         blocked(queue.client.redis, waiting)
@@ -106,7 +106,7 @@ def test_own_acknowledgement_that_makes_room_in_a_key_wakes_the_consumer(
     second.ack()
 
 
-def test_room_made_during_a_claim_of_nothing_wakes_the_consumer(
+def test_room_made_during_an_empty_claim_wakes_the_consumer(
     open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = open_queue("AB")
@@ -150,7 +150,7 @@ def test_end_of_a_delay_wakes_a_waiting_consumer(open_queue: Callable[..., Queue
     assert woken(queue, c2, lambda: record.release(delay=0.1)) == [0]
 
 
-def test_resume_of_a_parked_key_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
+def test_resuming_a_parked_key_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("AA", on_poison="park")
     c1 = queue.consumer()
     c1.poll(5)[0].reject()

@@ -9,7 +9,7 @@ from meteor_py.shared.work_ahead import WorkAhead
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds, as a list of one number."""
+    """The time in seconds, as a one-element list."""
     time = [100.0]
     monkeypatch.setattr("meteor_py.shared.work_ahead.time.monotonic", lambda: time[0])
     return time

@@ -1,4 +1,4 @@
-"""A server with the roles of docs/acl.md, for tests of their permissions.
+"""A server with the roles of docs/acl.md, for testing their permissions.
 
 with connect(guarded, "subscriber") as m, pytest.raises(meteor.AccessDenied):
     m.stream("orders", create=False).configure(capacity=1)
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "acl.md"
 
 
 def roles() -> dict[str, list[str]]:
-    """Returns the ACL rules of each role in docs/acl.md."""
+    """Returns the ACL rules for each role in docs/acl.md."""
     block = re.search(r"```acl\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
     lines = [line.split() for line in block[1].splitlines()]

@@ -7,8 +7,8 @@
         stored.check(end)
 
 A fault describes how and when a process fails: "kill" (SIGKILL) or "stop" (SIGSTOP), "before" or
-"after", a step of the commit, and optionally the number of the call. The steps are functions of the
-library, wrapped only in that process.
+"after", a step in the commit, and optionally the number of the call. The steps are library
+functions, wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.support.waiting import eventually
 SHORT_S = 0.4
 LONG_S = 60.0
 
-#: The steps of a commit that a fault can name, and their functions.
+#: The commit steps that a fault can name, and their functions.
 STEPS: dict[str, tuple[Any, str]] = {
     "append": (meteor.ParquetStore, "append"),
     "state": (meteor.ParquetStore, "save_state"),
@@ -60,7 +60,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 
 def _may_mount() -> bool:
-    """Returns whether this process may mount. Root may, except in some containers."""
+    """Returns whether this process can mount directories. Root can, except in some containers."""
     try:
         tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10)
     except OSError:
@@ -68,7 +68,9 @@ def _may_mount() -> bool:
     return tried.returncode == 0
 
 
-needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This user may not mount anything.")
+needs_mounts = pytest.mark.skipif(
+    not _may_mount(), reason="This user is not allowed to mount directories."
+)
 
 
 class StoredStream(GroupHarness):
@@ -96,7 +98,7 @@ class StoredStream(GroupHarness):
             self.stream.store.flush()
 
     def process(self, fault: str = "", **options: Any) -> ArchiverProcess:
-        """Start an archiver in another process. For options see ``_Child``."""
+        """Start an archiver in another process. See ``_Child`` for the options."""
         process = ArchiverProcess(self.url, self.root, fault, **options)
         self._stack.callback(process.close)
         return process
@@ -107,7 +109,7 @@ class StoredStream(GroupHarness):
     # -- state ---------------------------------------------------------------------------------
 
     def fields(self, *names: str) -> list[bytes | None]:
-        """Returns fields of the stream's meta."""
+        """Returns fields from the stream's meta key."""
         found: Any = self.redis.hmget(keys.meta(STREAM), names)
         return list(found)
 
@@ -163,7 +165,7 @@ def offsets_of(stream: meteor.Stream) -> list[int]:
 
 
 def harm_of(stream: meteor.Stream) -> list[meteor.Flaw]:
-    """Returns the harmful flaws of a store."""
+    """Returns the harmful flaws in a store."""
     return [flaw for flaw in stream.store.verify() if not flaw.harmless]
 
 
@@ -187,7 +189,7 @@ class ArchiverProcess(Process):
         """Wait until the process is archiving.
 
         Raises:
-            Refused: The library raised.
+            Refused: The library raised an exception.
         """
         if not self._ready:
             self._ready = True
@@ -197,7 +199,7 @@ class ArchiverProcess(Process):
         """Execute a command and return the reply.
 
         Raises:
-            Refused: The library raised.
+            Refused: The library raised an exception.
         """
         self.ready()
         self.write(json.dumps([command, *args]))
@@ -227,7 +229,7 @@ class _Child:
     Args:
         bind: Directories to mount over others in this process, as on another host.
         background: Let the client archive in the background, instead of an explicit archiver.
-        archiver: Settings of the archiver.
+        archiver: Settings for the archiver.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class _Child:
     ) -> None:
         for place, other in (bind or {}).items():
             self.mount(other, place)
-        self.refusals: list[str] = []  # the names of the errors of refused commits
+        self.refusals: list[str] = []  # names of the errors from refused commits
         self._note_refusals()
         if fault:
             plant(fault)
@@ -288,7 +290,7 @@ class _Child:
             self.archiver.close()
 
     def fork(self) -> list[str]:
-        """Fork a child that exits; returns the archivers in it, and its exit code."""
+        """Fork a child that exits; return the child's archivers and exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

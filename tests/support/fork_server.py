@@ -88,7 +88,7 @@ class _ForkServer:
         self._ended, self._wake = socket.socketpair()
 
     def serve(self) -> _Request | None:
-        """Fork and report exit codes. Returns in each child, and at the end of the tests."""
+        """Fork and report exit codes. Return in each child, and at the end of the tests."""
         for end in (self._ended, self._wake):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

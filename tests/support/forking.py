@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from tests.support.waiting import eventually
 
-#: Seconds until a child that has not ended counts as hung.
+#: Seconds after which a child that is still running counts as hung.
 CHILD_S = 20.0
 
 
 def fork() -> int:
     """Fork while no other thread is writing a log line.
 
-    A child inherits the locks of its parent. If another thread holds the lock of stderr, the child
-    waits for it forever: when it writes to the log, or when it exits and flushes.
+    A child inherits its parent's locks. If another thread holds the stderr lock, the child waits
+    for it forever when it writes to the log, or when it exits and flushes.
     """
     handlers = [*logging.getLogger().handlers, logging.lastResort]
     held = [handler for handler in handlers if handler is not None]

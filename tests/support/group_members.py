@@ -7,7 +7,7 @@
         first.kill()
         assert second.poll(10) == [0, 1, 2]
 
-A `Member` is a child process with one subscriber. It executes commands one after the other and
+A `Member` is a child process with one subscriber. It executes commands one after another and
 replies; every wait for a reply has a deadline. It always ends with the test.
 """
 
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Process:
-    """A child process that exchanges lines with the test, and ends with the test at the latest."""
+    """A child process that exchanges lines with the test, and ends no later than the test."""
 
     def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
@@ -87,7 +87,7 @@ class Process:
         self._process.stdin.write(line.encode() + b"\n")
 
     def read(self, within_s: float = ANSWER_S) -> str:
-        """Returns the next line of its output."""
+        """Returns the next output line."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + within_s
         while b"\n" not in self._received:
@@ -122,7 +122,7 @@ class Process:
         return self._process.wait(ANSWER_S)
 
     def close(self) -> None:
-        """Kill it if it still runs. Idempotent."""
+        """Kill the process if it is still running. Idempotent."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -135,7 +135,7 @@ class Process:
 
 
 class Member(Process):
-    """A process with one subscriber. The first command waits until it is ready."""
+    """A process with one subscriber. The first command waits until the process is ready."""
 
     def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
         orders = {"url": url, "stream": stream, "group": group, "options": options}
@@ -145,7 +145,7 @@ class Member(Process):
 
     @property
     def name(self) -> str:
-        """The member's name as owner of a lease; waits until it is ready."""
+        """The member's name as a lease owner; waits until the member is ready."""
         if self._name is None:
             self._name = json.loads(self.read())["value"]
         return self._name
@@ -154,7 +154,7 @@ class Member(Process):
         """Execute a command and return the reply.
 
         Raises:
-            Refused: The library raised.
+            Refused: The library raised an exception.
         """
         self.tell(command, *args)
         return self.answer(within_s)
@@ -179,12 +179,12 @@ class Member(Process):
         return offsets
 
     def step(self, number: int = 1) -> list[int]:
-        """Returns the offsets of the next ``number`` records of its loop."""
+        """Returns the offsets of the next ``number`` records in its loop."""
         offsets: list[int] = self.ask("step", number)
         return offsets
 
     def confirm(self, offset: int | None = None) -> int:
-        """Confirm, and return the result of the Ack."""
+        """Confirm, and return the Ack's result."""
         confirmed: int = self.ask("confirm", offset)
         return confirmed
 
@@ -194,7 +194,7 @@ class Member(Process):
 
 
 class Event(NamedTuple):
-    """A change of the group, timed by the server's clock."""
+    """A change in the group, timed by the server's clock."""
 
     ms: int
     what: str
@@ -203,7 +203,7 @@ class Event(NamedTuple):
 
 
 class GroupHarness:
-    """A stream, its one group, and the group's members; closes everything it opened."""
+    """A stream, its only group, and the group's members. Closes everything that it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
         self.url = url
@@ -251,7 +251,7 @@ class GroupHarness:
         return subscriber
 
     def fill(self, *sizes: int) -> int:
-        """Append frames of these sizes; returns the next offset."""
+        """Append frames of these sizes; return the next offset."""
         return fill(self.stream, *sizes)
 
     # -- the group as the server sees it -------------------------------------------------------
@@ -277,7 +277,7 @@ class GroupHarness:
 
     @property
     def lease_left_ms(self) -> int:
-        """The remaining time of the lease; -2 if it is free."""
+        """Milliseconds until the lease expires; -2 if it is free."""
         left: Any = self.redis.pttl(keys.lease(STREAM, self.group))
         return int(left)
 
@@ -358,7 +358,7 @@ class _Child:
         return offsets
 
     def receive(self, fails: int) -> str:
-        """Run a receiver until its handler raises; returns the receiver's error."""
+        """Run a receiver until its handler raises; return the receiver's error."""
 
         def handle(record: meteor.Record) -> None:
             if record.offset == fails:
@@ -398,7 +398,7 @@ class _Child:
         raise SystemExit(0)
 
     def fork(self) -> list[str]:
-        """Fork a child that calls every method and exits. Returns its errors and its exit code."""
+        """Fork a child that calls every method and exits. Return its errors and its exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""Direct calls of the scripts of subscriber groups."""
+"""Direct calls to the subscriber group scripts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class GroupScripts(StreamScripts):
         return tuple(x.decode() if isinstance(x, bytes) else x for x in answer)
 
     def expire(self) -> None:
-        """Let the lease expire."""
+        """Make the lease expire."""
         self.plain.delete(self.lease)
 
     def field(self, name: str) -> str | None:

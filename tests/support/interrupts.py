@@ -71,7 +71,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
     It calls a profiler at the same moments.
 
     Args:
-        moment: The number of the moment, from 1.
+        moment: The number of the moment, counted from 1.
 
     Returns:
         Whether ``work`` has this many moments; if not, ``handler`` was not called.
@@ -97,7 +97,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Returns whether a finalizer runs; Python drops exceptions that a handler raises there."""
+    """Returns whether a finalizer is running, where Python drops exceptions from handlers."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -108,7 +108,7 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 def interrupt_everywhere(work: Callable[[], object]) -> Iterator[None]:
     """Call ``work`` repeatedly, and raise ``Interrupted`` at a later moment each time.
 
-    Yields after each interrupted call.
+    Yield after each interrupted call.
     """
 
     def handle() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-#: Environment of Spark in tests: it starts faster, and does not look up the host name.
+#: Environment for Spark in tests: it starts faster, and does not look up the host name.
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
@@ -22,7 +22,7 @@ SPARK_PYTHON = {
 
 
 def require_java() -> None:
-    """Skip without Java, except in CI, where the whole suite must run."""
+    """Skip if there is no Java, except in CI, where the whole suite must run."""
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         missing = "Java is not installed (Debian: apt-get install openjdk-17-jre-headless)."
         if os.environ.get("CI") == "true":

@@ -1,11 +1,11 @@
-"""Handles of a peer group for tests of messages. Each has its own client, like a process.
+"""Peer group handles for message tests. Each has its own client, like a process.
 
     with Post(url) as post:
         group, other = post.group(), post.group()
         me = other.join("me")
         ...
 
-`Record` is a handler that records its messages; `Gate` blocks in its handler until it is opened.
+`Record` is a handler that records its messages; `Gate` is one that blocks until it is opened.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def abandon(group: PeerGroup) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException:
-    """Returns the error of a future, which must have failed."""
+    """Returns the error from a future, which must have failed."""
     error = future.exception(SOON_S)
     assert error is not None, "the request did not fail"
     return error

@@ -2,7 +2,7 @@
 
 python -m tests.support.parquet_mutants SEED CASES
 
-It prints how many files were refused and how many were read, and by how many MiB it grew.
+It prints the number of files refused, the number read, and its own growth in MiB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.segment import Segment
 from meteor_py.store.segment_file import BAD_BYTES, SegmentFile
 
-#: Bytes of address space that the program may use in addition to those at its start.
+#: Limit on additional address space, in bytes, after the program has started.
 _SPACE = 2 * 1024**3
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",
@@ -38,7 +38,7 @@ _SIZES = (0, 1, -1, 127, 128, 2**16, 2**28, 2**31 - 1, -(2**31), 2**32, 2**40, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many broken files a reader refused and read, and the MiB by which the process grew."""
+    """The number of broken files refused and read, and the growth of the process in MiB."""
 
     refused: int
     read: int

@@ -18,7 +18,7 @@ from meteor_py.testing.store_contract import INCARNATION, records
 #: The offsets at which the segments begin, and the end of the last.
 EDGES = (0, 40, 80, 120)
 END = EDGES[-1]
-#: The records of a row group, for `segment_file.GROUP_RECORDS`.
+#: Records per row group, for `segment_file.GROUP_RECORDS`.
 GROUP = 16
 
 

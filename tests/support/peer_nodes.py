@@ -43,12 +43,12 @@ PATIENCE_S = 30.0
 TARGETS = ("leader", "any", "all", "member")
 #: Seconds for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0
-#: Concurrent requests of one process.
+#: Concurrent requests per process.
 _OPEN = 8
 
 
 class Node(Peer):
-    """One process. The first command waits until it is ready."""
+    """One process. The first command waits until the process is ready."""
 
     def __init__(self, url: str, *, stepped: bool = False) -> None:
         orders = {"url": url, "stepped": stepped}
@@ -197,7 +197,7 @@ class _Child:
     # -- joining and leaving
 
     def storm(self, group: str, members: int, times: int, seed: float) -> None:
-        """Let members join and leave ``times`` times each, in two threads."""
+        """Make members join and leave ``times`` times each, in two threads."""
         with ThreadPoolExecutor(2) as threads:
             halves = [
                 threads.submit(self._toggle, group, f"{seed}-{half}", members // 2, times)
@@ -221,7 +221,7 @@ class _Child:
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
         """Join, leave, tell all and resign at random, ending as a member.
 
-        Returns the messages that were sent, and the ids of the members.
+        Return the messages that were sent, and the member ids.
         """
         return self._roam(group, turns, seed, lambda: False)
 
@@ -257,7 +257,7 @@ class _Child:
         raise AssertionError  # count() never ends
 
     def _ask(self, group: str, questions: int, seed: float) -> list[list[Any]]:
-        """Send requests; returns target, body, and replies or error name of each."""
+        """Send requests; return each request's target, body, and replies or error name."""
         rng = random.Random(-seed)
         asked: list[tuple[str, str, Future[Any]]] = []
         for number in range(questions):
@@ -286,7 +286,7 @@ _FACTS = ("member", "body", "sender", "from_leader", "queue")
 
 
 def outcome(future: Future[Any]) -> tuple[str, Any]:
-    """Returns the outcome of a request: replies by member, or the name of the error."""
+    """Returns the outcome of a request: replies by member, or the error name."""
     try:
         value = future.result(2 * PATIENCE_S)
     except MeteorError as error:

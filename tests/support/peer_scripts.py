@@ -1,4 +1,4 @@
-"""Helpers that call the scripts of peer groups directly: messages, votes and cleanup."""
+"""Helpers that call peer group scripts directly: messages, votes and cleanup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def send(
     handle: str = "handle",
     batch: int | None = None,
 ) -> list[str]:
-    """Send one message; returns its result, or the refusal of the whole call."""
+    """Send one message; return its result, or the refusal of the whole call."""
     numbers = peers.__dict__.setdefault("batches", itertools.count(1))
     args = [message, "", "", queue, verb, to, member, random, options, 128, wait_ms, "json", body]
     reply = peers.run("send", handle, handle, batch or next(numbers), "", "", *args)
@@ -44,7 +44,7 @@ def entries(peers: Peers, part: str) -> list[dict[bytes, bytes]]:
 
 
 def settle(peers: Peers, member: str) -> None:
-    """Settle the first message of a member."""
+    """Settle a member's first message."""
     (place, flat), *_ = peers.client._connector.call(
         "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
     )

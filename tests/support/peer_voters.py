@@ -46,7 +46,7 @@ class Voters(Member):
 
 
 class Panel:
-    """A group, observed from here, and its members; closes everything it opened."""
+    """A group, observed from here, and its members. Closes everything that it opened."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         self.url = url
@@ -66,7 +66,7 @@ class Panel:
         return self.client.redis
 
     def handle(self) -> PeerGroup:
-        """Open another handle of the group, as another process would."""
+        """Open another handle to the group, as another process would."""
         return self._stack.enter_context(self.client.peer_group(GROUP))
 
     def members(self, number: int) -> list[Membership]:
@@ -79,7 +79,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Start members in other processes at once; returns them in the order of joining."""
+        """Start members in other processes at once; return them in joining order."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {
@@ -89,11 +89,11 @@ class Panel:
         return sorted(started, key=lambda process: places[process.name])
 
     def run(self, script: Any, *args: Any) -> list[Any]:
-        """Run a script of the group directly."""
+        """Run a group script directly."""
         return self.peer_group._handle.protocol.run(script, list(args))
 
     def votes(self) -> str:
-        """Returns the votes of the only open poll."""
+        """Returns the votes in the only open poll."""
         found: Any = self.redis.hvals(self.key(f"votes:{self.open_poll()}"))
         return b"".join(found).decode()
 

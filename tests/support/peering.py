@@ -36,7 +36,7 @@ from tests.support.group_members import ANSWER_S, Process, Refused, answer, serv
 from tests.support.waiting import eventually
 
 GROUP = "workers"
-#: The default ttl of `Peers`.
+#: The default ttl in `Peers`.
 TTL_MS = 1000
 HOUR_MS = 3_600_000
 #: A ttl that does not expire during a test.
@@ -62,7 +62,7 @@ PEERS_SCRIPTS = [
 
 
 def rebuilt(script: Script, clock: bytes) -> Script:
-    """Returns a script with another clock."""
+    """Returns a script with a different clock."""
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
@@ -74,7 +74,7 @@ def rebuilt(script: Script, clock: bytes) -> Script:
 
 
 def step_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make scripts add the key ``step`` of a group, in seconds, to the clock."""
+    """Make scripts add a group's ``step`` key, in seconds, to the clock."""
     for script in PEERS_SCRIPTS:
         build = rebuilt(script, _STEPPED)
         for attribute in ("source", "sha", "plain_source"):
@@ -124,7 +124,7 @@ class Peers:
         return self.run("join", member, session, kind, priority, metadata, how, most)
 
     def heartbeat(self, *members: str, session: str = "") -> list[int]:
-        """Send heartbeats; returns the replies about the members."""
+        """Send heartbeats; return the replies about the members."""
         sessions = [session or "s-" + member for member in members] or [""]
         found: list[int] = []
         for one, member in zip(sessions, members or ("",), strict=True):
@@ -143,7 +143,7 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Advance the clock with heartbeats of these members; returns the last replies."""
+        """Advance the clock with heartbeats from these members; return the last replies."""
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)
@@ -169,7 +169,7 @@ class Peers:
         ]
 
     def events(self, since: int = 0) -> list[tuple[str, str]]:
-        """Returns kind and member of the events from index ``since`` on."""
+        """Returns the kind and member of each event, starting at index ``since``."""
         return [(fields["kind"], fields["member"]) for _, fields in self.entries()[since:]]
 
     def members(self) -> set[str]:
@@ -177,7 +177,7 @@ class Peers:
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
-        """Returns the contents of all keys of the group, except for the clock."""
+        """Returns the contents of all the group's keys, except for the clock."""
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
@@ -214,7 +214,7 @@ def peers(build: Build) -> Peers:
 
 @pytest.fixture
 def open_group(url: str) -> Iterator[Open]:
-    """Opens handles of one group, each with its own client. The first chooses the settings."""
+    """Opens handles to one group, each with its own client. The first chooses the settings."""
     with ExitStack() as stack:
 
         def opened(at: str = "", name: str = GROUP, **settings: Any) -> PeerGroup:
@@ -235,13 +235,13 @@ def ids(group: PeerGroup) -> list[str]:
 
 
 def on_key(group: PeerGroup, command: str, part: str, *args: Any) -> Any:
-    """Run a command on one of the keys of a group."""
+    """Run a command on one of a group's keys."""
     protocol = group._handle.protocol
     return protocol.connector.call(command, protocol.key(part), *args)
 
 
 def await_heartbeat(group: PeerGroup, me: Membership) -> None:
-    """Wait until a heartbeat of a member was sent and processed."""
+    """Wait until a member's heartbeat has been sent and processed."""
     for _ in range(2):  # the effects of the first are complete before the second
         before = me._handle.valid_until
         group._handle.heartbeat.hurry()
@@ -258,11 +258,11 @@ def expel(group: PeerGroup, *members: str) -> None:
 
 
 class Heard:
-    """The calls of a group's callbacks, in order."""
+    """Calls to a group's callbacks, in order."""
 
     def __init__(self, group: PeerGroup) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        #: The ids of the members at the time of each call.
+        #: The member ids at the time of each call.
         self.members: list[list[str]] = []
 
         def note(*call: Any) -> None:
@@ -292,7 +292,7 @@ def watching(group: PeerGroup) -> Iterator[list[Event]]:
 
 
 class Peer(Process):
-    """A child process with one handle of a group, controlled by commands."""
+    """A child process with one handle to a group, controlled by commands."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(
@@ -338,7 +338,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until the process is paused for a ttl; returns its view of the term and writes."""
+        """Lead until the process is paused for a ttl; return its view of the term and writes."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me._handle.session
             last = at = now()
@@ -371,7 +371,7 @@ class _Child:
         self.peer_group.on_join(lambda *_: threading.Event().wait())
 
     def fork(self) -> list[str]:
-        """Fork a child that tries everything; returns its errors and its exit code."""
+        """Fork a child that tries everything; return its errors and its exit code."""
         reading, writing = os.pipe()
         term = self.me.term
         pid = fork()

@@ -4,11 +4,11 @@
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=10)
 
-The tests start a thousand processes, and each would spend half a second of a processor on the same
+The tests start a thousand processes, and each would spend half a second of CPU time on the same
 imports. A `PreloadedProcess` has its own standard files, signals, exit handlers and exit code, like
-any other process. Only its imports are done, and /proc shows the command line and the environment
-of its parent, the fork server (tests/support/fork_server.py). Tests that depend on a fresh
-interpreter, such as those that set PYTHON... variables, use `subprocess`.
+any other process. But its imports are already done, and /proc shows the command line and the
+environment of its parent, the fork server (tests/support/fork_server.py). Tests that depend on a
+fresh interpreter, such as those that set PYTHON... variables, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATIENCE_S = 60.0
 class PreloadedProcess:
     """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
 
-    With ``terminal``, its standard input is its controlling terminal. Not thread-safe.
+    With ``terminal``, standard input is the controlling terminal of the process. Not thread-safe.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PreloadedProcess:
         self.wait(_PATIENCE_S)
 
     def poll(self) -> int | None:
-        """Returns its exit code if it has ended; for a signal, the negative number."""
+        """Returns the exit code if the process has ended; negative if a signal ended it."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""State of an earlier version: dump it as readable JSON, and load it into any server.
+"""State from an earlier version: dump it as readable JSON, and load it into any server.
 
 The JSON lists every key with its type, content and remaining time to live. Unlike RDB files and
-DUMP payloads it does not depend on the server's version. Bytes that are not UTF-8 are written as
+DUMP payloads, it does not depend on the server's version. Bytes that are not UTF-8 are written as
 ``{"base64": "..."}``.
 
     previous = PreviousVersion("version_0_1")
@@ -23,7 +23,7 @@ from tests.support.servers import plain_client
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
-#: Placeholder for the URI of the store, an absolute path that differs on each machine.
+#: Placeholder for the store's URI, an absolute path that differs on each machine.
 STORE_MARK = "file:///STORE"
 STORE_FIELD = b"store_uri"
 
@@ -35,7 +35,7 @@ class PreviousVersion:
 
     def __init__(self, version: str) -> None:
         folder = FIXTURES / version
-        #: All keys of its server.
+        #: All keys on its server.
         self.keys: list[Json] = json.loads((folder / "server.json").read_text())
         #: The records of all streams as that version itself read them.
         self._records: list[Json] = json.loads((folder / "records.json").read_text())
@@ -75,7 +75,7 @@ class PreviousVersion:
 
 
 def dump(client: redis.Redis, *, store_uri: str) -> list[Json]:
-    """Returns all keys of a server by name, with a placeholder for the URI of the store."""
+    """Returns all keys on a server by name, with a placeholder for the store's URI."""
     found: list[Json] = []
     names: Any = client.keys("*")
     for name in sorted(names):

@@ -22,7 +22,7 @@ NAME = "orders"
 
 
 class ProxiedStream:
-    """One stream, its server, and a proxy in front of it; closes everything it opened.
+    """One stream, its server, and a proxy in front of the server. Closes everything that it opened.
 
     with ProxiedStream(server) as proxied:
         pub = proxied.publisher()
@@ -106,7 +106,7 @@ class ProxiedStream:
         self.direct.delete(*self.producer_keys())
 
     def producer(self) -> dict[bytes, bytes]:
-        """The server's state of the only publisher."""
+        """The server's state for the only publisher."""
         (key,) = self.producer_keys()
         return dict(self.direct.hgetall(key))  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ class ProxiedStream:
         return [list(fields)[1] for _, fields in self.entries()]
 
     def frames(self) -> list[int]:
-        """The number of records of each frame."""
+        """The number of records in each frame."""
         return [int(entry_id.split(b"-")[1]) for entry_id, _ in self.entries()]
 
     def values(self) -> list[bytes]:
@@ -127,8 +127,8 @@ class ProxiedStream:
     def queue_behind_one(self, publisher: meteor.Publisher, batches: Sequence[Any]) -> list[Any]:
         """Publish a record, then lists that are sent together.
 
-        The proxy's replies stay stalled, so the record has no reply yet. Returns the acks of the
-        record and of the lists.
+        The proxy's replies stay stalled, so the record has no reply yet. Return the acks for the
+        record and the lists.
         """
         self.proxy.stall("replies")
         begun = self.next
@@ -150,11 +150,11 @@ class ReplicatedStream:
         link = self._stack.enter_context(Proxy(HOST, primary.port))
         replica = self._stack.enter_context(Replica(primary, port=link.port))
         replica.wait_in_sync()
-        with plain_client(primary.url) as client:  # Redis counts it only after its first ACK
+        with plain_client(primary.url) as client:  # Redis counts a replica only after its first ACK
             eventually(
                 lambda: client.set("x", 1) and client.wait(1, 1_000),
                 timeout_s=40,
-                message="The primary does not count its replica.",
+                message="The primary did not count its replica.",
             )
         return link, replica
 
@@ -178,7 +178,7 @@ def discard(publisher: meteor.Publisher) -> None:
 
 
 def failure(ack: meteor.Ack | meteor.ManyAck, timeout: float = 10) -> Exception:
-    """Returns the error of an ack, which must have failed."""
+    """Returns the error from an ack, which must have failed."""
     error = ack.exception(timeout)
     assert error is not None, f"The ack did not fail: {ack!r}"
     return error

@@ -3,10 +3,10 @@
 One thread forwards all bytes, under a lock that every control method takes too. A fault thus
 happens between two steps, never within one, and has taken effect when the method returns. Requests
 and replies are counted by their boundaries in the protocol, so "the third request" means the same
-in a pipeline and in single calls. After PSYNC a replication link is plain bytes: cut, stall, delay,
-chunk and chaos work there, and faults that count requests do nothing. Do not count requests on a
-connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not pair. With
-`plain=True` every connection is plain bytes, for servers with another protocol.
+in a pipeline and in single calls. After PSYNC, a replication link is plain bytes: cut, stall,
+delay, chunk and chaos work there, and faults that count requests do nothing. Do not count requests
+on a connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not match.
+With `plain=True`, every connection is plain bytes, for servers with another protocol.
 
     with Proxy(HOST, server.port) as proxy:
         proxy.cut_after_request()          # the next command is executed, its reply is lost
@@ -88,14 +88,14 @@ class Proxy:
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
         """Cut before the n-th request from now that contains `match`. It is never executed.
 
-        Earlier requests of its connection are executed and get their replies.
+        Earlier requests on its connection are executed and get their replies.
         """
         self._arm("before", n, match)
 
     def cut_after_request(self, n: int = 1, match: bytes = b"") -> None:
         """Cut after the n-th request from now that contains `match`, losing its reply.
 
-        Later requests of its connection are never executed.
+        Later requests on its connection are never executed.
         """
         self._arm("after", n, match)
 
@@ -105,7 +105,7 @@ class Proxy:
             self._faults.mid_reply = after_bytes
 
     def stall(self, direction: Direction = "both") -> None:
-        """Hold the bytes of a direction. Connections stay open; new ones are accepted."""
+        """Hold back bytes in one direction. Connections stay open; new ones are accepted."""
         with self._control():
             self._faults.stalled.update(_sides(direction))
 
@@ -137,7 +137,7 @@ class Proxy:
     def chaos(
         self, rng: Random, probability: float, faults: Sequence[Fault] = ("lost_reply",)
     ) -> None:
-        """Cause one of `faults` on each piece of reply with this probability; 0 ends it.
+        """Cause one of `faults` on each piece of a reply with this probability; 0 ends it.
 
         lost_reply: drop it and cut the connection. torn_reply: forward a part of it, then cut.
         late_reply: delay it by up to 50 ms. lost_request: cut before the connection's next request.

@@ -25,7 +25,7 @@ LATE_REPLY_S = 0.05
 
 @dataclass
 class Faults:
-    """Active faults, shared by all connections of a proxy."""
+    """Active faults, shared by all connections through a proxy."""
 
     stalled: set[Side] = field(default_factory=set)
     delay_s: dict[Side, float] = field(default_factory=lambda: {"requests": 0.0, "replies": 0.0})
@@ -51,7 +51,7 @@ class Faults:
         return cut
 
     def on_reply(self) -> Fault | None:
-        """Returns the random fault of this piece of reply, if any."""
+        """Returns the random fault for this piece of a reply, if any."""
         if self.chaos and self.rng.random() < self.probability:
             return self.rng.choice(self.chaos)
         return None
@@ -93,7 +93,7 @@ class Half:
         self.queue.append((0.0, None))
 
     def send(self, limit: int) -> int:
-        """Send at most `limit` bytes of the first item; returns how many were sent."""
+        """Send at most `limit` bytes of the first item; return how many were sent."""
         due, data = self.queue.popleft()
         assert data is not None
         try:
@@ -125,7 +125,7 @@ class Link:
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0
-        # After a fault on request n: how many replies pass, and after how many to cut.
+        # After a fault on request n: the replies to pass, and the replies after which to cut.
         self._replies_passing = math.inf
         self._replies_until_cut = math.inf
 
@@ -144,7 +144,7 @@ class Link:
             self._take_replies(data, faults)
 
     def flush(self, faults: Faults) -> float:
-        """Send due items; returns the seconds until the next is due."""
+        """Send due items; return the seconds until the next is due."""
         wait_s = math.inf
         for half in self.halves:
             half.blocked = False
@@ -232,7 +232,7 @@ class Link:
             self._cut_after_replies()
 
     def _count_replies(self, data: bytes) -> int:
-        """Count the replies that end in `data`; returns how many of its bytes may pass."""
+        """Count the replies that end in `data`; return the number of its bytes to forward."""
         ends = self._ends(self.replies, data)
         may_pass = self._replies_passing - self._answered
         self._answered += len(ends)

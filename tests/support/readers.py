@@ -1,4 +1,4 @@
-"""Helpers for tests of readers: streams with known values, and raw keys."""
+"""Helpers for reader tests: streams with known values, and raw keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def value(offset: int) -> bytes:
 
 
 def fill(stream: meteor.Stream, *sizes: int) -> int:
-    """Append frames of these sizes; returns the next offset."""
+    """Append frames of these sizes; return the next offset."""
     with stream.publisher() as pub:  # creates the stream if it does not exist
         end = stream.describe().next
         for size in sizes:
@@ -53,7 +53,7 @@ def drain(sub: meteor.Subscriber, **options: Any) -> list[int]:
 
 
 def everything(client: redis.Redis) -> dict[bytes, tuple[Any, ...]]:
-    """Returns all keys of a server, with their contents and whether they expire."""
+    """Returns all keys on a server, with their contents and whether they expire."""
     found: Any = client.keys("*")
     return {key: (client.dump(key), client.pttl(key) >= 0) for key in sorted(found)}
 
@@ -72,7 +72,7 @@ def frame_name(fields: dict[bytes, bytes]) -> bytes:
 def replace_frame(
     client: redis.Redis, stream: str, entry_id: bytes, payload: bytes, name: bytes | None = None
 ) -> None:
-    """Replace the payload of one frame of the log, and keep everything else."""
+    """Replace the payload of one frame in the log, and keep everything else."""
     found = entries(client, stream)
     client.delete(keys.log(stream))
     for each, fields in found:

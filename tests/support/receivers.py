@@ -1,4 +1,4 @@
-"""Helpers for tests of receivers: recording handlers, and programs that die."""
+"""Helpers for receiver tests: recording handlers, and programs that die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Handler:
 
 
 class Gate:
-    """A handler that blocks on one record until it is opened."""
+    """A handler that blocks on one record until the gate is opened."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset

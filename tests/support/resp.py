@@ -1,4 +1,4 @@
-"""Message boundaries of the Redis protocol in a stream of bytes, for the proxy."""
+"""Finds Redis protocol message boundaries in a byte stream, for the proxy."""
 
 
 class Splitter:
@@ -10,7 +10,7 @@ class Splitter:
     def __init__(self) -> None:
         self._line = b""  # the beginning of an unfinished header line
         self._payload = 0  # bytes still missing from a bulk string, including its CRLF
-        self._open: list[int] = []  # number of missing values of each open aggregate
+        self._open: list[int] = []  # number of values missing from each open aggregate
         self._out_of_band = False  # inside a push message, which is not a reply
 
     def feed(self, data: bytes) -> list[int]:
@@ -39,7 +39,7 @@ class Splitter:
         return ends
 
     def _header(self, line: bytes) -> bool:
-        """Parse one line; returns whether it is a complete value by itself."""
+        """Parse one line; return whether it is a complete value by itself."""
         if not line:
             return False  # an empty line between messages is a keep-alive
         kind = line[:1]
@@ -58,7 +58,7 @@ class Splitter:
         return True  # a simple reply, or a request typed as a line
 
     def _close_aggregates(self) -> bool:
-        """Count a complete value; returns whether the whole message is complete."""
+        """Count a complete value; return whether the whole message is complete."""
         while self._open:
             self._open[-1] -= 1
             if self._open[-1]:

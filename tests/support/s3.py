@@ -30,7 +30,7 @@ BUCKET = "history"
 
 
 class S3:
-    """A server with one empty bucket. Each `uri()` is another folder in it."""
+    """A server with one empty bucket. Each `uri()` call returns a different folder in it."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer  # takes half a second

@@ -1,4 +1,4 @@
-"""Real servers for the library's own tests: those of the testing kit, on TCP, and replicas.
+"""Real servers for the library's own tests: the testing kit's servers, on TCP, and replicas.
 
 The kit uses only redis-py, so the library and its tests cannot share a bug.
 """
@@ -66,13 +66,12 @@ class Server(testing.Server):
         try:
             return super().start()
         except ServerStartFailed as error:
-            # A test that expects an error of the library must not mistake a broken test server for
-            # it.
+            # A test that expects an error from the library must not mistake this error for it.
             raise RuntimeError(str(error)) from error
 
 
 class Replica(Server):
-    """A replica of `master`, linked through `port`: the master's own, or that of a proxy.
+    """A replica of `master`, linked through `port`: the master's own port, or a proxy's.
 
     with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
         replica.wait_in_sync()

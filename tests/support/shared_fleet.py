@@ -1,4 +1,4 @@
-"""A fleet of consumers in other processes, their kills and pauses, and a final check."""
+"""A fleet of consumers in other processes, with kills, pauses and a final check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STUCK_S = 60.0
 
 
 class Fleet:
-    """Consumers, restarted when they die, of a stream with keyed and numbered records."""
+    """Consumers of a stream with keyed and numbered records, restarted when they die."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class Fleet:
         self._paused.clear()
         yield
 
-    def work_off(self, *, every_s: float | None = None) -> None:
-        """Wait until all records are settled, causing faults meanwhile."""
+    def drain(self, *, every_s: float | None = None) -> None:
+        """Wait until all records are settled, causing a fault about every ``every_s`` seconds."""
         end = self.stream.end().offset
         seen, seen_at, next_at = -1, time.monotonic(), time.monotonic()
 
@@ -145,7 +145,7 @@ class Fleet:
                 next_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
             return state.confirmed == end and not state.dead_letters_pending
 
-        eventually(finished, 900, "the group takes too long")
+        eventually(finished, 900, "the group took too long")
         with self.all_awake():
             self.plain.set(STOP, 1)
 

@@ -1,4 +1,4 @@
-"""Throughput of other keys while a consumer holds a hot key, or processes it."""
+"""Throughput for other keys while a consumer holds a hot key, or processes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Case = Literal["held", "worked"]
 
 
 def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) -> float:
-    """Process ``others`` records of other keys, and return the rate."""
+    """Process ``others`` records with other keys, and return the rate."""
     with Queue(url, settings={"capacity": 10_000_000}, max_per_key=32) as queue:
         names = [b"k%d" % (number % 100) for number in range(others)]
         keys = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
@@ -41,7 +41,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
         started = time.perf_counter()
         for thread in threads:
             thread.start()
-        assert done.wait(120), f"{left} records of other keys are missing"
+        assert done.wait(120), f"{left} records with other keys are missing"
         took = time.perf_counter() - started
         for thread in threads:
             thread.join()

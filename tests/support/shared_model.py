@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Model:
-    """The fate, the holder and the number of failures of every record."""
+    """Every record's fate, holder and failure count."""
 
     def __init__(self, *, tries: int, parks: bool, letters: bool) -> None:
         self.tries, self.parks, self.letters = tries, parks, letters
         self.key_of: dict[int, bytes] = {}
-        self.fate: dict[int, str] = {}  # by offset, of settled records
+        self.fate: dict[int, str] = {}  # of each settled record, by offset
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # the consumer of each held record
-        self.bounds: dict[bytes, int] = {}  # the last record that a dead consumer held of a key
-        self.marks: dict[bytes, int] = {}  # records of a key below are purged when scanned
+        self.bounds: dict[bytes, int] = {}  # the last record of a key that a dead consumer held
+        self.marks: dict[bytes, int] = {}  # a key's records below this are purged when scanned
         self.dying: set[int] = set()
         self.stopped: dict[bytes, str] = {}  # keys: "d" (delayed) or "p" (parked)
 

@@ -1,7 +1,7 @@
 """Qpid's stress test for message groups, msg_group_test: generator, checker, stall detector.
 
-A record has its key, its number within the key, and whether it is the last. All receivers share the
-checker: within each key, the numbers must arrive in order, each once, up to the last.
+A record contains its key, its number within the key, and whether it is the last. All receivers
+share the checker: within each key, the numbers must arrive in order, each once, up to the last.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Checker:
         assert self.left == 0
         assert not self._expected
         several = sum(map(len, self._receivers.values())) / max(len(self._receivers), 1)
-        print(f"{len(self._receivers)} keys, {several:.2f} receivers of each")
+        print(f"{len(self._receivers)} keys, {several:.2f} receivers per key")
 
 
 def generate(row: Row, sender: int, rng: random.Random) -> Iterator[tuple[bytes, bytes]]:

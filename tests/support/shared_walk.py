@@ -52,7 +52,7 @@ _SMALL = {
 
 @contextmanager
 def changed_scripts(changes: dict[bytes, bytes]) -> Iterator[None]:
-    """Replace texts in the scripts of steps and maintenance, during the block."""
+    """Replace texts in the step and maintenance scripts during the block."""
     with pytest.MonkeyPatch.context() as patch:
         left = {*changes}
         for script in (SHARED_STEP, SHARED_MAINTAIN):
@@ -126,7 +126,7 @@ class Walk(Model):
         self.shared._protocol.maintain = self.maintain  # type: ignore[method-assign]
         self.hand: Hand | None = None  # in an exchange
         self.told = True  # whether the model knows its settlements
-        self.left = ""  # the consumer of the last maintenance
+        self.left = ""  # the consumer that last called maintain()
         self.publisher = self.stream.publisher()
         self.buried: list[int] = []
         self.next = 0
@@ -258,7 +258,7 @@ class Walk(Model):
         make_due(self.client._connector, self.shared._protocol, part, *members)
 
     def expire(self) -> None:
-        """The lease of a live consumer expires: its later settlements must not count."""
+        """Let a live consumer's lease expire: its later settlements must not count."""
         if len(self.hands) < 2:
             return
         late, other = self.rng.sample(self.hands, 2)
@@ -276,7 +276,7 @@ class Walk(Model):
         refused = late.deliveries.take_refused()
         assert set(refused) == said, "every late settlement must be refused"
         after = self.state()
-        for found in (before, after):  # late rejoins, and may get letters
+        for found in (before, after):  # `late` rejoins, and may get letters
             for part in _OF_CONSUMERS:
                 found.pop(part, None)
         assert after == before, "late settlements must change nothing"
@@ -325,7 +325,7 @@ class Walk(Model):
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
-        """Letters are handed out again, in case the consumer that got them has died."""
+        """Hand out the dead letters again, in case the consumer that got them has died."""
         self.make_due("dying", *self.letters_in_state())
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
@@ -500,7 +500,7 @@ class Walk(Model):
         return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:
-        """Consumers that are alive, or whose records are not all taken back."""
+        """Consumers that are alive, or whose records have not all been taken back."""
         flat: Any = self.plain.hgetall(self.shared._protocol.key("members"))
         return {
             consumer.decode()

@@ -1,4 +1,4 @@
-"""A consumer of a shared group as a process: ``python -m tests.support.shared_worker JSON``.
+"""A shared group consumer as a process: ``python -m tests.support.shared_worker JSON``.
 
 It appends processed offsets to the list ``history`` before it acknowledges them, so the history
 survives the process. It ends when the key ``stop`` exists.

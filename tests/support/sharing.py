@@ -36,7 +36,7 @@ LONG_S = 60.0
 
 
 class Queue:
-    """A stream, a shared group of it, and its consumers; closes everything it opened."""
+    """A stream, one shared group, and the group's consumers. Closes everything that it opened."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Queue:
         return name
 
     def record(self, consumer: meteor.SharedSubscriber, name: str) -> meteor.SharedRecord:
-        """Returns the consumer's last record of that name."""
+        """Returns the consumer's last record with that name."""
         return self._held[consumer][name]
 
     def ack(self, consumer: meteor.SharedSubscriber, *names: str) -> None:
@@ -153,7 +153,7 @@ def check(stream: meteor.Stream, *groups: str) -> None:
 
 
 def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.SharedRecord | None:
-    """Fetch one record, in addition to those that it holds."""
+    """Fetch one record, in addition to those that the consumer holds."""
     prefetcher = consumer._prefetcher
     prefetcher.config = replace(prefetcher.config, prefetch=len(prefetcher.deliveries.holdings) + 1)
     records = consumer.poll(timeout, 1)
@@ -161,7 +161,7 @@ def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.Share
 
 
 def die(consumer: meteor.SharedSubscriber) -> None:
-    """End without leaving, like a killed process, and let the lease expire."""
+    """End a consumer without leaving, like a killed process, and let the lease expire."""
     expire(consumer)
     consumer._closed = True
     consumer._prefetcher.halt()
@@ -173,13 +173,13 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
-    """Let its lease expire now: the next consumer treats it as dead."""
+    """Let a consumer's lease expire now: the next consumer treats it as dead."""
     protocol, deliveries = consumer._shared._protocol, consumer._deliveries
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 
 
 #: Changes numbers in the group's progress. KEYS  1 meta. ARGV  1 the number of changes; then for
-#: each change the place of a number, and what to add to it, or 'x' and its new value.
+#: each change, the place of a number and the amount to add, or 'x' and the new value.
 _CHANGE = b"""
 local format = '<ddddddddddddddddc6c6'
 local p = {struct.unpack(format, redis.call('HGET', KEYS[1], 'progress'))}
@@ -195,7 +195,7 @@ PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
 
 
 def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
-    """Add to numbers of the group's progress, or set them: ``due="x1"``."""
+    """Add to numbers in the group's progress, or set them: ``due="x1"``."""
     flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
     script = _read("_fake") + _CHANGE  # fakeredis lacks struct
     connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)
@@ -270,11 +270,11 @@ class Runner:
 
     def join(self) -> None:
         self.thread.join(30)
-        assert not self.thread.is_alive(), "run() does not return"
+        assert not self.thread.is_alive(), "run() did not return"
 
 
 class Steps:
-    """Records the settlements and requests in the steps of a consumer."""
+    """Records the settlements and requests in a consumer's steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
         protocol = consumer._deliveries.protocol

@@ -1,4 +1,4 @@
-"""A Spark session that the tests of a worker share, and queries on it.
+"""A Spark session that the tests in a worker share, and queries on it.
 
     query = start(stream_of(spark, url, stream="orders"), tmp_path)
     assert offsets(spark, tmp_path) == [...]
@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.support.java import SPARK_PYTHON
 
-#: Seconds for a query to end: many times as long as it needs.
+#: Seconds for a query to end: many times longer than it needs.
 END_S = 100
 #: Spark's Python processes inherit the environment in which Java was started.
 PASSWORD_ENV = "METEOR_TEST_SPARK_PASSWORD"
@@ -84,23 +84,23 @@ def start(frame: DataFrame, folder: Path, *, follow: bool = False) -> StreamingQ
 def run(frame: DataFrame, folder: Path) -> StreamingQuery:
     """Run a query that reads all records that exist now."""
     query = start(frame, folder)
-    assert query.awaitTermination(END_S), "the query does not end"
+    assert query.awaitTermination(END_S), "the query did not end"
     return query
 
 
 def failure(query: StreamingQuery) -> str:
-    """Returns the error of a query that must fail."""
+    """Returns the error from a query that must fail."""
     with pytest.raises(StreamingQueryException) as caught:
         query.awaitTermination(END_S)
     return str(caught.value)
 
 
 def offsets(spark: SparkSession, folder: Path) -> list[int]:
-    """Returns the offsets that the queries of a folder have written, sorted."""
+    """Returns the offsets that the queries in a folder have written, sorted."""
     rows = spark.read.parquet(str(folder / "rows")).select("offset").collect()
     return sorted(row.offset for row in rows)
 
 
 def batches(query: StreamingQuery) -> list[int]:
-    """Returns the number of rows of each micro-batch that had any."""
+    """Returns the number of rows in each micro-batch that had any."""
     return [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]

@@ -4,8 +4,8 @@
         driver.wait()
         assert driver.attempts == [Attempt(1, 0, "127.0.0.2", speculative=False), ...]
 
-Spark speculates (starts a second attempt of a slow task) neither in ``local[...]`` nor on the host
-of the first attempt, and all workers of ``local-cluster[...]`` are on one host.
+Spark speculates (starts a second attempt of a slow task) neither in ``local[...]`` nor on the
+first attempt's host, and all workers in ``local-cluster[...]`` are on one host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.support.waiting import eventually
 
 SOURCE, TARGET = "source", "target"
 TASKS = 4
-#: Rows of a task and their size, large enough that some are sent before the last is produced.
+#: Rows per task and their size, large enough that some are sent before the last is produced.
 TASK_ROWS, ROW_BYTES = 1000, 2000
-#: Seconds for the program to end: many times as long as it needs, for loaded machines.
+#: Seconds for the program to end: many times longer than it needs, for loaded machines.
 END_S = 250
 
 _ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ class _Process:
 
 
 class Cluster:
-    """A master, and two workers of two cores on two hosts."""
+    """A master, and two workers with two cores each, on two hosts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -155,7 +155,7 @@ class Driver:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All attempts of tasks, in the order of their start."""
+        """All task attempts, in the order in which they started."""
         (file,) = self._events.iterdir()
         events = [json.loads(line) for line in file.read_text().splitlines()]
         started = [
@@ -173,7 +173,7 @@ class Driver:
 
 
 def main(master: str, url: str, folder: str) -> None:
-    """Copy the source in two batches, then write a table of a third as many rows with a txnId."""
+    """Copy the source in two batches, then write a table with a third as many rows and a txnId."""
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import udf
 
@@ -219,7 +219,7 @@ def main(master: str, url: str, folder: str) -> None:
 
 
 class _Slow:
-    """Slows down the first attempt of the first task of each job, after some rows are staged.
+    """Slows down the first attempt at each job's first task, after some rows are staged.
 
     In the second job the first attempt never continues, and Spark kills it. In the other jobs, both
     attempts wait for each other and continue, and Spark decides which one counts.

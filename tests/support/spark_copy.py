@@ -1,4 +1,4 @@
-"""A Spark program that copies a stream to another, for tests that kill it.
+"""A Spark program that copies one stream to another, for tests that kill it.
 
     with Copy(url, folder, rows_per_batch=100, follow=True) as copy:
         ...
@@ -24,7 +24,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON
 from tests.support.waiting import eventually
 
 SOURCE, TARGET = "source", "target"
-#: Seconds for the program to end: many times as long as it needs, for loaded machines.
+#: Seconds for the program to end: many times longer than it needs, for loaded machines.
 END_S = 100
 
 
@@ -36,7 +36,7 @@ def fill(m: meteor.Client, count: int) -> None:
 
 
 class Copy:
-    """The program in a separate process, with its Java."""
+    """The program in a separate process, with its Java process."""
 
     def __init__(self, url: str, folder: Path, **orders: Any) -> None:
         folder.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def run(
     query.awaitTermination()
     application = spark.sparkContext.applicationId
     spark.stop()
-    # Workers of a local cluster always write their logs there.
+    # Workers in a local cluster always write their logs there.
     shutil.rmtree(Path(pyspark.__file__).parent / "work" / application, ignore_errors=True)
 
 

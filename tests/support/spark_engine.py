@@ -1,7 +1,7 @@
 """A stand-in for Spark's engine, which calls a streaming source or a sink task as Spark does.
 
 Like Spark's, it asks for the initial offset repeatedly, plans twice, reads with a reader that was
-pickled before the run, commits late, and compares offsets as JSON. A test may let it crash between
+pickled before the run, commits late, and compares offsets as JSON. A test can make it crash between
 any two of these steps.
 """
 
@@ -41,7 +41,7 @@ def own_process() -> Iterator[None]:
 
 
 class Checkpoint:
-    """Spark's checkpoint: the planned batches, and how many of them are done."""
+    """Spark's checkpoint: the planned batches, and the number of completed ones."""
 
     def __init__(self) -> None:
         self.planned: list[str] = []
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Engine:
-    """One run of a query in this process. `stop` ends it; dropping it is a crash."""
+    """One run of a query in this process. `stop` ends it; dropping it simulates a crash."""
 
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint
@@ -75,7 +75,7 @@ class Engine:
         return same
 
     def begin(self) -> None:
-        """Run the first batch of a query, which only puts its start into the checkpoint."""
+        """Run the first batch of a query, which only saves its start in the checkpoint."""
         if not self.kept.planned:
             assert self._plan(), "the first batch is always planned"
         if not self.kept.done:
@@ -83,7 +83,7 @@ class Engine:
             self.kept.done = 1
 
     def plan(self) -> bool:
-        """Plan the next batch with records; returns False if there are none."""
+        """Plan the next batch with records; return False if there are none."""
         self.begin()
         return self._plan()
 
@@ -123,7 +123,7 @@ class Engine:
         return rows
 
     def batch(self) -> list[int]:
-        """Run a micro-batch, planned by an earlier run or now; returns its offsets."""
+        """Run a micro-batch, planned by an earlier run or now; return its offsets."""
         self.begin()
         if self.kept.done == len(self.kept.planned) and not self._plan():
             return []
@@ -133,7 +133,7 @@ class Engine:
 
 
 class Task:
-    """A TaskContext. It is the same for all attempts of a task, even after a restart."""
+    """A TaskContext. It is the same for all attempts at a task, even after a restart."""
 
     def __init__(self, batch: int, partition: int = 0, run: str = "run") -> None:
         self._partition = partition

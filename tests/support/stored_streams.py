@@ -18,14 +18,14 @@ NAME = "kept"
 
 
 def kept(client: meteor.Client, root: Path, **settings: Any) -> meteor.Stream:
-    """Open a stream with a store in files and without a background archiver."""
+    """Open a stream with a file store and without a background archiver."""
     defaults: dict[str, Any] = {"capacity": 10, "store": root, "archive": False}
     return client.stream(NAME, **defaults | settings)
 
 
 @contextmanager
 def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver]:
-    """Run an archiver during the block that writes records at once."""
+    """During the block, run an archiver that writes records at once."""
     archiver = stream.archiver(**{"segment_age": 0.0} | options)
     archiver.start()
     try:
@@ -35,7 +35,7 @@ def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver
 
 
 def archive(stream: meteor.Stream) -> int:
-    """Archive all records, in one segment if they are few; returns the end."""
+    """Archive all records, in one segment if they are few; return the end."""
     with archiving(stream, segment_age=1e6):
         return stream.store.flush()
 
@@ -51,7 +51,7 @@ def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
 
 
 def read_all(stream: meteor.Stream, *span: Any) -> list[int]:
-    """Returns the offsets of ``stream.read``, after checking the values."""
+    """Returns the offsets from ``stream.read``, after checking the values."""
     return list(chain.from_iterable(check_values(batch) for batch in stream.read(*span)))
 
 
@@ -60,19 +60,19 @@ def records_of(stream: meteor.Stream, *span: Any) -> list[meteor.Record]:
 
 
 def segments(root: Path) -> list[Path]:
-    """Returns the files with records, in the order of offsets."""
+    """Returns the files with records, in offset order."""
     return sorted(root.rglob("*.parquet"))
 
 
 def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
-    """Returns the reader of a subscriber's store."""
+    """Returns a subscriber's store reader."""
     store = sub._fetcher.buffer._log._store
     assert store is not None, "the stream has no store"
     return store._batches
 
 
 def read_straight(sub: meteor.Subscriber) -> list[int]:
-    """Read until a batch of the store was fetched in advance; returns the offsets."""
+    """Read until a batch from the store has been fetched in advance; return the offsets."""
     offsets: list[int] = []
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))

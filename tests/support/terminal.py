@@ -80,12 +80,12 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size of the window."""
+        """Resize the window."""
         self._screen.resize(rows, columns)
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, what: str | Callable[[Terminal], bool]) -> None:
-        """Wait until the screen shows a text, or a condition on the terminal holds."""
+        """Wait until the screen shows a text, or a condition on the terminal is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not (what in self.text if isinstance(what, str) else what(self)):
             if time.monotonic() > deadline or not self._read(deadline):
@@ -95,11 +95,11 @@ class Terminal:
         """Wait until the command has ended, and return its exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self._read(deadline):
-            assert time.monotonic() < deadline, f"The command does not end:\n{self.text}"
+            assert time.monotonic() < deadline, f"The command did not end:\n{self.text}"
         return self.process.wait(PATIENCE_S)
 
     def _read(self, deadline: float) -> bool:
-        """Read more output; returns False at its end."""
+        """Read more output; return False at its end."""
         if not select.select([self._fd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             return True
         try:

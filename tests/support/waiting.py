@@ -19,7 +19,7 @@ def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
 def running_threads() -> int:
     """Returns the number of running threads, and makes ``threading`` forget those not started.
 
-    It keeps a thread whose start was interrupted.
+    Otherwise ``threading`` would keep a thread whose start was interrupted.
     """
     unstarted = [thread for thread in threading.enumerate() if thread.ident is None]
     for thread in unstarted:

@@ -1,8 +1,8 @@
-"""The assignment of tests to the processes of `make test`.
+"""Assigns tests to the processes of `make test`.
 
 A Spark session takes seconds to start and uses all processors. One process runs all tests that
 share a session; another runs those that start their own, one at a time. Both start first and end
-before the rest. (The marks of pytest-xdist for ``--dist loadgroup`` have no effect on pytest 9.)
+before the rest. (pytest-xdist's marks for ``--dist loadgroup`` have no effect in pytest 9.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
         """A scheduler that continues after a process has died, for example because its test hung.
 
-        The scheduler of pytest-xdist 3.8 repeats the test that caused the death, and waits forever
+        pytest-xdist 3.8's scheduler repeats the test that caused the death, and waits forever
         for groups that have no tests left.
         """
 
@@ -54,7 +54,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str, root: Path) -> str:
-    """Returns the group of a test, which one process runs; most tests are groups of one."""
+    """Returns a test's group, which one process runs. Most groups have only one test."""
     if "spark" not in nodeid:
         return nodeid
     return "shared" if shares(root / nodeid.partition("::")[0]) else "own"
@@ -62,5 +62,5 @@ def group_of(nodeid: str, root: Path) -> str:
 
 @cache
 def shares(path: Path) -> bool:
-    """Returns whether the tests of a file use the fixture ``spark``."""
+    """Returns whether a file's tests use the ``spark`` fixture."""
     return path.exists() and "spark: SparkSession" in path.read_text()

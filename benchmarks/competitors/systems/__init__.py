@@ -17,13 +17,13 @@ BULK = 10_000
 
 class Publisher(Protocol):
     def send(self, value: bytes) -> None:
-        """Publish one record. Returns before the server has acknowledged it, if the client can."""
+        """Publish one record. If the client can, return before the server acknowledges it."""
 
     def send_all(self, values: Sequence[bytes]) -> None:
         """Publish records with one call each, and wait until all are acknowledged."""
 
     def send_bulk(self, values: Sequence[bytes]) -> None:
-        """Publish records in the client's fastest way, and wait until all are acknowledged."""
+        """Publish records the client's fastest way, and wait until all are acknowledged."""
 
     def flush(self) -> None:
         """Wait until all records are acknowledged."""
@@ -33,10 +33,10 @@ class Publisher(Protocol):
 
 class Consumer(Protocol):
     def to_end(self) -> None:
-        """Get ready for records that are published from now on."""
+        """Prepare to read records that are published from now on."""
 
     def to_start(self) -> None:
-        """Read from the first record on."""
+        """Start reading at the first record."""
 
     def poll(self) -> Sequence[bytes]:
         """Return the values that are available, waiting about a second for the first."""
@@ -50,7 +50,7 @@ class System(Protocol):
 
     @property
     def durability(self) -> str:
-        """Where a record is when it is acknowledged."""
+        """Where a record is stored when it is acknowledged."""
 
     def fresh(self) -> System:
         """Return this system with an empty stream."""

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 class EventLoop:
-    """One event loop that runs only during calls of ``run``."""
+    """One event loop that runs only during ``run`` calls."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

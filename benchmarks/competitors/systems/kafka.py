@@ -28,7 +28,7 @@ class Kafka:
     acks: str = "1"
     linger_ms: float = 5
     compression: str = "none"
-    #: Whether the consumer returns each record at once instead of gathering many.
+    #: Whether the consumer returns each record at once instead of gathering a batch.
     at_once: bool = False
     topic: str = ""
 
@@ -48,7 +48,7 @@ class Kafka:
             if found.error is None and found.partitions and found.partitions[0].leader >= 0:
                 return replace(self, topic=topic)
             time.sleep(0.05)
-        raise TimeoutError(f"Topic {topic} has no leader after {_ADMIN_S:g} seconds.")
+        raise TimeoutError(f"Topic {topic} had no leader after {_ADMIN_S:g} seconds.")
 
     def count(self) -> int:
         consumer = KafkaConsumer(self)

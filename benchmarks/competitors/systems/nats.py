@@ -11,7 +11,7 @@ from benchmarks.competitors.systems.event_loop import EventLoop
 
 _STREAM = "bench"
 _SUBJECT = "bench.records"
-#: Maximum number of unacknowledged records; more make the client slower.
+#: Maximum number of unacknowledged records; a higher limit makes the client slower.
 _PENDING = 4_000
 
 

@@ -1,1 +1,1 @@
-"""Parsing of the command line: positions, times, keys, sizes, input."""
+"""Command-line parsing: positions, times, keys, sizes and input."""

@@ -1,4 +1,4 @@
-"""Shell completion of the names of streams, groups and members."""
+"""Shell completion for stream, group and member names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 
 #: Valid names. A server may hold other names, which a shell could execute as part of a command.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
-#: Targets of a message, and the prefix for a member whose id is the same word as a target.
+#: Message targets, and the prefix for a member whose id is also a target keyword.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
 #: Seconds to wait for a server.
@@ -28,11 +28,11 @@ _PATIENCE_S = 1.0
 
 
 def _completer(find: Callable[[Client, str | None], list[str]], parent: str | None) -> Completer:
-    """Returns a completer that offers the names that ``find`` returns.
+    """Returns a completer that offers the names returned by ``find``.
 
     Args:
         find: Called with a client and the value of ``parent``.
-        parent: The argument on which the names depend. While it is missing, offers nothing.
+        parent: The argument that the names depend on. If it is missing, there are no completions.
     """
 
     def find_names(session: Session, above: str | None) -> list[str]:
@@ -56,7 +56,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         try:
             names = find_names(context.find_object(Session) or Session(), above)
         except Exception:
-            return []  # the shell would print an error message in the command line
+            return []  # the shell would print an error message on the command line
         fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
         return [CompletionItem(name) for name in fitting]
 
@@ -84,7 +84,7 @@ member = _completer(_members, "group")
 def target(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Completes the target of a message."""
+    """Completes a message target."""
     ids = [item.value for item in member(context, option, "")]
     names = [f"{BY_ID}{name}" if name in _TARGETS else name for name in ids]
     return [CompletionItem(name) for name in (*_TARGETS, *names) if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Parsing of records: values, headers, and lines from a pipe, a file or a terminal."""
+"""Parses input into records: values, headers, and lines from a pipe, a file or a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Bytes to read at a time.
 BLOCK = 1024 * 1024
-#: Characters of invalid input that an error message quotes.
+#: Number of characters of invalid input to quote in an error message.
 _QUOTED_MAX = 60
 
 
@@ -42,7 +42,7 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
             yield lines
         if len(rest) > limit:
             raise ValueError(
-                f"A line of the input is longer than {limit:,} bytes. Raise --max-bytes, or use "
+                f"A line in the input is longer than {limit:,} bytes. Raise --max-bytes, or use "
                 "--whole to publish the input as one record."
             )
     if rest:
@@ -72,7 +72,7 @@ def _read(fd: int) -> bytes:
 
 
 def to_bytes(text: str) -> bytes:
-    """Returns the bytes of a command-line argument, which may be invalid UTF-8."""
+    """Returns a command-line argument as bytes, which may be invalid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 
@@ -86,7 +86,7 @@ def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
 
 
 def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
-    """Parses the body of a message or a topic: JSON if it is valid JSON, otherwise text.
+    """Parses a message body or a topic: as JSON if it is valid JSON, otherwise as text.
 
     Raises:
         click.BadParameter: The text starts like JSON but is invalid, probably because of a typo.
@@ -115,7 +115,7 @@ def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
 
 
 class RecordParser:
-    """Converts input into records that the codec of the stream can decode."""
+    """Converts input into records that the stream's codec can decode."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """Converts values or lines. ``number`` is the number of the first, for errors."""
+        """Converts values or lines. ``number`` is the number of the first one, for errors."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:
@@ -151,7 +151,7 @@ class RecordParser:
         return self._jsonl.Columns(values, keys, headers, None)
 
     def records(self, lines: list[bytes], number: int) -> Columns:
-        """Converts lines of ``meteor tail --json``. ``number`` is the number of the first."""
+        """Converts the output of ``meteor tail --json``. ``number`` is the first line's number."""
         return self._jsonl.decode(lines, number, self._check)
 
     def _encode(self, values: list[bytes], number: int) -> list[bytes]:
@@ -161,7 +161,7 @@ class RecordParser:
                 encoded.append(self._encode_one(value))
             except ValueError as error:
                 raise self._jsonl.Unreadable(
-                    f"Record {number + index} of the input is invalid: {error}", index
+                    f"Record {number + index} in the input is invalid: {error}", index
                 ) from None
         return encoded
 

@@ -1,7 +1,7 @@
 r"""Ordering keys as text.
 
 Bytes that are not text, or not safe for a terminal, are written as ``\xNN``, and a backslash as
-``\\``. So users can pass the text of a key back to a command, in single quotes for the shell.
+``\\``. Users can therefore pass a key's text back to a command, in single quotes for the shell.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def show_key(key: bytes) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    r"""Parses a key; raises ``ValueError`` for a backslash that starts no escape.
+    r"""Parses a key; raises ``ValueError`` if a backslash does not start an escape.
 
     >>> parse_key(r"a\x00\\")
     b'a\x00\\'
@@ -56,7 +56,7 @@ def parse_key(text: str) -> bytes:
 
 
 class KeyType(click.ParamType[bytes]):
-    """The argument KEY of commands that have a flag ``--hex``."""
+    """The KEY argument of commands that have a ``--hex`` flag."""
 
     name = "key"
 
@@ -70,7 +70,7 @@ class KeyType(click.ParamType[bytes]):
             why = "it is not hexadecimal" if as_hex else str(error)
             self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
         if not 1 <= len(found) <= 256:
-            self.fail(f"An ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
+            self.fail(f"Ordering keys must have 1 to 256 bytes, not {len(found)}.", param, context)
         return found
 
 

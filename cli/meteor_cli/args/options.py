@@ -18,7 +18,7 @@ Decorator = Callable[[Any], Any]
 
 
 class Option(click.Option):
-    """An option that shows the range of a number only in errors, not in the help."""
+    """An option that shows a number's range only in errors, not in the help."""
 
     def get_help_extra(self, context: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(context)
@@ -27,7 +27,7 @@ class Option(click.Option):
 
 
 class Parsed(click.ParamType[T]):
-    """A parameter type made from a parser. The user sees the parser's ``ValueError``."""
+    """A parameter type based on a parser. The user sees the text of its ``ValueError``."""
 
     def __init__(self, name: str, parse: Callable[[str], T]) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Parsed(click.ParamType[T]):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Combines options and arguments, in this order."""
+    """Combines options and arguments in the given order."""
 
     def decorate(function: Any) -> Any:
         for each in reversed(decorators):
@@ -75,7 +75,7 @@ def seconds(
 
 
 def interval(default: float) -> Decorator:
-    help = f"Time between two updates. Default: {default:g}."
+    help = f"Time between updates. Default: {default:g}."
     return seconds("--interval", min=0.1, max=3600, default=default, help=help)
 
 
@@ -109,7 +109,7 @@ rule = Parsed("rule", parse_rule)
 compression = click.option(
     "--compression",
     type=click.Choice(["none", "lz4", "zstd"]),
-    help="Compression of frames. Default: none.",
+    help="Frame compression. Default: none.",
 )
 
 stream_name = click.argument("stream", shell_complete=completion.stream)

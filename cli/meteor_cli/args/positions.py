@@ -9,8 +9,7 @@
 
 A TIME is a number of ms (13 digits) or seconds since 1970, a date, an RFC 3339 time
 (``2026-11-16T14:30:00Z``), ``now``, or a duration before now: ``-1h30m`` (units ms, s, m, h, d, w).
-A time without a zone is local time. The command compares times with the time at which the server
-appended a record.
+A time without a zone is local time. Times refer to when the server appended a record.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Position:
     time: datetime | None = None
 
     def resolve(self, stream: meteor_py.Stream) -> int:
-        """Returns the offset in a stream. +N and -N stay within its bounds."""
+        """Resolves the position to an offset. +N and -N stay within the stream's bounds."""
         if self.time is not None:
             return stream.offset_at(self.time)
         first, end = stream.bounds()
@@ -98,7 +97,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
 
 
 def _guess(text: str) -> str | None:
-    """Returns the position that the user may have meant: another tool's word, or a typo."""
+    """Returns the position that the user probably meant by a typo or another tool's word."""
     if text in _OTHER_WORDS:
         return _OTHER_WORDS[text]
     for candidate in (f"@{text}", text.replace(":", "..", 1)):

@@ -1,4 +1,4 @@
-"""Parsing of sizes such as 10MB."""
+"""Parses sizes such as 10MB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsing of times such as 2026-11-16 and -1h, and of durations such as 30d."""
+"""Parses times such as 2026-11-16 and -1h, and durations such as 30d."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h
 
 
 def parse_time(text: str, now: datetime | None = None, since: datetime | None = None) -> datetime:
-    """Parses ms in 13 digits, seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
+    """Parses ms (13 digits) or seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
 
     Args:
         text: The time; local time if it has no zone.
-        now: The meaning of ``now``; time-zone aware.
-        since: The start of a range, to which a duration without a minus (``1h``) is added.
+        now: The current time, with a time zone.
+        since: The start of a range, to which a duration without a minus sign (``1h``) is added.
 
     >>> parse_time("-1h", datetime(2026, 11, 16, 12, tzinfo=UTC)).hour
     11

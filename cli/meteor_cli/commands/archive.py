@@ -1,4 +1,4 @@
-"""``meteor archive``: archives streams, and maintains their stores."""
+"""``meteor archive``: archives streams and maintains their stores."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from meteor_cli.session import Session
 if TYPE_CHECKING:
     from meteor_py import Archiver, Client, Description, SegmentDescription, Stream
 
-#: Seconds between two reports on a stream.
+#: Seconds between reports on a stream.
 _REPORT_S = 1.0
-#: Seconds without progress after which ``--once`` fails. Long enough for the lease of a killed
-#: archiver to expire, and for the upload of a large file.
+#: Seconds without progress after which ``--once`` fails. Long enough for a killed
+#: archiver's lease to expire, and for a large file to be uploaded.
 _PATIENCE_S = 60.0
 
 _store = click.option(
-    "--store", metavar="URI", help="Address of the store, if it was moved or contains a password."
+    "--store",
+    metavar="URI",
+    help="Address of the store. Needed if the store was moved or the address has a password.",
 )
 
 
 @click.group(cls=Group)
 def archive() -> None:
-    """Archive streams, and maintain their stores."""
+    """Archive streams and maintain their stores."""
 
 
 @command(
@@ -70,13 +72,13 @@ def run(
     """Archive streams in the foreground until Ctrl-C.
 
     Without names, archives all streams that have a store when the command starts. You can run
-    several archivers. For each stream one is active, and the others wait to take over.
+    several archivers. For each stream, one is active and the others wait to take over.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     if not session.verbose:  # an archiver only logs the errors that it survives
         logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
-        if streams:  # fails before any is started
+        if streams:  # fail before starting any archiver
             archivers = [_archiver(m, name, store, given) for name in dict.fromkeys(streams)]
         else:
             archivers = _find_all(m, store, given)
@@ -111,7 +113,7 @@ def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Ar
 
 
 class _ArchiverReport:
-    """Reports the progress of one archiver."""
+    """Reports one archiver's progress."""
 
     def __init__(self, archiver: Archiver) -> None:
         self.archiver = archiver
@@ -122,7 +124,7 @@ class _ArchiverReport:
         """Reports changes; returns whether the archiver is alive."""
         from meteor_py import MeteorError
 
-        alive = self.archiver.alive  # read first, so that its last progress is reported
+        alive = self.archiver.alive  # read first, so that the archiver's last progress is reported
         try:
             self._report(self.archiver.stream.describe())
         except MeteorError:
@@ -205,7 +207,7 @@ def _flush(archiver: Archiver) -> None:
 @options.json_lines
 @_store
 def list_segments(session: Session, stream: str, as_json: bool, store: str | None) -> None:
-    """List the archive files of a stream, in offset order."""
+    """List a stream's archive files in offset order."""
     with session.stream(stream, store=store, archive=False) as opened:
         archive = opened.store
         found, end = archive.segments(), archive.bounds()[1]
@@ -249,7 +251,7 @@ def verify(session: Session, stream: str, as_json: bool, store: str | None) -> N
 @command("compact", example="meteor archive compact orders --max-bytes 1GiB")
 @options.stream_name
 @options.count("--max-records", help="Maximum records per file. Default: 1,000,000.")
-@options.size("--max-bytes", min=1, help="Maximum size of a file. Default: 256MiB.")
+@options.size("--max-bytes", min=1, help="Maximum file size. Default: 256MiB.")
 @_store
 def compact(session: Session, stream: str, store: str | None, **limits: int | None) -> None:
     """Merge small files into larger ones.
@@ -353,7 +355,7 @@ def _print_segments(segments: Sequence[SegmentDescription]) -> None:
 
 
 def _name(file: str) -> str:
-    """Returns the last part of a path or URI. The query of a URI may contain slashes, too."""
+    """Returns the last part of a path or URI. A URI's query may also contain slashes."""
     return (file.partition("?")[0] if "://" in file else file).rpartition("/")[2]
 
 

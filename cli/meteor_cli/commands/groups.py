@@ -105,7 +105,7 @@ def active(stream: Stream, group: GroupDescription) -> GroupActive:
 
 
 def print_groups(found: Sequence[tuple[str, GroupDescription]]) -> None:
-    """Prints a table of groups, each with the name of its stream."""
+    """Prints a table of groups, each with its stream's name."""
     rows = []
     for stream, group in found:
         owner = group.owner

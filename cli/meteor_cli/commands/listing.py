@@ -21,7 +21,7 @@ Found = tuple[list[T], bool]
 def read_streams(
     m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """Calls ``read`` for each stream of a server, or only for ``only``; returns all results."""
+    """Calls ``read`` for each stream on a server, or only for ``only``; returns all results."""
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:

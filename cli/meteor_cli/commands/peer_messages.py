@@ -27,7 +27,7 @@ JSON: '{"id": 7}', 7, '"text"', null. Anything else is text, unless it starts
 with {, [ or ", which needs --text. The default is null.
 """.strip("\n")
 _TARGET = """
-any, all, leader, or the id of a member. If an id is one of these words, write
+any, all, leader, or a member id. If an id is one of these words, write
 member: before it, as in member:all.
 """.strip("\n")
 _MORE = {"BODY": _BODY, "TARGET": _TARGET}
@@ -37,7 +37,7 @@ def _text(what: str) -> options.Decorator:
     return options.flag("--text", "as_text", help=f"Send {what} as text, even if it is JSON.")
 
 
-#: The arguments of a message, and its first options.
+#: Arguments and first options of the message commands.
 _message = options.together(
     options.peer_group_name,
     click.argument("queue"),
@@ -48,7 +48,7 @@ _message = options.together(
         default="any",
         metavar="TARGET",
         shell_complete=completion.target,
-        help="Receiver: any, all, leader, or the id of a member. Default: any.",
+        help="Receiver: any, all, leader, or a member id. Default: any.",
     ),
 )
 
@@ -58,7 +58,7 @@ def _timeout(help: str, default: float) -> options.Decorator:
     return options.seconds("--timeout", positive=True, max=86_400, default=default, help=help)
 
 
-#: The last options of a message.
+#: Last options of the message commands.
 _handling = options.together(
     options.count(
         "--priority",
@@ -141,7 +141,7 @@ def _deliver(
     as_text: bool,
     **settings: Any,
 ) -> Any:
-    """Delivers a message and returns the reply. Without a reply, the error suggests a reason."""
+    """Delivers a message and returns the reply. If none arrives, the error suggests a reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
     value = parse_body(body, "BODY", as_text=as_text)
@@ -193,7 +193,7 @@ meteor peers propose workers upgrade --kind consensus --timeout 30""",
     metavar="KIND",
     help="Votes needed: majority, consensus (all members), or a number. Default: majority.",
 )
-@_timeout("How long members may vote.", _VOTE_S)
+@_timeout("How long members can vote.", _VOTE_S)
 @options.json_object
 def propose(
     session: Session,

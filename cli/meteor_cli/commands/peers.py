@@ -36,7 +36,7 @@ def peers() -> None:
 @command("ls", example="meteor peers ls")
 @options.json_lines
 def list_peers(session: Session, as_json: bool) -> None:
-    """List all peer groups, with their leaders."""
+    """List all peer groups and their leaders."""
     from meteor_py import PeerGroupNotFound
     from meteor_py.peers.protocol import PeerProtocol
 
@@ -120,7 +120,7 @@ meteor peers watch workers --json | jq -c 'select(.event == "elected")'""",
 def watch_peers(session: Session, group: str, as_json: bool) -> None:
     """Print the state of a group, then a line for each event.
 
-    Reports elections, votes, outages of the server, and members that join, leave, die or come back.
+    Reports elections, votes, server outages, and members that join, leave, die or come back.
     All observers see the same events in the same order, numbered without gaps.
     """
     with session.peer_group(group) as opened:
@@ -183,9 +183,9 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
-    Either the receiver did not know the type of the message, or the message was delivered too
-    often without being settled, or no member was left for it. The group keeps about the last
-    thousand.
+    Either the receiver did not know the message's type, or the message was delivered too often
+    without being settled, or no member was left to receive it. The group keeps about a thousand
+    such messages, the most recent ones.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()

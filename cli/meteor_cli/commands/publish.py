@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meteor_py import ManyAck
 
 _MAX_BYTES = 1024 * 1024
-#: How long to retry a record, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to retry a record, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
@@ -42,7 +42,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
 @click.option("--jsonl", "source", flag_value="jsonl", help="Read the output of `tail --json`.")
 @click.option("--whole", "source", flag_value="whole", help="Publish the input as one record.")
 @options.flag("-0", "--null", help="Lines end with NUL instead of newline.")
-@click.option("-k", "--key", metavar="KEY", help="Key of all records.")
+@click.option("-k", "--key", metavar="KEY", help="Key for all records.")
 @click.option(
     "-K", "--key-separator", metavar="TEXT", help="Split each line into key and value at TEXT."
 )
@@ -53,7 +53,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     multiple=True,
     metavar="NAME=VALUE",
     callback=lambda _context, _option, given: parse_headers(given),
-    help="Header of all records; can be repeated.",
+    help="Header for all records; can be repeated.",
 )
 @options.compression
 @options.count("--acks", min=0, default=0, help="Wait for N replicas. Default: 0.")
@@ -61,7 +61,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     "--max-bytes",
     max=32 * _MAX_BYTES,
     default=_MAX_BYTES,
-    help="Maximum size of a record, with key and headers. Default: 1 MiB; at most 32 MiB.",
+    help="Maximum record size, including key and headers. Default: 1 MiB; at most 32 MiB.",
 )
 @click.option("--create/--no-create", default=True, help="Create the stream if it is missing.")
 @options.count("--capacity", help="Capacity of a new stream. Default: 10,000.")
@@ -208,7 +208,7 @@ class Tally:
     def __init__(self, stream: meteor_py.Stream, patience_s: float) -> None:
         self._stream = stream
         self._patience_s = patience_s
-        #: Acks with their numbers of records; bounded by the publisher's memory limit.
+        #: Acks, each with its record count; bounded by the publisher's memory limit.
         self._waiting: deque[tuple[ManyAck, int]] = deque()
         self._since = time.monotonic()
         self._first: int | None = None
@@ -245,7 +245,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Counts a batch that is not settled. Returns how many outcomes are unknown."""
+        """Counts an unsettled batch; returns the number of unknown outcomes."""
         from meteor_py import OutcomeUnknown
 
         before = self.count

@@ -35,11 +35,11 @@ meteor server --private --tcp  # a temporary server, for any client"""
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where to keep the data. Default: the directory of your personal server.",
+    help="Where to keep the data. Default: your personal server's directory.",
 )
 @options.flag("--private", help="Keep the data in memory only, and discard it at the end.")
 @options.flag(
-    "--tcp", help="Also listen on a port of 127.0.0.1. The URL then contains the password."
+    "--tcp", help="Also listen on a TCP port on 127.0.0.1. The URL then contains the password."
 )
 def server(session: Session, directory: Path | None, private: bool, tcp: bool) -> None:
     """Run a server until Ctrl-C, and print its URL.
@@ -62,7 +62,7 @@ def server(session: Session, directory: Path | None, private: bool, tcp: bool) -
             _introduce(session, running, private=private, tcp=tcp, default=is_default)
             while True:
                 _wait_for_end(running)
-                say("the server ended unexpectedly." + (" Its data is lost." if private else ""))
+                say("the server ended unexpectedly." + (" Its data was lost." if private else ""))
                 running.reach(max(session.timeout, _START_S))
                 say(f"restarted it as process {running.pid}.")
         finally:

@@ -37,8 +37,8 @@ in single quotes: 'cart-\xff'. Or use --hex.
 def shared() -> None:
     """Inspect shared groups; purge and resume ordering keys.
 
-    The consumers of a shared group work in parallel, and process the records of each ordering key
-    in order. Use `meteor groups rm` to delete a shared group.
+    A shared group's consumers work in parallel, and process each ordering key's records in order.
+    Use `meteor groups rm` to delete a shared group.
     """
 
 
@@ -195,7 +195,7 @@ def purge(
 ) -> None:
     """Settle the waiting records of an ordering key without processing them.
 
-    Does not affect records that a consumer holds. Other groups still get the records.
+    Does not affect records that a consumer holds. Other groups still receive the records.
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
@@ -244,7 +244,7 @@ def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) 
 @options.shared_group_of_stream
 @options.json_lines
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
-    """Check the state of a shared group for contradictions.
+    """Check a shared group's state for contradictions.
 
     The exit status is 1 if there are any. Checking a large group keeps the server busy for a
     moment.
@@ -345,7 +345,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
 
 
 def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns sentences about consumers that hold keys for which records wait."""
+    """Returns sentences about consumers that hold keys with waiting records."""
     owned = [key for key in keys if key.state == "owned"]
     owners = {key.owner or "a consumer" for key in owned}
     why: list[str] = []

@@ -188,7 +188,7 @@ meteor streams configure orders --ordering-key key""",
 def configure_stream(
     session: Session, stream: str, dry_run: bool, yes: bool, **settings: Any
 ) -> None:
-    """Change settings of a stream. A smaller ring drops its oldest records immediately."""
+    """Change a stream's settings. A smaller ring drops its oldest records immediately."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not given:
         raise click.UsageError("Nothing to change. Pass a setting, such as --capacity.")
@@ -212,7 +212,7 @@ def configure_stream(
 
 
 def _tightens(found: Description, given: dict[str, Any]) -> bool:
-    """Returns whether a limit of the ring is new, or lower than before."""
+    """Returns whether a ring limit is new or lower than before."""
     return any(
         0 < (given.get(name) or 0) < (getattr(found.config, name) or float("inf"))
         for name in ("max_age", "max_bytes")
@@ -270,7 +270,7 @@ def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None
         if not apply:
             stops = "Publishing" if found.blocked else "Reading"
             say(
-                f"stream {stream!r} has {what} besides {kept}. {stops} is stopped. Repair it with "
+                f"stream {stream!r} has {what} besides {kept}. {stops} has stopped. Repair it with "
                 f"`meteor streams repair {stream} --apply`."
             )
             raise click.exceptions.Exit(1)

@@ -38,12 +38,12 @@ _BATCH = 10_000
 _CHUNK_BYTES = 1024 * 1024
 #: Seconds to wait for records before checking that the output still has a reader.
 _POLL_S = 1.0
-#: Records to scan first, and at most at a time, when searching backwards for matching records.
+#: Records in the first scan, and the maximum per scan, when searching backwards for matches.
 _SCAN, _SCAN_MAX = 10_000, 1_000_000
 
 
 class CountType(click.IntRange):
-    """A number of records. Rejects ``+N``, which has another meaning in tail(1)."""
+    """A number of records. Rejects ``+N``, which means something else in tail(1)."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, context: click.Context | None
@@ -184,7 +184,7 @@ def _header(text: str) -> tuple[str, bytes | None]:
 
 @dataclass
 class Bounds:
-    """The limits at which to stop, whichever is reached first."""
+    """Limits at which to stop; the first one reached applies."""
 
     #: The offset at which to stop, exclusive.
     stop: int | None = None
@@ -211,7 +211,7 @@ class Tailer:
         self._chunk = 1
         self._waiting_since: float | None = None
         self._reported_owner = False
-        #: Number of records that were gone.
+        #: Number of records that were gone before they could be read.
         self.lost = 0
 
     def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
@@ -242,10 +242,10 @@ class Tailer:
         return self._last_matching(end, number)
 
     def _resolve(self, position: Position) -> int | str:
-        """Returns the offset of a position.
+        """Resolves a position to an offset.
 
-        A relative position that reaches the oldest record becomes "earliest". Then records that the
-        ring drops before we read them do not count as lost: the user did not ask for them.
+        A relative position that reaches the oldest record becomes "earliest". Records that
+        the ring drops before we read them then do not count as lost: the user did not ask for them.
         """
         offset = position.resolve(self._stream)
         is_relative = position.kind not in ("", "@")
@@ -310,7 +310,7 @@ class Tailer:
                 return
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
-        """Polls. Returns None after an error that may be temporary."""
+        """Polls once; returns None after an error that may be temporary."""
         from meteor_py import ConnectionFailed, LeaseLost
 
         most = _BATCH
@@ -335,7 +335,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Once the time limit has passed, by our clock or the server's, makes it an offset."""
+        """Once the time limit has passed, by our clock or the server's, turns it into an offset."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
@@ -376,7 +376,7 @@ class Tailer:
             _report_lost_lease(sub)
 
     def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
-        """Returns whether other members have read up to our stop. Reports the owner once."""
+        """Returns whether other members have read up to our stop offset. Reports the owner once."""
         from meteor_py import ConnectionFailed
 
         if sub.is_assigned:
@@ -403,6 +403,6 @@ class Tailer:
 
 def _report_lost_lease(sub: meteor_py.Subscriber) -> None:
     say(
-        f"another member has taken over group {sub.config.group!r}, or it was moved. The last "
-        "records may be printed again."
+        f"another member has taken over group {sub.config.group!r}, or the group was moved. "
+        "The last records may be printed again."
     )

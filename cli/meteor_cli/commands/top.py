@@ -13,7 +13,7 @@ from meteor_cli.live.top import FIRST_S, Display, Gauge, open_console
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.session import Session
 
-#: How long to wait for a server that is gone, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to wait for a lost server, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
@@ -29,7 +29,7 @@ meteor top --once --json | jq '{name, rate, unarchived}'"""
     "--sort",
     type=click.Choice(["name", "rate", "lag", "memory"]),
     default="name",
-    help="Order of streams. The last ones are hidden if the screen is too small. Default: name.",
+    help="Sort order. If the screen is too small, the last streams are hidden. Default: name.",
 )
 @options.count("-n", "--number", help="Show at most N streams.")
 @options.flag("--once", help="Measure for one second, print the table once, and exit.")
@@ -45,10 +45,10 @@ def top(
 ) -> None:
     """Show a live table of streams, groups and stores.
 
-    For each stream, the table shows the records published per second, the records in the ring, its
-    capacity, and its memory. For each group below the stream, it shows the records confirmed per
-    second, the lag, and the owner of the lease. `(store)` is the archiver. "lost" counts records
-    that were dropped before the group read them.
+    For each stream, the table shows the records published per second, the records in the ring, and
+    the ring's capacity and memory. For each group below the stream, it shows the records confirmed
+    per second, the lag, and the lease owner. `(store)` is the archiver. "lost" counts records that
+    were dropped before the group read them.
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once; for a live feed, use `meteor watch --json`.")

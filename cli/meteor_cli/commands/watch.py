@@ -1,4 +1,4 @@
-"""``meteor watch``: a line for each change of streams and groups, for logs and alerts."""
+"""``meteor watch``: prints a line for each change to a stream or group, for logs and alerts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ meteor watch --json | jq -c 'select(.event == "lease_taken_over")'"""
 @options.count(
     *("--lag", "lag_max"),
     min=0,
-    help="Also report when the lag of a group rises above N, and when it falls again.",
+    help="Also report when a group's lag rises above N, and when it falls back.",
 )
 @options.json_lines
 def watch(
     session: Session, streams: tuple[str, ...], interval: float, lag_max: int | None, as_json: bool
 ) -> None:
-    """Print a line for each change of streams, groups and leases.
+    """Print a line for each change to a stream, group or lease.
 
     Reports streams that are created or deleted; groups that are created, deleted or moved back;
     leases that are taken, taken over or ended; records that the server lost, or that the ring

@@ -17,7 +17,7 @@ Fact = int | str | None
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a stream or a group."""
+    """A change to a stream or group."""
 
     stream: str | None
     group: str | None
@@ -34,7 +34,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
     Args:
         before: The earlier snapshot. With None, reports only problems that need attention.
         after: The later snapshot.
-        lag_max: Report groups whose lag rises above this number, and when it falls again.
+        lag_max: Report when a group's lag rises above this number, and when it falls back.
     """
     if before is None:
         found = [_problems(None, seen, lag_max) for seen in after.streams.values()]
@@ -48,7 +48,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
 
 
 def _unreadable(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Reports streams that became unreadable or readable; their other changes are unknown."""
+    """Reports streams that became unreadable, or readable again; other changes are unknown."""
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
         if name not in before.unreadable:
@@ -82,7 +82,7 @@ def _stream(
 
 
 def _history(before: Description, after: Description) -> Iterator[Change]:
-    """Reports a restart or failover of the server, and records lost in it."""
+    """Reports a server restart or failover, and the records lost in it."""
     kept = after.next
     if before.epoch != after.epoch:
         kept = min(kept, after.epoch_first)

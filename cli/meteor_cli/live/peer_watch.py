@@ -15,9 +15,9 @@ from meteor_cli.render.text import counted, say
 if TYPE_CHECKING:
     from meteor_py import Event, Member, PeerGroup, View
 
-#: Seconds between two checks of the output pipe, and of the server.
+#: Seconds between checks of the output pipe, and between checks of the server.
 _CHECK_S, _PING_S = 0.5, 2.0
-#: Maximum characters of a topic in human-readable output.
+#: Maximum length of a topic, in characters, in human-readable output.
 _TOPIC_MAX = 200
 #: Texts for the reasons why a leader stepped down.
 _WHY = {
@@ -29,7 +29,7 @@ _WHY = {
     "resync": "noticed afterwards",
 }
 
-#: Texts for events of a member, by kind and reason.
+#: Texts for member events, by kind and reason.
 _VERBS = {
     ("joined", None): "joined",
     ("updated", None): "has new metadata",
@@ -47,7 +47,7 @@ Fields = dict[str, Any]
 
 
 class PeerWatcher:
-    """Prints the events of a peer group in order."""
+    """Prints a peer group's events in order."""
 
     def __init__(self, group: PeerGroup, *, as_json: bool) -> None:
         self._group = group
@@ -142,7 +142,7 @@ def describe_event(event: Event) -> tuple[str, Fields]:
             return f"{member} {verb}", {"member": member} | reason | seen
         case "property":
             value = _field(event, "value") or None  # JSON; None if it was deleted, or is not known
-            text = f"is now {_shorten(value)}" if value else "has changed or was deleted"
+            text = f"was set to {_shorten(value)}" if value else "was changed or deleted"
             change: Fields = {"property": event.property, "value": value}
             return f"property {event.property} {text}", change | seen
         case "elected":
@@ -155,7 +155,7 @@ def describe_event(event: Event) -> tuple[str, Fields]:
             return _describe_proposal(event)
         case "decided":
             return _describe_decision(event)
-    return "the server lost state of the group, or the group was deleted", seen
+    return "the server lost some of the group's state, or the group was deleted", seen
 
 
 def _describe_proposal(event: Event) -> tuple[str, Fields]:

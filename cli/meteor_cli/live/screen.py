@@ -90,8 +90,8 @@ def draw(
     Args:
         view: The data to show.
         sort: The order of streams.
-        width: Columns of the screen; None means unlimited.
-        height: Lines of the screen; None means that there is no screen and no limit.
+        width: Screen width in columns; None means unlimited.
+        height: Screen height in lines; None means that there is no screen and no limit.
         number: Maximum number of streams.
     """
     blocks = [
@@ -146,7 +146,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
     stream, waiting = seen.stream, seen.unarchived
     is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
     return Row(
-        name=Cell("  (store)", "dim"),  # not a valid name of a group
+        name=Cell("  (store)", "dim"),  # not a valid group name
         rate=_rate(rates.archived),
         ring=Cell(f"{show_count(stream.archived or 0)} stored"),
         lag=_lag(waiting, alarming=is_full),
@@ -263,7 +263,7 @@ def _table(rows: list[Row], width: int | None) -> list[Text]:
 
 
 def _widths(rows: list[Row], chosen: list[int], width: int | None) -> dict[int, int]:
-    """Returns the widths of columns. Names and owners share the space left by numbers."""
+    """Returns the column widths. Names and owners share the space left by numbers."""
     from rich.cells import cell_len
 
     widths = {i: max(_COLUMNS[i].width, *(cell_len(row[i].text) for row in rows)) for i in chosen}

@@ -16,7 +16,7 @@ STREAMS_MAX = 500
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """The state of a stream at a certain time."""
+    """The state of a stream at one point in time."""
 
     stream: Description
     at: float
@@ -117,7 +117,7 @@ class Observer:
 def rates_between(before: StreamSnapshot | None, after: StreamSnapshot) -> Rates:
     """Returns the rates between two snapshots of a stream.
 
-    An offset that decreased, after a seek or a loss of records, has no rate.
+    If an offset decreased, after a seek or a loss of records, its rate is None.
     """
     if before is None or not _same_history(before.stream, after.stream):
         return Rates()

@@ -1,4 +1,4 @@
-"""Output of ``meteor watch``: a line for each change of streams and groups."""
+"""Output of ``meteor watch``: a line for each change to a stream or group."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def to_text(change: Change, at: datetime) -> str:
 
 
 def to_json(change: Change, at: datetime) -> str:
-    """Formats a change as JSON: time, stream, group, event, and the facts of the event."""
+    """Formats a change as JSON: time, stream, group, event, and the event's facts."""
     where = {"stream": change.stream, "group": change.group, "event": change.event}
     return encode({"time": at.isoformat(timespec="milliseconds")} | where | change.facts)

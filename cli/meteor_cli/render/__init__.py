@@ -1,1 +1,1 @@
-"""Output: text, tables, JSON, templates, and protection of the terminal from untrusted text."""
+"""Output: text, tables, JSON, templates, and escaping of untrusted text."""

@@ -1,4 +1,4 @@
-"""JSON output of everything but records: one object per line."""
+"""JSON output for everything except records: one object per line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def to_fields(found: object, **first: object) -> dict[str, Any]:
 
 
 def writable(value: object) -> object:
-    """Converts bytes to the form that records use. Returns other values unchanged."""
+    """Converts bytes to the form used in records. Returns other values unchanged."""
     from meteor_cli.render.jsonl import to_data
 
     return to_data(value) if isinstance(value, bytes) else value

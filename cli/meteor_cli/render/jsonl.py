@@ -94,7 +94,7 @@ def decode(
 
     Args:
         lines: The lines, without line ends.
-        number: The line number of the first, for errors.
+        number: The number of the first line, for error messages.
         accept: Called with each value. Raises ``ValueError`` to refuse it.
 
     Raises:

@@ -13,7 +13,7 @@ from meteor_cli.render.template import Template, local_time, show_headers
 if TYPE_CHECKING:
     from meteor_py import Record, RecordBatch
 
-#: Maximum bytes to show of a value that its codec cannot decode.
+#: Number of bytes to show of a value that its codec cannot decode.
 _BYTES_MAX = 1_000
 
 Render = Callable[["RecordBatch | list[Record]"], bytes]

@@ -3,8 +3,8 @@ never remove one or change its meaning.
 
 Times are in ms since 1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations
 are in seconds, sizes in bytes, and rates per second. An unknown or missing value is ``null``;
-``bench`` omits it. If an event of ``peers watch`` has ``resync``, the server had lost or trimmed
-the event, and the command derived it from the state of the group. Such events share one ``view``.
+``bench`` omits it. If a ``peers watch`` event has ``resync``, the server had lost or trimmed
+the event, and the command derived it from the group's state. Such events share one ``view``.
 ``peers ask`` prints the reply itself, except with ``--to all``.
 """
 
@@ -96,5 +96,5 @@ PEER_EVENTS = {
     ),
     "reset": ("resync",), "server_gone": ("reason",), "server_back": (),
 }  # fmt: skip
-#: The fields of an object in ``members`` of the event ``state``.
+#: The fields of an object in ``members`` of the ``state`` event.
 MEMBER_FIELDS = ("id", *_MEMBER)

@@ -47,7 +47,7 @@ class Template:
 
     def __init__(self, text: str, stream: str) -> None:
         self._stream = stream
-        #: Whether the output contains unescaped bytes of records.
+        #: Whether the output contains unescaped record bytes.
         self.raw = False
         self._pieces: list[bytes | Piece] = []
         end = 0
@@ -99,7 +99,7 @@ def show_headers(record: Record) -> str:
     return " ".join(f"{sanitize(name)}={sanitize(value)}" for name, value in pairs)
 
 
-@lru_cache(4096)  # records of a frame share a time, and converting to local time is slow
+@lru_cache(4096)  # records in a frame share a time, and converting to local time is slow
 def local_time(ms: int, form: str | None = None) -> str:
     """Returns a time in the user's zone, as RFC 3339 or in the given strftime format."""
     time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()

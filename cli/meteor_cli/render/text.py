@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meteor_py import ServerDescription
 
 _UNITS = "kMGTP"
-#: Characters between two columns of a table, and the minimum width of a column of names.
+#: Characters between table columns, and the minimum width of a name column.
 _GAP, _NARROW = 2, 6
 
 
@@ -132,7 +132,7 @@ def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool 
 
 
 def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> list[int]:
-    """Returns the widths of columns, shrinking the widest columns of names to fit ``room``."""
+    """Returns the column widths, shrinking the widest name columns to fit ``room``."""
     from rich.cells import cell_len
 
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]

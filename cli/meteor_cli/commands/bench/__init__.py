@@ -1,4 +1,4 @@
-"""``meteor bench``: measures the speed of a server, seen from this machine."""
+"""``meteor bench``: measures a server's speed as seen from this machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ meteor bench --url redis://localhost:6379 --size 1000 --json"""
 def bench(session: Session, records: int, size: int, as_json: bool) -> None:
     """Measure the speed of publishing and reading.
 
-    Uses the server of --url or $METEOR_URL, or a private server if neither is set. Creates streams
-    with random names, keeps at most 256 MB of records at a time, and deletes the streams at the
-    end.
+    Uses the server given by --url or $METEOR_URL, or a private server if neither is set. Creates
+    streams with random names, keeps at most 256 MB of records at a time, and deletes the streams
+    at the end.
     """
     from meteor_cli.commands.bench.benchmark import Benchmark
 

@@ -1,4 +1,4 @@
-"""The measurements of ``meteor bench``, one after the other."""
+"""Runs the measurements of ``meteor bench`` one after another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meteor_cli.render.terminal import progress
 from meteor_cli.render.text import print_table, product_name, say
 from meteor_cli.session import Session
 
-#: Maximum bytes of records in the ring, and of records to prepare in advance.
+#: Maximum bytes of records in the ring, and maximum bytes to prepare in advance.
 _KEPT_MAX_BYTES = 256_000_000
 _MADE_MAX_BYTES = 16_000_000
 #: Number of records whose latency is measured.
 _LATENCIES = 2_000
 #: The measurements, by their names in ``--json``.
 _NAMES = {
-    "publish_many": "publish_many of lists",
+    "publish_many": "publish_many with lists",
     "read_bytes": "read as bytes",
     "read_arrow": "read as Arrow",
     "read_group": "read in a group",
@@ -62,7 +62,7 @@ class Benchmark:
         self._session = session
         self._records = records
         self._size = size
-        # Prepare and reuse values, so that the time to make them is not measured.
+        # Prepare and reuse values, so that the measured time does not include making them.
         made = max(min(records, measure.CALL, _MADE_MAX_BYTES // size), 1)
         self._values = [random.randbytes(size) for _ in range(made)]
         self._server = ""
@@ -128,7 +128,7 @@ class Benchmark:
 
     @contextmanager
     def _stream(self, m: meteor.Client) -> Iterator[meteor.Stream]:
-        """Creates a stream, and deletes it at the end."""
+        """Creates a stream and deletes it afterwards."""
         capacity = max(min(self._records, _KEPT_MAX_BYTES // self._size), 1)
         stream = m.stream(f"bench-{secrets.token_hex(8)}", capacity=capacity)
         try:

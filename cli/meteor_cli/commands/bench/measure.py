@@ -1,4 +1,4 @@
-"""The measurements of ``demo`` and ``bench``. Each function times one operation."""
+"""Measurements for ``demo`` and ``bench``. Each function times one operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import meteor_py as meteor
 
 Advance = Callable[[int], None]
 
-#: Records per call of publish_many, and per batch when reading in a group.
+#: Records per publish_many call, and per batch when reading in a group.
 CALL = 10_000
 #: Seconds to wait for a published record.
 _PATIENCE_S = 30.0
@@ -66,7 +66,7 @@ def publish_each(
 def read(
     stream: meteor.Stream, advance: Advance, *, convert: Callable[[meteor.RecordBatch], object]
 ) -> tuple[int, float]:
-    """Reads the whole stream; returns the number of records and the seconds."""
+    """Reads the whole stream; returns the number of records and the elapsed seconds."""
     done = 0
     start = time.perf_counter()
     for batch in stream.read():
@@ -100,7 +100,7 @@ def follow(
     """Publishes keys and values, each after a reader has received the previous one.
 
     Returns:
-        The records that were read, and the seconds from publishing to reading each.
+        The records that were read, and the seconds from publishing each one to reading it.
     """
     found: queue.SimpleQueue[tuple[float, meteor.Record] | Exception] = queue.SimpleQueue()
     ended = threading.Event()
@@ -139,7 +139,7 @@ def follow(
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """Returns the smallest sample that at least ``percent`` of the samples do not exceed.
+    """Returns the smallest sample that at least ``percent`` % of the samples do not exceed.
 
     >>> percentile([5, 1, 4, 2, 3], 50)
     3

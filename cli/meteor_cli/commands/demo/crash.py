@@ -18,12 +18,12 @@ from meteor_py.server import open_embedded
 
 RECORDS = 100_000
 _CALL = 500
-#: Number of acknowledged calls of publish_many after which to kill the server.
+#: Kill the server after this many acknowledged publish_many calls.
 _KILL_AFTER = 50
-#: Number of calls made by then.
+#: Make this many calls before then.
 _ON_THE_WAY = 100
-#: Maximum bytes of a directory name that leaves room for the socket. With a longer name, the
-#: server's address would change when it restarts.
+#: Maximum length of a directory name in bytes, which leaves room for the socket. If the name were
+#: longer, the server's address would change when it restarts.
 _DIRECTORY_MAX = 50
 
 
@@ -31,14 +31,14 @@ _DIRECTORY_MAX = 50
 class Outcome:
     #: Seconds from the kill until records were acknowledged again.
     pause_s: float
-    #: Whether the stream has each record once, in order.
+    #: Whether the stream has each record exactly once, in order.
     complete: bool
     #: Acknowledged records that the server lost because the disk was too slow.
     lost: range
 
 
 def crash(advance: Callable[[int], None]) -> Outcome:
-    """Kills and restarts a private server, never the one of ``--url``, during a publish."""
+    """Kills and restarts a private server, never the ``--url`` server, while publishing."""
     root = tempfile.gettempdir()
     with (
         warnings.catch_warnings(),
@@ -63,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publishes all records; returns how many seconds the publisher had to wait."""
+    """Publishes all records; returns the seconds for which the publisher had to wait."""
     calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
     with ExitStack() as stack:
         pub = stream.publisher()
@@ -83,7 +83,7 @@ def _publish(
 
 
 def _kill(pid: int) -> None:
-    """Kills a process and waits until it is gone, because it might still reply before that."""
+    """Kills a process and waits until it has ended, because it could still reply until then."""
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(pid), f"Server {pid} was killed but is still running")
 

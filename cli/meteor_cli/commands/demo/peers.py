@@ -1,4 +1,4 @@
-"""The peer group of the tour: kills the leader, then the others vote and act at the same time."""
+"""The peer group step of the tour: kills the leader; the others then vote and act together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MEMBERS = 3
 TTL_S = 1.0
 #: Steps of the progress bar: members, leader, vote, action.
 STEPS = 4
-#: Seconds from the proposal of an action to its execution.
+#: Seconds from proposing an action to executing it.
 _AHEAD_S = 0.6
 
 
 class Done(NamedTuple):
-    """When a member acted, by the monotonic clock that all processes of a machine share."""
+    """When a member acted, on the monotonic clock that all processes on a machine share."""
 
     at_ns: int
     #: Maximum error, in seconds, of the group's clock in that process.
@@ -94,7 +94,7 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The members of the peer group did not finish")
+    wait_until(condition, "The peer group members had not finished")
 
 
 def _work(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The takeover steps of the tour: processes of a group handle records, and one is killed."""
+"""The takeover steps of the tour: a group's processes handle records, and one is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_cli.commands.demo.worker import Worker, run_worker, wait_until
 
 RECORDS = 3_000
 CARTS = 60
-#: Number of handled records after which a process is killed.
+#: Kill a process after this many handled records.
 KILL_AFTER = 1_000
 GROUP = "billing"
 
@@ -32,18 +32,18 @@ KINDS = {"exclusive": Kind(2, 1.0, 0.0003), "shared": Kind(3, 0.5, 0.001)}
 
 
 class Handled(NamedTuple):
-    """One handling of a record."""
+    """A record that a process has handled."""
 
-    #: Time of the monotonic clock that all processes of a machine share.
+    #: Time on the monotonic clock that all processes on a machine share.
     at_ns: int
     offset: int
-    #: In a shared group, earlier failed deliveries. The death of a consumer counts as a failure.
+    #: In a shared group, number of earlier failed deliveries. A consumer's death counts as one.
     failures: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    #: All handled records in order of time, and how many of them the killed process handled.
+    #: All handled records in time order, and the number that the killed process handled.
     handled: list[Handled]
     before: int
     #: Seconds from the kill until another process handled the killed process's records.
@@ -72,7 +72,7 @@ class Outcome:
 def take_over(
     name: str, stream: meteor.Stream, url: str, advance: Callable[[int], None]
 ) -> Outcome:
-    """Publishes changes to carts, and kills one of the group's processes."""
+    """Publishes changes to carts and kills one of the group's processes."""
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
@@ -103,7 +103,7 @@ def _handled(worker: Worker) -> list[Handled]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The processes of the group did not finish")
+    wait_until(condition, "The group's processes had not finished")
 
 
 def _work(name: str, stream_name: str) -> None:

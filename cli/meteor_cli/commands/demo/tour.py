@@ -24,7 +24,7 @@ from meteor_cli.render.text import product_name, show_bytes, show_count
 from meteor_cli.session import Session
 from meteor_py.server import open_embedded
 
-#: Records to follow one by one, and how many of them to print.
+#: Number of records to follow one by one, and number of those to print.
 _FOLLOWED, _PRINTED = 500, 3
 _SEEKS = 100
 _RING = 1_000
@@ -65,7 +65,7 @@ class Tour:
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""
 
     def run(self) -> None:
-        """Takes the tour, and leaves nothing behind even if it fails."""
+        """Takes the tour; leaves nothing behind, even if it fails."""
         began = time.perf_counter()
         with self._server() as (m, url):
             with self._stream(m, "orders", capacity=self._records + _FOLLOWED) as stream:
@@ -158,7 +158,7 @@ class Tour:
                 offset = random.randrange(self._records)
                 sub.seek(offset)
                 record = sub.poll(max_records=1)
-                self._check(record.first_offset == offset, "a seek finds its record")
+                self._check(record.first_offset == offset, "a seek finds the right record")
             took_ms = (time.perf_counter() - start) / _SEEKS * 1000
         each = self._figure(f"{took_ms:.2f} ms")
         self._report(f"Read {_SEEKS} records at random offsets: {each} each")
@@ -205,7 +205,7 @@ class Tour:
     def _take_over(self, kind: str, stream: meteor.Stream, url: str, what: str) -> takeover.Outcome:
         with progress(what, takeover.RECORDS) as advance:
             outcome = takeover.take_over(kind, stream, url, advance)
-        self._check(outcome.lost == 0, "no record is lost with a killed process")
+        self._check(outcome.lost == 0, "no record is lost when a process is killed")
         self._check(outcome.out_of_order == 0, "each cart is handled in order")
         return outcome
 
@@ -295,7 +295,7 @@ class Tour:
     # -- helpers ---------------------------------------------------------------------------------
 
     def _parts(self, advance: measure.Advance) -> Iterator[list[bytes]]:
-        """Yields all records, of a hundred bytes each, in lists."""
+        """Yields all records in lists; each record has a hundred bytes."""
         for first in range(0, self._records, measure.CALL):
             last = min(first + measure.CALL, self._records)
             numbers = range(first, last)
@@ -304,7 +304,7 @@ class Tour:
 
     @contextmanager
     def _stream(self, m: meteor.Client, name: str, **settings: Any) -> Iterator[meteor.Stream]:
-        """Creates a stream, and deletes it at the end."""
+        """Creates a stream and deletes it afterwards."""
         stream = m.stream(name + self._suffix, create=True, **settings)
         try:
             yield stream
@@ -313,7 +313,7 @@ class Tour:
 
     @contextmanager
     def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:
-        """Creates a peer group, and deletes it at the end."""
+        """Creates a peer group and deletes it afterwards."""
         group = m.peer_group(name + self._suffix, ttl=peers.TTL_S)
         try:
             yield group
