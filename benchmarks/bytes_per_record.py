@@ -121,11 +121,16 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 idle = sum_of(server, keys.shared("size", "carts", "*"))
                 yield "shared group with one consumer", idle
                 yield "record held by a consumer, one per key", (held - idle) / len(records)
-                pub.publish_many([b"value"] * 10_001, keys=[b"busy"] * 10_001).result()
+                parts = [keys.shared("size", "carts", part) for part in ("keys", "waiting")]
+                before = sum(usage(server, part) for part in parts)
+                end = pub.publish_many([b"value"] * 10_001, keys=[b"busy"] * 10_001).result()
                 sub.poll(max_records=1)
-                stream.shared_group("carts").keys(look_ahead=True)
-                busy = sum_of(server, keys.shared("size", "carts", "*"))
-                yield "record that waits for its key, one key", (busy - idle) / 10_000
+                group = stream.shared_group("carts")
+                with stream.shared_subscriber("carts") as other:
+                    while (found := group.describe()).scanned < end + 10_001:
+                        other.poll(0)  # scans records, and gets none
+                    busy = sum(usage(server, part) for part in parts)
+                    yield "record that waits for its key, one key", (busy - before) / found.waiting
 
 
 def usage(server: Any, key: str) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import shared_cost
+from benchmarks import shared_cost, shared_longest
 from benchmarks.common import SEED, Bench, Row, cheaper, connected, faster, plain_client, values_of
 
 PEER = "XREADGROUP + XACK, no order"
@@ -31,6 +31,7 @@ def run(bench: Bench) -> list[Row]:
         with_stuck_owner(bench),
         empty_claims(bench),
         *shared_cost.run(bench),
+        *shared_longest.run(bench),
     ]
 
 

@@ -9,11 +9,11 @@
     ├── ServerStartFailed           the embedded server did not start
     ├── StreamError                 .stream
     │   ├── StreamNotFound          .similar: no stream has that name
-    │   ├── StreamConfigMismatch    .setting .changeable: the stream exists with other settings
+    │   ├── StreamConfigMismatch    .setting .changeable: the stream has different settings
     │   ├── CorruptStream           the log holds an entry that no publisher wrote
     │   ├── StreamFull              publishing waits for the archiver                   retriable
     │   ├── StoreUnavailable        the store cannot be read or written                 retriable
-    │   ├── StoreMismatch           .missing: not the store of this stream
+    │   ├── StoreMismatch           .missing: not this stream's store
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group has that name
     │       ├── GroupActive         .owner .shared: a member holds the lease            retriable
@@ -72,7 +72,7 @@ _E = TypeVar("_E", bound=Exception)
 
 
 class MeteorError(Exception):
-    """Base class of all errors that meteor_py raises.
+    """Base class for all errors that meteor_py raises.
 
     ``problem`` says what happened. ``hint`` says what to do about it in Python, and may be empty.
     ``str(error)`` contains both.
@@ -108,7 +108,7 @@ def fresh(error: _E) -> _E:
 
 
 class ConnectionFailed(MeteorError):
-    """The server could not be reached, or the connection ended before it replied."""
+    """The server could not be reached, or the connection ended before the server replied."""
 
     retriable = True
     #: Whether the server itself rejected the command, for example because it is loading its data.
@@ -146,7 +146,7 @@ class ServerNotFound(MeteorError):
 
 
 class ServerStartFailed(MeteorError):
-    """The embedded server did not start. The message ends with its last log lines."""
+    """The embedded server did not start. The message ends with the server's last log lines."""
 
 
 class _OfStream(MeteorError):
@@ -158,7 +158,7 @@ class _OfStream(MeteorError):
 
 
 class StreamError(_OfStream):
-    """Base class of errors about a stream as a whole."""
+    """Base class for errors about a stream as a whole."""
 
 
 class StreamNotFound(StreamError):
@@ -231,7 +231,7 @@ class StoreMismatch(StreamError):
 
 
 class GroupError(StreamError):
-    """Base class of errors about a subscriber group.
+    """Base class for errors about a subscriber group.
 
     ``group`` is None for an ungrouped subscriber.
     """
@@ -248,7 +248,7 @@ class GroupNotFound(GroupError):
 class GroupActive(GroupError):
     """A member holds the group's lease, or (``shared``) a shared group has live consumers.
 
-    ``owner`` is the name of the member, or of one of the consumers.
+    ``owner`` names the member, or one of the consumers.
     """
 
     retriable = True
@@ -275,9 +275,9 @@ class GroupConfigMismatch(GroupError):
 class Fenced(GroupError):
     """The records ``offsets`` of a shared group no longer belong to this consumer.
 
-    Its lease expired or it left the group, unless this is a ``Rewound`` or an ``AckTimeout``. The
-    records have been, or will be, delivered again; settling them here was refused and changed
-    nothing.
+    The consumer's lease expired or it left the group, unless this is a ``Rewound`` or an
+    ``AckTimeout``. The records have been, or will be, delivered again. Settling them here was
+    refused and changed nothing.
     """
 
     def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
@@ -286,7 +286,7 @@ class Fenced(GroupError):
 
 
 class Rewound(Fenced):
-    """This consumer returned an earlier record with the same ordering key, and these with it.
+    """This consumer returned these records with an earlier record of the same ordering key.
 
     The consumer's lease is intact: the group delivers the records again, in order.
     """
@@ -322,7 +322,7 @@ class NotGrouped(GroupError):
 
 
 class PublishError(_OfStream):
-    """Base class of errors about publishing a record."""
+    """Base class for errors about publishing a record."""
 
 
 class RecordTooLarge(PublishError, ValueError):
@@ -358,14 +358,14 @@ class NotReplicated(PublishError):
         self.offset = offset
 
     def at(self, offset: int) -> NotReplicated:
-        """Return the same error for another record of the batch."""
+        """Return the same error for another record in the batch."""
         error = NotReplicated(self.why, stream=self.stream, offset=offset)
         error.__cause__ = self.__cause__
         return error
 
 
 class PeerError(MeteorError):
-    """Base class of errors about the peer group ``group``."""
+    """Base class for errors about the peer group ``group``."""
 
     def __init__(self, message: str, *, group: str) -> None:
         super().__init__(message)
@@ -385,7 +385,7 @@ class PeerGroupActive(PeerError):
 
 
 class MemberTaken(PeerError):
-    """Another live member has that name, or it is the id of an unnamed member."""
+    """Another live member has that name, or the name is an unnamed member's id."""
 
 
 class MembershipLost(PeerError):
@@ -443,8 +443,8 @@ class NoHandler(MessageFailed):
 class MessageExpired(MessageFailed):
     """No reply arrived in time.
 
-    ``timeout`` is how many seconds the sender waited; None if the message was never sent, or the
-    member found that it had expired.
+    ``timeout`` is the number of seconds that the sender waited; None if the message was never sent,
+    or the member found that it had expired.
     """
 
     retriable = True
@@ -468,7 +468,7 @@ class InboxFull(MessageFailed):
 
 
 class PartialFailure(MessageFailed):
-    """Some targets of a message failed: ``failed`` maps each to its error.
+    """A message failed for some of its targets: ``failed`` maps each of these to its error.
 
     ``values`` maps each other target to its reply; None if it only acknowledged the message.
     """
@@ -487,7 +487,7 @@ class PartialFailure(MessageFailed):
 
 
 class ReadError(_OfStream):
-    """Base class of errors about reading records."""
+    """Base class for errors about reading records."""
 
 
 class _OfRange(ReadError):
@@ -516,7 +516,7 @@ class LogTruncated(_OfRange):
 
 
 class CorruptFrame(_OfRange):
-    """The bytes of this frame have changed since a publisher wrote them."""
+    """This frame's bytes have changed since a publisher wrote them."""
 
 
 class UnsupportedFrame(_OfRange):

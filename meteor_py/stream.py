@@ -192,6 +192,7 @@ class Stream:
         group: str,
         *,
         prefetch: int = ConsumerConfig.prefetch,
+        prefetch_bytes: int = ConsumerConfig.prefetch_bytes,
         max_per_key: int | None = None,
         lease_ttl: float | None = None,
         max_deliveries: int | None = None,
@@ -236,7 +237,14 @@ class Stream:
             keyless="default" if keyless is None and default_key is not None else keyless,
         )
         start = parse_start("initial_offset", initial_offset)
-        config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)
+        config = ConsumerConfig(
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            max_poll_interval=max_poll_interval,
+            ack_timeout=ack_timeout,
+            on_gap=on_gap,
+            on_gap_skipped=on_gap_skipped,
+        )
         if self.config.ordering_key is None:
             self._handle.snapshot()  # it may have been given one since this object opened it
         shared, settings = open_shared(self, self._handle, group, requested, start)

@@ -1,4 +1,4 @@
-"""The archive of a stream: the part of its history that is in its store."""
+"""A stream's archive: the part of its history that is in the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Default limits of a compacted segment.
+#: Default limits for a compacted segment.
 COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
@@ -53,7 +53,7 @@ class Archive:
 
     @property
     def uri(self) -> str | None:
-        """The address of the store, with secrets masked."""
+        """The store's address, with secrets masked."""
         return self.backend.uri
 
     def bounds(self) -> tuple[int, int]:
@@ -63,21 +63,21 @@ class Archive:
     def files(self) -> list[str]:
         """Return the files that hold the archived records, each record once, ordered by offset.
 
-        They are Parquet files with the columns of ``ARROW_SCHEMA``: paths, which pyarrow, Spark,
+        They are Parquet files with the columns in ``ARROW_SCHEMA``: paths, which pyarrow, Spark,
         DuckDB and Polars read directly, or URIs for an object store, such as ``s3://bucket/key``.
         Spark, DuckDB and Polars can read these URIs once they are configured for that object store.
         For pyarrow, use ``dataset()``, or ``paths()`` with ``filesystem``.
 
         Raises:
-            StoreUnavailable: The store cannot be reached, or no archiver has repaired it since the
-                failure of an archiver or a server.
+            StoreUnavailable: The store cannot be reached, or no archiver has repaired it since an
+                archiver or a server failed.
             RecordsLost: A file is missing.
         """
         store = self._parquet("files()")
         return self._consistent(lambda *span: store.files(*span))
 
     def paths(self) -> list[str]:
-        """Return the files of ``files`` as paths in ``filesystem``, without scheme or options.
+        """Return the same files as ``files``, as paths in ``filesystem`` without scheme or options.
 
         >>> pq.read_table(store.paths()[0], filesystem=store.filesystem)  # doctest: +SKIP
 
@@ -169,7 +169,7 @@ class Archive:
             progress: Called with the number of records examined so far, and the total.
 
         Returns:
-            The number of files that this call has saved.
+            The reduction in the number of files.
         """
         return self._parquet("compact()").compact(
             self._stream.incarnation,
@@ -213,6 +213,6 @@ class Archive:
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
             raise TypeError(
-                f"{method} needs a store of files, such as a ParquetStore, not {self.backend!r}."
+                f"{method} needs a file-based store, such as a ParquetStore, not {self.backend!r}."
             )
         return self.backend

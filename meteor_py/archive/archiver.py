@@ -45,13 +45,13 @@ _HOLD_S = 0.5
 #: Seconds after which an archiver whose append hangs loses its lease.
 _HANG_S = 600.0
 #: Pauses after failures, in seconds: the first, which doubles each time; the longest; and the
-#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms of an epoch.
+#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms in an epoch.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
 #: Seconds between two checks of whether a flush is done.
 _FLUSH_CHECK_S = 0.02
 #: Errors that a retry cannot fix. StoreMismatch is not among them: the store was correct when the
-#: stream was opened, and its disk may be mounted again.
+#: stream was opened, and the store's disk may be mounted again.
 _FATAL = (StreamNotFound, AccessDenied)
 
 
@@ -83,7 +83,7 @@ class Archiver(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This archiver's name; ``stream.describe().archiver`` shows it while it holds the lease.
+        #: This archiver's name. While it holds the lease, ``stream.describe().archiver`` shows it.
         self.member = member_name()
         #: The last failure; reset to None once every record is archived.
         self.error: Exception | None = None
@@ -119,7 +119,7 @@ class Archiver(Closeable):
         with self._condition:
             if self._state is not _State.NEW:
                 raise MeteorError(
-                    f"This archiver of stream {self.stream.name!r} has already been started or "
+                    f"This archiver for stream {self.stream.name!r} has already been started or "
                     "closed. Get another with stream.archiver()."
                 )
             self._enter(_State.RUNNING)
@@ -179,7 +179,7 @@ class Archiver(Closeable):
         if self._runner != threading.get_ident():
             if not self._wait_for(_State.ENDED, timeout):
                 raise TimeoutError(
-                    f"The archiver of stream {self.stream.name!r} did not end within {timeout:g} "
+                    f"The archiver for stream {self.stream.name!r} did not end within {timeout:g} "
                     "seconds. Close it again with a longer timeout."
                 )
             if self._thread is not None and self._thread.ident is not None:
@@ -202,7 +202,7 @@ class Archiver(Closeable):
             )
 
     def stop(self) -> None:
-        """Make the archiver end soon, without waiting for it."""
+        """Tell the archiver to end, without waiting for it."""
         self._enter(_State.ENDED if self._state is _State.NEW else _State.STOPPING)
         session, archive_term = self._session, self._archive_term
         if session is not None:
@@ -242,7 +242,7 @@ class Archiver(Closeable):
         except (StreamNotFound, LogTruncated) as error:
             _log.info("The archiver has ended: %s", error)
         except Exception as error:
-            _log.error("The archiver of stream %r has ended: %s", self.stream.name, error)
+            _log.error("The archiver for stream %r has ended: %s", self.stream.name, error)
             self._failure = error
 
     def _serve_term(self) -> None:
@@ -311,7 +311,7 @@ class Archiver(Closeable):
     def _note(self, error: BaseException) -> None:
         """Store the error, and log it unless it was logged since archiving last worked."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
-            _log.info("Another archiver of stream %r has taken over.", self.stream.name)
+            _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return
         if isinstance(error, Exception):
             self.error = error
@@ -388,7 +388,7 @@ def run_archive_script(
 
 
 def _error_of(handle: StreamHandle) -> Exception | None:
-    """Return the error of an archiver of the stream in this process, if any."""
+    """Return the error of this process's archiver for the stream, if any."""
     archivers = (x for x in _opened.objects() if x._handle.incarnation == handle.incarnation)
     return next((x.error for x in archivers if x.error is not None), None)
 
@@ -426,7 +426,7 @@ def _after_fork(_: Sequence[Archiver]) -> None:
     _running.clear()
 
 
-#: Archivers of this process that were started and not closed.
+#: Archivers in this process that were started and not closed.
 _opened: Registry[Archiver] = Registry(
     ClosingOrder.ARCHIVERS,
     owner=lambda archiver: archiver._handle.connector,

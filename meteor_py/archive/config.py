@@ -1,4 +1,4 @@
-"""Settings of an archiver."""
+"""Archiver settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from meteor_py.records.config import (
 
 @dataclass(frozen=True)
 class ArchiverConfig:
-    """Settings of an archiver. It writes a segment as soon as one of the three limits is reached.
+    """An archiver's settings.
+
+    The archiver writes a segment as soon as one of the three limits is reached.
 
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
 
-    #: Maximum records in a segment. The archiver also limits it to half of ``max_unarchived``.
+    #: Maximum records in a segment; also limited to half of ``max_unarchived``.
     segment_records: int = 1_000_000
-    #: Maximum bytes of the records in memory. The file is smaller, because it is compressed.
+    #: Maximum bytes of a segment's records in memory. The file is smaller: it is compressed.
     segment_bytes: int = 64 * 1024 * 1024
     #: Maximum seconds that the oldest record waits for others.
     segment_age: float = 60.0

@@ -1,4 +1,4 @@
-"""Deleting the oldest records from a store, on request or by the ``retain`` policy."""
+"""Deletes the oldest records from a store, on request or by the ``retain`` policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def first_kept(
         check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
         if not isinstance(store, ParquetStore):
             raise TypeError(
-                "expire(max_bytes=...) needs a store of files, such as a ParquetStore, not "
+                "expire(max_bytes=...) needs a file-based store, such as a ParquetStore, not "
                 f"{store!r}."
             )
         wanted = max(wanted, store.fitting(stream.incarnation, end, max_bytes))
@@ -76,7 +76,7 @@ def delete_below(
 
 
 class RetainPolicy:
-    """Enforces ``retain`` and ``retain_bytes`` of a stream, for its archiver."""
+    """Enforces a stream's ``retain`` and ``retain_bytes`` settings, for its archiver."""
 
     def __init__(
         self,

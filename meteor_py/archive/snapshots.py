@@ -1,4 +1,4 @@
-"""Reads the state of a stream from its server, so that the store can keep it."""
+"""Reads a stream's state from its server, so that the store can keep it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _groups(connection: Connection, stream: StreamHandle) -> dict[str, GroupStat
         replies = connection.pipeline(commands, connection.timeout_s)
         for name, reply in zip(part, replies, strict=True):
             if reply[0] is None or reply[0].decode(errors="replace") != stream.incarnation:
-                continue  # deleted in the meantime, or of an earlier incarnation of the stream
+                continue  # deleted in the meantime, or from an earlier incarnation of the stream
             try:
                 found[name] = _group(*reply[1:])
             except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The streams of a server: creating, finding and listing them."""
+"""Creates, finds and lists the streams on a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = 1000
 
 
 def find_stream(connector: Connector, name: str) -> Meta:
-    """Return the meta of an existing stream.
+    """Return an existing stream's meta.
 
     Raises:
         StreamNotFound: The stream does not exist.
@@ -147,9 +147,9 @@ def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> l
 
 
 def read_meta(connector: Connector, name: str) -> Meta | None:
-    """Return the meta of a stream, or None if the stream does not exist.
+    """Return a stream's meta, or None if the stream does not exist.
 
-    If an older release created the stream and this client may convert it, convert it.
+    If an older release created the stream, convert it, unless the ACL forbids that.
     """
     commands = [("HGETALL", keys.meta(name)), ("HGETALL", keys.settings(name))]
     try:
@@ -162,7 +162,7 @@ def read_meta(connector: Connector, name: str) -> Meta | None:
 
 
 def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
-    """Convert a stream of an older release, if this client may, and return its meta."""
+    """Convert a stream from an older release, unless the ACL forbids that; return its meta."""
     if meta.verified:
         return meta
     script_keys = [keys.meta(name), keys.settings(name)]
@@ -171,6 +171,6 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
     except (AccessDenied, ConnectionFailed) as error:
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
-        return meta  # this client may not convert it, or the server is a replica
+        return meta  # this client is not allowed to convert it, or the server is a replica
     # If the stream was recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

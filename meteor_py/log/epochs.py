@@ -1,4 +1,4 @@
-"""Starting a new epoch of a stream on a server whose replication id has changed."""
+"""Starts a new stream epoch on a server whose replication id has changed."""
 
 from __future__ import annotations
 

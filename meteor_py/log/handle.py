@@ -1,4 +1,4 @@
-"""The internal handle of a stream: its identity, settings, server and store."""
+"""A stream's internal handle: its identity, settings, server and store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StreamHandle:
         self._store = store  # opened on first use if the user did not pass a store
         #: Groups for which publishers have already logged a warning about dropped records.
         self.overrun_groups: set[str] = set()
-        #: The keys of the log and of meta, in the order that most scripts expect.
+        #: The keys of the log and meta, in the order that most scripts expect.
         self.keys = [keys.log(name), keys.meta(name)]
 
     @property
@@ -142,7 +142,7 @@ class StreamHandle:
         """Return the offset of the first record appended at ``time`` or later, or the end offset.
 
         Raises:
-            ValueError: The datetime has no timezone.
+            ValueError: The datetime has no time zone.
             CorruptStream: The log holds an entry that is not a frame.
         """
         reply = self.run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
@@ -151,7 +151,7 @@ class StreamHandle:
         found, ring = int(reply[1]), int(reply[2])
         if self.store_id is None or found > ring or ring == 0:
             return found
-        # ``found`` is the first record of the ring; the store may hold earlier matches.
+        # ``found`` is the first record in the ring; the store may hold earlier matches.
         self.check_store()
         first, archived = self.archived_bounds()
         if first >= min(ring, archived):
@@ -167,7 +167,7 @@ class StreamHandle:
 
         Raises:
             ValueError: The offset is negative, the word is unknown, or the datetime has no
-                timezone.
+                time zone.
         """
         if isinstance(to, datetime):
             return self.offset_at(to), False
@@ -237,7 +237,7 @@ def open_stream(
 ) -> StreamHandle | None:
     """Open or create a stream; see ``Client.stream``.
 
-    ``requested`` has the settings of ``StreamConfig`` that the caller passed, except
+    ``requested`` has the ``StreamConfig`` settings that the caller passed, except
     ``max_unarchived``.
 
     Returns:
@@ -275,6 +275,6 @@ def open_stream(
 
 
 def first_readable(meta: Meta, ring: int) -> int:
-    """Return the first readable offset of a stream whose ring starts at ``ring``."""
+    """Return the first readable offset in a stream whose ring starts at ``ring``."""
     # The ring may still hold records that have expired from the store.
     return ring if meta.expired is None else min(ring, meta.expired)

@@ -1,4 +1,4 @@
-"""Reading a stream as one log: from the ring, and older records from the store.
+"""Reads a stream as one log: newer records from the ring, and older records from the store.
 
 A fetch first asks for frames. In the same pipeline it then asks for the stream's incarnation, epoch
 and end, and in a group for the owner's nonce. A new epoch begins before any record is written in
@@ -29,7 +29,7 @@ _FIELDS = ("incarnation", "epoch", "next")
 
 
 class LogReader:
-    """Fetches records from any offset of a stream, and detects missing ones.
+    """Fetches records from any offset in a stream, and detects missing ones.
 
     The caller keeps track of its offset. The reader keeps track of the incarnation and epoch of the
     fetched records, and owns its connection. Not thread-safe.
@@ -82,7 +82,7 @@ class LogReader:
         Args:
             offset: Offset of the first record, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
-            records: How many records the caller needs. This is a hint: the result may hold more.
+            records: Number of records that the caller needs. A hint: the result may hold more.
             anywhere: If the record at ``offset`` is gone, start at the first existing record.
 
         Raises:
@@ -138,7 +138,7 @@ class LogReader:
 
     def _fetch_from_store(self, store: StoreReader, offset: int) -> list[Chunk]:
         """Fetch from the store. Return no records if the stream changes during the read."""
-        self._ring.forget_ahead()  # its replies may be out of date
+        self._ring.forget_ahead()  # replies to a fetch sent ahead may be out of date
         epoch, archived = store.epoch, store.archived
         chunks: list[Chunk] = []
         failure: MeteorError | None = None
@@ -218,7 +218,7 @@ class LogReader:
             self._store.close()
 
     def _check_fetched(self, meta: list[Any], offset: int) -> None:
-        """Do the same as ``_check``, but with less work if nothing has changed."""
+        """Like ``_check``, but with less work if nothing has changed."""
         if (
             meta[0] == self._expected[0]
             and meta[1] == self._expected[1]

@@ -2,7 +2,7 @@
 
 An entry beyond the end of the log blocks publishing permanently: IDs only increase, and deleting an
 entry does not lower the highest ID. The repair therefore copies the frames to a new key and
-replaces the log with this copy. It repairs the index of ordering keys first. Otherwise a publisher
+replaces the log with this copy. It repairs the ordering-key index first. Otherwise a publisher
 could append a frame to the repaired log and then fail to update the index.
 """
 
@@ -19,7 +19,7 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import REPAIR_LOG
 
-#: How long an unfinished copy remains if the process that makes it dies.
+#: Lifetime of an unfinished copy in milliseconds, in case the process that makes it dies.
 _COPY_TTL_MS = 3_600_000
 #: Maximum number of foreign entries that a report lists.
 _LISTED = 100
@@ -57,7 +57,7 @@ def _walk(
     script_keys = [key, stream.keys[1], key if copy is None else copy]
     after, frames, found = "0-0", 0, list[str]()
     try:
-        while after:  # terminates: each step passes at least one entry of a finite ring
+        while after:  # terminates: each step passes at least one entry in a finite ring
             copied = "" if copy is None else frames
             args: list[Any] = [stream.incarnation, kind, after, copied, _COPY_TTL_MS]
             reply = connection.run(REPAIR_LOG, script_keys, args)
@@ -65,7 +65,7 @@ def _walk(
                 raise reply_errors.stream_gone(stream.name, reply[0])
             if reply[0] == b"GONE":
                 raise MeteorError(
-                    f"The repair of stream {stream.name!r} took too long, so its copy of the log "
+                    f"Repairing stream {stream.name!r} took too long, so its copy of the log "
                     "expired. Nothing was changed. Try again."
                 )
             after, frames = reply[1].decode(), frames + int(reply[2])

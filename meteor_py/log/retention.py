@@ -1,4 +1,4 @@
-"""Changing the settings of a stream, and applying new limits to the records in its ring.
+"""Changes a stream's settings, and applies new limits to the records in its ring.
 
 ``redis/lua/log/_append.lua`` enforces the limits with marks, which it sets as it appends. Frames
 that were published without limits have no marks. So when the limits change, this module measures
@@ -18,7 +18,7 @@ from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 
 #: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
-#: The fields of ``meta`` whose names differ from those of the settings.
+#: The fields of ``meta`` whose names differ from the names of the settings.
 _FIELDS = {"max_age": "keep", "max_bytes": "keep", "ordering_key": "group_by"}
 #: Marks per limit, as in ``_append.lua``.
 _STEPS = 32
@@ -30,12 +30,12 @@ class _Mark(NamedTuple):
     offset: int
     #: The total bytes of all frames up to this one, counted as in ``_append.lua``.
     bytes: int
-    #: The append time of the frame, in ms.
+    #: The frame's append time, in ms.
     time: int
 
 
 def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
-    """Change settings of a stream; see ``Stream.configure``."""
+    """Change a stream's settings; see ``Stream.configure``."""
     for setting in STORE_SETTINGS:
         if setting in requested and stream.store_id is None:
             raise ValueError(
@@ -60,7 +60,7 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
     if config.ordering_key is not None:
         script_keys.append(keys.index(stream.name))
     while (reply := stream.run(CONFIGURE_STREAM, args, script_keys))[0] == b"MORE":
-        pass  # terminates: each step trims at least one entry of a finite ring
+        pass  # terminates: each step trims at least one entry in a finite ring
     if reply[0] == b"ORDERED":  # another client was faster
         meta = stream.snapshot()[0]
         check_settings(stream.name, meta, {"ordering_key": changes["ordering_key"]})
@@ -74,7 +74,7 @@ def _is_zero(value: object) -> bool:
 
 
 def _apply_limits(stream: StreamHandle, config: StreamConfig, end: int, total: int) -> None:
-    """Drop the records that exceed the limits of ``config``, and mark the remaining ones.
+    """Drop the records that exceed the limits in ``config``, and mark the remaining ones.
 
     If the caller dies before this is done, the server drops the older records later, all at once.
 
@@ -90,7 +90,7 @@ def _apply_limits(stream: StreamHandle, config: StreamConfig, end: int, total: i
     text = "".join(f"{offset:016}{size:016}{time:016}" for offset, size, time in reversed(marks))
     args = [stream.incarnation, config.to_fields()["keep"], floor, end, text]
     while stream.run(APPLY_LIMITS, args, [*stream.keys, *stream.index_keys])[0] == b"MORE":
-        pass  # terminates: each step trims at least one entry of a finite ring
+        pass  # terminates: each step trims at least one entry in a finite ring
 
 
 def _measure(

@@ -1,11 +1,11 @@
-"""Reading frames from a stream's ring.
+"""Reads frames from a stream's ring.
 
 The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
 32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.
-It uses the field ``large`` in meta, which the appending scripts maintain: the offset after the last
-frame of more than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
-nothing about frames that are appended later. So a fetch of many frames stops at the end of the log
-that was read together with the field. Beyond that end, a fetch asks for only a few frames.
+It uses the ``large`` field in meta, which the appending scripts maintain: the offset after the last
+frame larger than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
+nothing about frames that are appended later. A fetch of many frames therefore stops at the end of
+the log, as read together with the field. Beyond that end, a fetch asks for only a few frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OwnerChanged(Exception):
 
 
 class RingReader:
-    """Fetches frames, and fields of meta in the same pipeline. Not thread-safe.
+    """Fetches frames, and meta fields in the same pipeline. Not thread-safe.
 
     The first two fields are the stream's incarnation and epoch. The reader's owner closes
     ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
@@ -54,7 +54,7 @@ class RingReader:
         # Commands that every fetch sends, and parts of them, encoded once.
         self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log.encode())
         self._look = self._encode_look()
-        self._frames = 16  # frames to ask for; adapts to their size
+        self._frames = 16  # number of frames to ask for; adapts to their sizes
         self._next = 0  # the end of the log, as of the last reply
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
@@ -72,7 +72,7 @@ class RingReader:
         return b"".join(encode(commands))
 
     def fetch(self, offset: int, block_s: float, records: int) -> tuple[list[Any], list[Any]]:
-        """Return entries, starting at ``offset``, and the fields of meta as read after them.
+        """Return entries, starting at ``offset``, and the meta fields as read after them.
 
         Raises:
             OwnerChanged: The group's nonce has changed.
@@ -123,7 +123,7 @@ class RingReader:
         return entries
 
     def read_meta(self, *, guarded: bool) -> list[Any]:
-        """Return the fields of meta; if ``guarded``, check the group's nonce like ``fetch``."""
+        """Return the meta fields; if ``guarded``, check the group's nonce like ``fetch``."""
         connection = self.connection
         replies = connection.retry_idle(
             connection.pipeline_encoded, [self._look], self._replies - 1, connection.timeout_s
@@ -133,7 +133,7 @@ class RingReader:
         return self._note_sizes(replies[0])
 
     def epochs(self) -> str:
-        """Return the stream's table of epochs, for ``diverged_at``."""
+        """Return the stream's epoch table, for ``diverged_at``."""
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
@@ -162,7 +162,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to the fetch sent ahead; None if it was not for this offset."""
+        """Return the replies to the fetch sent ahead; None if that was not for this offset."""
         if self._ahead is None:
             return None
         try:
@@ -174,7 +174,7 @@ class RingReader:
         except ConnectionFailed:
             pass  # the caller fetches again
         except MeteorError:
-            raise  # all replies were read
+            raise  # all replies were read, so the connection is still usable
         except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
@@ -184,7 +184,7 @@ class RingReader:
 
     @property
     def _replies(self) -> int:
-        """How many replies a request gets: the frames, meta, and the nonce in a group."""
+        """Number of replies to a request: the frames, meta, and in a group the nonce."""
         return 2 if self._nonce is None else 3
 
     def _request(self, offset: int, records: int, block_s: float = 0.0) -> bytes:
@@ -211,7 +211,7 @@ class RingReader:
         )
 
     def _note_sizes(self, meta: list[Any]) -> list[Any]:
-        """Note how far the sizes of frames are known; return the fields for the caller."""
+        """Note how far frame sizes are known; return the fields for the caller."""
         large = meta.pop()
         self._next = int(meta.pop() or 0)
         # If only older releases have written to the stream, the field is missing.
@@ -233,7 +233,7 @@ class RingReader:
         """
         connection = self.connection
         request = self._request(offset, records, block_s)
-        # Whole seconds: changing the timeout of a socket is a system call.
+        # Whole seconds: changing a socket's timeout is a system call.
         timeout_s = math.ceil(block_s) + connection.timeout_s
         arguments = ([request], self._replies, timeout_s)
         if block_s:

@@ -17,7 +17,7 @@ class StoreReader:
     ring starts at ``ring_start``.
     """
 
-    #: The fields of meta that ``update`` needs.
+    #: The meta fields that ``update`` needs.
     FIELDS = ("archived", "expired", "capacity")
 
     def __init__(self, batches: StoreReadAhead, stream: str, epoch: int) -> None:
@@ -36,7 +36,7 @@ class StoreReader:
         return self.expired <= offset < self.stop
 
     def update(self, epoch: int, end_offset: int, fields: list[Any]) -> None:
-        """Update the bounds from fields of meta."""
+        """Update the bounds from meta fields."""
         if epoch != self.epoch:
             self.epoch, self.ring_start = epoch, 0
             self.forget()
@@ -47,7 +47,7 @@ class StoreReader:
         """Return one or more records, starting at ``offset``.
 
         Args:
-            epochs: The epochs of the stream, as in meta.
+            epochs: The stream's epochs, as in meta.
 
         Raises:
             RecordsLost: The records have expired from the store, though the ring may still hold

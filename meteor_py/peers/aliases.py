@@ -1,6 +1,6 @@
 """Atomix's DistributedGroup API on top of peer groups. See docs/peer-group-words.md.
 
-These classes only translate: a delivery becomes a target, and an execution a verb.
+These classes only translate: a delivery becomes a target, and an execution becomes a verb.
 
 >>> group = DistributedGroup(m.peer_group("workers"))               # doctest: +SKIP
 >>> local = group.join("worker-7")                             # doctest: +SKIP
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Execution(enum.Enum):
-    """When the future of a message completes."""
+    """When a message's future completes."""
 
     #: When the message is acknowledged: ``send``.
     SYNC = "send"
@@ -38,7 +38,7 @@ class Execution(enum.Enum):
 
 
 class Delivery(enum.Enum):
-    """Which members get a message to the group."""
+    """Which members receive a message that is sent to the group."""
 
     #: A random member, or another one if that member leaves: ``any``.
     RANDOM = "any"
@@ -47,7 +47,7 @@ class Delivery(enum.Enum):
 
 
 class Producer:
-    """Sends messages to one queue, with one delivery and execution."""
+    """Sends messages to one queue, all with the same delivery and execution."""
 
     def __init__(
         self, target: Target, queue: str, execution: Execution, include_dead: bool = False
@@ -60,13 +60,13 @@ class Producer:
     def send(
         self, value: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[Any]:
-        """Send a message, and return the future of ``tell``, ``send`` or ``ask``."""
+        """Send a message, and return the future from ``tell``, ``send`` or ``ask``."""
         verb: Callable[..., Future[Any]] = getattr(self._target, self._execution.value)
         return verb(self._queue, value, timeout=timeout, priority=priority, **self._options)
 
 
 class Consumer:
-    """Receives the messages of one queue. Settle each with ``ack``, ``reply`` or ``fail``."""
+    """Receives messages from one queue. Settle each with ``ack``, ``reply`` or ``fail``."""
 
     def __init__(self, membership: Membership, queue: str) -> None:
         self._membership = membership
@@ -74,7 +74,7 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message. The function replaces the previous one."""
+        """Call a function with each message. It replaces the previously registered function."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
@@ -105,7 +105,7 @@ class Messaging:
         delivery: Delivery | None = None,
         include_dead: bool = False,
     ) -> Producer:
-        """Returns a producer. By default it asks one member, or sends to all members of a group.
+        """Returns a producer. By default, it asks one member, or sends to every group member.
 
         Args:
             include_dead: Whether a broadcast also waits for named members that are dead, as in
@@ -124,11 +124,11 @@ class Messaging:
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
-        """Returns a consumer of a queue of a local member."""
+        """Returns a consumer for one of a local member's queues."""
         if self._membership is None:
             raise ValueError(
-                "Only the process in which a member joined can receive its messages. Get the "
-                "consumer from the LocalMember there."
+                "Only the process in which a member joined can receive that member's messages. "
+                "Get the consumer from the LocalMember there."
             )
         return Consumer(self._membership, queue)
 
@@ -164,7 +164,7 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Return access to its queues, and to producers that name it as the sender."""
+        """Returns access to this member's queues, and to producers that name it as the sender."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:
@@ -173,7 +173,7 @@ class LocalMember:
 
 @dataclass(frozen=True)
 class GroupTerm:
-    """The number of a term, and its leader."""
+    """A term number and the leader in that term."""
 
     _number: int
     _leader: GroupMember | None
@@ -186,7 +186,7 @@ class GroupTerm:
 
 
 class GroupElection:
-    """The election of a group's leader."""
+    """Leader election for a group."""
 
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
@@ -197,7 +197,7 @@ class GroupElection:
         return GroupTerm(self._group.term, found)
 
     def on_election(self, callback: Callable[[GroupTerm], object]) -> None:
-        """Call a function with each new term, and at once if there is a leader."""
+        """Call a function with each new term, and immediately if there is already a leader."""
 
         def elected(leader: Member, number: int) -> None:
             callback(GroupTerm(number, GroupMember(self._group, leader)))
@@ -209,7 +209,7 @@ class DistributedGroup:
     """A peer group with Atomix's API."""
 
     def __init__(self, group: PeerGroup) -> None:
-        #: The peer group behind it.
+        #: The underlying peer group.
         self.group = group
 
     def join(self, member: str | None = None, metadata: Any = None) -> LocalMember:
@@ -239,7 +239,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Returns the codec, to register types: ``register(User, id=1)``, or ``register(User)``."""
+        """Returns the codec. Use it to register types: ``register(User)`` or with an ``id``."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Codecs of peer groups: they encode the bodies of messages, and never use pickle.
+"""Codecs for peer groups. They encode message bodies and never use pickle.
 
 Each encoded body carries its type: the name of a format, or the number or name of a registered
-type. So members with different codecs can exchange messages if both have registered the types.
+type. Members with different codecs can therefore exchange messages if both have registered the
+types.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TYPE_MAX = 2**31 - 1
 
 
 class UnknownType(Exception):
-    """The type of some bytes is not registered here, or the bytes do not match it."""
+    """The type of the data is not registered here, or the bytes do not match the type."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class _Kind:
     """A registered type."""
 
     type: type
-    #: Its number, or ``@`` and the name of its class.
+    #: The type's number, or ``@`` and its class name.
     tag: str
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
@@ -69,14 +70,14 @@ class PeerCodec:
         Args:
             type: The class. Its subclasses are not included.
             id: 0 to 2^31 - 1; the same in all processes, and never reused. Without it, messages
-                carry the module and the name of the class, which must be the same in all processes.
+                carry the module and class name, which must be the same in all processes.
             encode: Converts a value to bytes. By default, the format converts dataclasses, attrs
                 classes and ``msgspec.Struct``.
-            decode: Converts the bytes back to a value.
+            decode: Converts bytes back to a value.
 
         Raises:
-            ValueError: The number, the name or the type is taken, or only one of ``encode`` and
-                ``decode`` is given.
+            ValueError: The number, name or type is already registered, or only one of ``encode``
+                and ``decode`` was passed.
         """
         if id is not None:
             check_int("id", id, 0, TYPE_MAX)
@@ -96,11 +97,11 @@ class PeerCodec:
         self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)
 
     def encode(self, value: Any) -> tuple[str, bytes]:
-        """Returns the type of a value, and its bytes.
+        """Returns a value's type and its encoded bytes.
 
         Raises:
             TypeError, ValueError: The format, or the registered function, cannot encode the value.
-                JSON cannot represent NaN and infinity; "msgpack" can.
+                JSON cannot represent NaN or infinity; "msgpack" can.
         """
         try:
             return self._encode(value)
@@ -108,7 +109,7 @@ class PeerCodec:
             raise
         except Exception as error:  # OverflowError, RecursionError, or from a registered function
             raise ValueError(
-                f"This {type(value).__name__} cannot be encoded ({type(error).__name__}: {error})."
+                f"Cannot encode this {type(value).__name__} ({type(error).__name__}: {error})."
             ) from error
 
     def _encode(self, value: Any) -> tuple[str, bytes]:
@@ -117,7 +118,7 @@ class PeerCodec:
             data = kind.encode(value)
             if not isinstance(data, bytes):
                 raise TypeError(
-                    f"The encode function of {kind.type.__name__} must return bytes, not "
+                    f"The encode function for {kind.type.__name__} must return bytes, not "
                     f"{type(data).__name__}."
                 )
             return kind.tag, data
@@ -133,11 +134,11 @@ class PeerCodec:
         return self.format, _ENCODERS[self.format](value)
 
     def is_plain(self, kind: str) -> bool:
-        """Whether decoding this type calls no function of the application."""
+        """Whether this type can be decoded without calling an application function."""
         return kind == "" or kind in _DECODERS
 
     def decode(self, kind: str, data: bytes) -> Any:
-        """Decodes bytes of a type, and returns the value.
+        """Decodes bytes as the given type, and returns the value.
 
         Raises:
             UnknownType: The type is not registered here, or the bytes do not match it.
@@ -153,7 +154,8 @@ class PeerCodec:
         except Exception as error:
             raise UnknownType(f"The bytes are not of type {kind!r}: {error}") from error
         raise UnknownType(
-            f"The type {kind!r} is not known here. Register it with codec.register() everywhere."
+            f"The type {kind!r} is not known here. Register it in every process with "
+            "codec.register()."
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a peer group, shared by all its processes."""
+"""Peer group settings, shared by all processes that open the group."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ Election = Literal["oldest", "random", "none"]
 
 
 class Unset:
-    """The type of an omitted argument, where None has a meaning."""
+    """The type of an omitted argument, for parameters where None has a meaning."""
 
 
 UNSET = Unset()
 
 #: Smallest and largest ``ttl`` in seconds.
 TTL_S = (0.3, 86_400.0)
-#: Maximum number of members of a group: some scripts read all of them.
+#: Maximum number of members in a group: some scripts read all of them.
 MEMBERS_MAX = 1_000
-#: Maximum number of properties of a group: every process reads all of them.
+#: Maximum number of group properties: every process reads all of them.
 PROPERTIES_MAX = 100
 
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Settings of a peer group, stored in Redis. The client that creates the group chooses them."""
+    """Peer group settings, stored in Redis. The client that creates the group chooses them."""
 
     #: Seconds without a heartbeat after which a member counts as dead: 0.3 to 86,400.
     ttl: float = 10.0
     #: Seconds after which a dead named member is removed; None = never.
     member_expiration: float | None = None
-    #: Which member leads: the "oldest", a "random" one, or "none".
+    #: Which member leads: the "oldest", a "random" one, or "none" (no election).
     election: Election = "oldest"
-    #: Members that must be alive before a leader is elected: 1 to 1,000.
+    #: Minimum number of live members for an election: 1 to 1,000.
     min_size: int = 1
-    #: Maximum number of unsettled messages of a member: 1 to 1,000,000.
+    #: Maximum number of unsettled messages per member: 1 to 1,000,000.
     max_inbox: int = 10_000
-    #: How many sessions may receive a message and end without settling it before it becomes a dead
-    #: letter: 2 to 1,000; 0 = no limit.
+    #: Maximum number of sessions that receive a message and end without settling it. After that, it
+    #: becomes a dead letter: 2 to 1,000; 0 = no limit.
     max_deliveries: int = 5
 
     def __post_init__(self) -> None:
@@ -53,12 +53,12 @@ class PeersConfig:
         check_int("max_inbox", self.max_inbox, 1, 1_000_000)
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
-                "max_deliveries must be 0 (no limit) or at least 2: when a member dies, any of its "
-                "messages may be the one that it was handling."
+                "max_deliveries must be 0 (no limit) or at least 2: when a member dies, it may "
+                "have been handling any one of its messages."
             )
 
     def to_fields(self) -> dict[str, str]:
-        """Convert to fields of the hash ``config``."""
+        """Convert to fields for the ``config`` hash."""
         expiration = -1 if self.member_expiration is None else round(self.member_expiration * 1000)
         return {
             "ttl": str(round(self.ttl * 1000)),
@@ -71,7 +71,7 @@ class PeersConfig:
 
     @classmethod
     def from_fields(cls, found: dict[str, str]) -> PeersConfig:
-        """Parse fields of the hash ``config``."""
+        """Parse the fields of the ``config`` hash."""
         expiration = int(found["expiration"])
         return cls(
             ttl=int(found["ttl"]) / 1000,
@@ -88,5 +88,5 @@ class PeersConfig:
         return next((name for name, value in wanted.items() if present[name] != value), None)
 
     def _rounded(self) -> dict[str, Any]:
-        """All settings, rounded as in Redis."""
+        """All settings, rounded the way Redis stores them."""
         return asdict(PeersConfig.from_fields(self.to_fields()))

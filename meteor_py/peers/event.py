@@ -1,4 +1,4 @@
-"""Events of a peer group: all processes see the same events in the same order."""
+"""Peer group events. All processes see the same events in the same order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Kind = (
 class Event:
     """One change in a group."""
 
-    #: Its number: one more than the number of the previous event.
+    #: The event number: one more than that of the previous event.
     view: int
     kind: Kind
-    #: When it happened, in ms since 1970 by the server's clock.
+    #: When it happened, in ms since 1970 on the server's clock.
     at: int
-    #: The id of the member concerned, or of the proposer.
+    #: The id of the affected member or of the proposer.
     member: str | None = None
-    #: The number of the term that began or ended.
+    #: The term number, if a term began or ended.
     term: int | None = None
     #: Why the member left, died or resigned, or how a vote ended.
     reason: str | None = None
@@ -32,15 +32,15 @@ class Event:
     poll: str | None = None
     #: The property that was set or deleted.
     property: str | None = None
-    #: Whether it was derived by comparing states, because the events themselves were lost. Such
-    #: events share one ``view``; if the server lost state, "reset" is the first of them.
+    #: Whether the event was derived by comparing states, because the original events were lost.
+    #: Such events share one ``view``. If the server lost state, the first of them is "reset".
     resync: bool = False
     #: All fields as stored in Redis.
     fields: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 
 def read_event(entry_id: bytes, flat: list[bytes]) -> Event:
-    """Parse an entry of the stream ``events``."""
+    """Parse an entry from the ``events`` stream."""
     found = read_fields(flat)
 
     def text(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The event reader of a group handle: reads the group's events, and replies to its messages."""
+"""The event reader: reads a group's events, and the replies to messages sent by this handle."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum number of events per read.
 _COUNT = 500
-#: The position before all replies.
+#: The position before the first reply.
 _FIRST = "0-0"
 
 
 class EventReader(JoinableThread):
-    """A thread with its own connection. It calls no function that could block it."""
+    """A thread with its own connection. It calls nothing that could block it."""
 
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._read_all, f"meteor-events-{group.name}")
@@ -37,9 +37,9 @@ class EventReader(JoinableThread):
         self._again = False
 
     def read_again(self) -> None:
-        """Make the thread read all replies again. The server may have recreated the stream of
-        replies, and its clock, which numbers them, may be behind. Reading a reply twice is
-        harmless."""
+        """Make the thread read all replies again. The server may have recreated the reply stream,
+        and the new stream may start at a lower number, because the server's clock numbers the
+        replies. Reading a reply twice is harmless."""
         self._again = True
 
     def stop(self) -> None:
@@ -58,7 +58,7 @@ class EventReader(JoinableThread):
                 self.read_again()  # the next connection may reach another server
             except Exception:
                 if not self._stopped:
-                    _log.exception("The event reader of group %r failed.", self._group.name)
+                    _log.exception("The event reader for group %r failed.", self._group.name)
             failures += 1
             time.sleep(0.0 if self._stopped else pause_s(failures, *_BACKOFF_S))
         self._connection.close()

@@ -1,4 +1,4 @@
-"""A peer group: its members, its leader, and the ways to reach them."""
+"""A peer group: its members, its leader, and how to reach them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 #: Seconds between two attempts to join under a name that is taken.
 _WAIT_S = 0.1
-#: The largest event number that Lua can count to.
+#: The largest event number that Lua can represent exactly.
 _VIEW_MAX = 2**53
 
 
@@ -41,7 +41,7 @@ class PeerGroup(Sender):
     >>> with m.peer_group("workers") as group, group.join() as me:      # doctest: +SKIP
     ...     print(me.id, [member.id for member in group.members], group.leader)
 
-    Watching the group and sending messages work without joining. Thread-safe.
+    A process can watch the group and send messages without joining. Thread-safe.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -53,7 +53,7 @@ class PeerGroup(Sender):
 
     @property
     def config(self) -> PeersConfig:
-        """The settings of the group."""
+        """The group's settings."""
         return self._handle.config
 
     @property
@@ -82,7 +82,7 @@ class PeerGroup(Sender):
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """Returns the view number, members, leader and term at one instant.
+        """Returns the view number, members, leader and term, all from the same moment.
 
         ``watch(since=snapshot.number)`` continues from there.
         """
@@ -90,7 +90,7 @@ class PeerGroup(Sender):
             return View(self.view, self.members, self.leader, self.term)
 
     def guarded(self, name: str) -> bytes | None:
-        """Returns a value that a leader wrote with ``term.guard``; None if there is none."""
+        """Returns the value that a leader wrote with ``term.guard``; None if there is none."""
         self._check_open()
         protocol = self._handle.protocol
         value: bytes | None = protocol.connector.call("HGET", protocol.key("guarded"), name)
@@ -98,13 +98,13 @@ class PeerGroup(Sender):
 
     @property
     def properties(self) -> dict[str, Any]:
-        """The properties of the group, by name, as of the last event that this process has seen."""
+        """The group's properties by name, as of the last event that this process has seen."""
         return dict(self._handle.view.properties)
 
     def set_property(self, name: str, value: Any) -> None:
-        """Set a property of the group, for all processes to see. ``on_property`` reports it.
+        """Set a group property, which all processes can read. ``on_property`` reports it.
 
-        Any client may set it, and the last writer wins. For values that only the leader may write,
+        Any client can set it, and the last writer wins. For values that only the leader may write,
         use ``term.guard``.
 
         Args:
@@ -117,13 +117,13 @@ class PeerGroup(Sender):
         """
         self._check_open()
         keys.check_name(name, "property")
-        data = b"" if value is None else dump_metadata(value, "value of a property")
+        data = b"" if value is None else dump_metadata(value, "property value")
         args = [name, "delete" if value is None else "set", data, PROPERTIES_MAX]
         reply = self._handle.protocol.run(PEERS_SET_PROPERTY, args)
         if reply[0] == b"FULL":
             raise PeerError(
-                f"Group {self.name!r} has {reply[1]} properties and may not have more. Delete "
-                "some, or put several values into one.",
+                f"Group {self.name!r} already has {reply[1]} properties, which is the maximum. "
+                "Delete some, or store several values in one property.",
                 group=self.name,
             )
         self._handle.catch_up()
@@ -131,9 +131,9 @@ class PeerGroup(Sender):
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
         """Returns the newest messages that could not be delivered, oldest first.
 
-        A message becomes a dead letter if its receiver does not know its type, if it was delivered
-        ``max_deliveries`` times and never settled, or if no member was left for it. The group keeps
-        about 1,000 dead letters.
+        A message becomes a dead letter if its receiver does not know the message's type, if it was
+        delivered ``max_deliveries`` times and never settled, or if no member was left to receive
+        it. The group keeps about 1,000 dead letters.
         """
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
@@ -142,7 +142,7 @@ class PeerGroup(Sender):
         return [read_letter(*entry) for entry in reversed(protocol.connector.call(*command))]
 
     def now(self) -> float:
-        """Returns the time by the group's clock (its server's), in seconds since 1970."""
+        """Returns the time on the group's clock (its server's), in seconds since 1970."""
         return self._handle.now()
 
     def join(
@@ -156,13 +156,13 @@ class PeerGroup(Sender):
     ) -> Membership:
         """Become a member.
 
-        Callbacks of this handle wait until the member has joined.
+        This handle's callbacks wait until the member has joined.
 
         Args:
             name: Makes the member persistent. If its process dies, it remains a member, messages
                 to it wait, and it continues when any process joins under the name again.
             metadata: Describes the member to others: JSON, up to 4 KiB.
-            priority: Members with a higher priority lead before others: -1,000 to 1,000.
+            priority: -1,000 to 1,000. Members with a higher priority are elected before others.
             on_conflict: What to do if a live member has the name. "takeover" replaces that member,
                 which suits a restarted process; "fail" raises; "wait" waits until the name is free.
             timeout: Seconds to wait for the name; None waits indefinitely.
@@ -191,8 +191,8 @@ class PeerGroup(Sender):
                 raise self._taken(name, on_conflict)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"The name {name!r} was not free within {timeout:g} seconds. Wait longer, or "
-                    'take it over with on_conflict="takeover".'
+                    f"The name {name!r} did not become free within {timeout:g} seconds. Wait "
+                    'longer, or take it over with on_conflict="takeover".'
                 )
             time.sleep(_WAIT_S)
             handle.check_open()
@@ -219,7 +219,7 @@ class PeerGroup(Sender):
     def on_join(self, function: _F) -> _F:
         """Call a function with each ``Member`` that joins, or rejoins after it was dead.
 
-        One thread of the group runs all callbacks, in the order of the events. Meanwhile
+        One thread runs all of the group's callbacks, in event order. While a callback runs,
         ``members`` may already show later events.
         """
         return self._listen("join", function)
@@ -238,13 +238,13 @@ class PeerGroup(Sender):
         return self._listen("status", function)
 
     def on_property(self, function: _F) -> _F:
-        """Call a function with the name and the value of each property that is set or deleted. The
-        value of a deleted property is None."""
+        """Call a function with the name and value of each property that is set or deleted. For a
+        deleted property, the value is None."""
         return self._listen("property", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with the leader and its term number: at once if there is a leader, and
-        whenever one is elected."""
+        """Call a function with the leader and its term number: at once if there is already a
+        leader, and whenever one is elected."""
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader
@@ -257,7 +257,7 @@ class PeerGroup(Sender):
         return self._listen("resigned", function)
 
     def on_decision(self, function: _F) -> _F:
-        """Call a function with the ``Outcome`` of each vote, whichever process proposed it."""
+        """Call a function with the ``Outcome`` of each vote, whichever process called the vote."""
         self._handle.polls.use()
         return self._listen("decision", function)
 
@@ -269,8 +269,8 @@ class PeerGroup(Sender):
         """Call a function, without arguments, when the application must read the group's state
         again.
 
-        There are two possible causes. Either the server has lost state of the group: callbacks for
-        the differences follow, and members of this process rejoin. Or callbacks were so slow that
+        There are two possible causes. Either the server has lost group state: callbacks for the
+        differences follow, and this process's members rejoin. Or callbacks were so slow that
         10,000 calls were waiting, and the group dropped later calls.
         """
         return self._listen("reset", function)
@@ -280,7 +280,7 @@ class PeerGroup(Sender):
             return self._handle.listeners.add(what, function)
 
     def watch(self, timeout: float | None = None, *, since: int | None = None) -> Iterator[Event]:
-        """Iterate over the events from now on.
+        """Iterate over events, starting with the next one.
 
         Ends when no event arrives for ``timeout`` seconds, or when the group is closed. All
         processes see the same events in the same order; ``view`` increases by one per event.
@@ -325,7 +325,7 @@ class PeerGroup(Sender):
     def delete(self, *, force: bool = False) -> None:
         """Delete the group with its members, messages and guarded values, and close this handle.
 
-        Live members of other processes rejoin, which creates the group again.
+        Live members in other processes rejoin, which creates the group again.
 
         Args:
             force: Delete the group even if other processes have live members in it.
@@ -345,15 +345,15 @@ class PeerGroup(Sender):
             alive = handle.protocol.delete(force=force)  # members may have joined since the check
         if alive:
             raise PeerGroupActive(
-                f"Group {self.name!r} has live members: {alive}. Let them leave, or delete the "
-                "group with force=True.",
+                f"Group {self.name!r} has live members in other processes: {alive}. Let them "
+                "leave, or delete the group with force=True.",
                 group=self.name,
                 alive=alive,
             )
         self.close()
 
     def close(self) -> None:
-        """Make all members of this handle leave, and stop watching. Named members may rejoin later.
+        """Make this handle's members leave, and stop watching. Named members can rejoin later.
 
         Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts the call, the
         next ``close()``, or the end of the process, finishes closing.

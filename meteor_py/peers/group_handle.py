@@ -1,4 +1,4 @@
-"""One open peer group in this process: its view, its members and its threads."""
+"""One open peer group in this process, with its view, members and threads."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that closing waits: for handlers and tasks, for all threads, and (at least) per thread.
+#: Seconds that ``close()`` waits: for handlers and tasks, for all threads, and at least per thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10
 
 
 class GroupHandle:
-    """The state behind a ``PeerGroup``, shared by its threads and parts."""
+    """The state behind a ``PeerGroup``, shared by its threads and components."""
 
     def __init__(
         self, connector: Connector, name: str, config: PeersConfig, codec: PeerCodec
@@ -51,7 +51,7 @@ class GroupHandle:
         self.name = name
         self.config = config
         self.protocol = PeerProtocol(connector, name)
-        #: Names the stream of replies to this handle's messages.
+        #: Part of the name of the stream that holds the replies to this handle's messages.
         self.reply_session = secrets.token_hex(8)
         #: This process's estimate of the server's clock.
         self.clock = GroupClock()
@@ -79,7 +79,10 @@ class GroupHandle:
             deadline = time.monotonic() + _JOIN_S
             while not self.clock.known:
                 if time.monotonic() > deadline:
-                    raise MeteorError(f"The server of group {self.name!r} did not report its time.")
+                    raise MeteorError(
+                        f"The server for group {self.name!r} did not report its time within "
+                        f"{_JOIN_S:g} seconds. Check the connection, and try again."
+                    )
                 time.sleep(0.005)
         return self.clock.now()
 
@@ -87,7 +90,7 @@ class GroupHandle:
         """Raise in a forked child."""
         if self._pid != os.getpid():
             raise MeteorError(
-                f"This handle of group {self.name!r} belongs to the parent process. Open another "
+                f"This handle for group {self.name!r} belongs to the parent process. Open another "
                 "here with client.peer_group()."
             )
 
@@ -95,7 +98,7 @@ class GroupHandle:
         self.check_owned()
         if self.closed:
             raise MeteorError(
-                f"This handle of group {self.name!r} is closed. Open another with "
+                f"This handle for group {self.name!r} is closed. Open another with "
                 "client.peer_group()."
             )
 
@@ -111,7 +114,7 @@ class GroupHandle:
             return list(self._members)
 
     def join(self, member: MemberHandle, on_conflict: str, metadata: bytes) -> bool:
-        """Let a member join; return False if another session has the name."""
+        """Add a member; return False if another session already has its name."""
         try:
             if not self._join(member, on_conflict, metadata):
                 return False
@@ -151,13 +154,13 @@ class GroupHandle:
                 self._members.remove(member)
 
     def track(self, thread: threading.Thread) -> None:
-        """Join a thread of one of the members when this handle closes."""
+        """Make ``close()`` wait for a member's thread."""
         self._threads.add(thread)
 
     # -- the view ----------------------------------------------------------------------------------
 
     def moment(self) -> Moment:
-        """The moment that the view shows."""
+        """Returns the view's moment, read under the lock."""
         with self.lock:
             return self.view.moment
 
@@ -168,14 +171,14 @@ class GroupHandle:
         except PeerGroupNotFound:
             return
         if found != self.config:
-            _log.warning("Group %r was recreated with other settings: %s.", self.name, found)
+            _log.warning("Group %r was recreated with different settings: %s.", self.name, found)
             self.config = found
 
     def resync(self, *, reset: bool = False, connection: Connection | None = None) -> None:
         """Reload the whole group, and report the differences to listeners.
 
         Args:
-            reset: The server is known to have lost state.
+            reset: Whether the server is known to have lost state.
         """
         for _ in range(_LOOKS):
             before = self.moment()
@@ -269,7 +272,7 @@ class GroupHandle:
 
     def _lose_replaced(self, member: Member) -> None:
         for local in list(self._members):
-            # An event that is older than the local member's session does not end that session.
+            # An event older than the local member's session must not end that session.
             newer = member.index > local.index and member.session != local.session
             if local.id == member.id and newer:
                 local.lose("joined again elsewhere")
@@ -291,12 +294,12 @@ class GroupHandle:
         self.listeners.end_queues()
         for part in parts:
             if not part.ends_within(max(deadline - now(), _LAST_S), part.stop):
-                _log.warning("A thread of group %r did not end in time.", self.name)
+                _log.warning("A thread for group %r did not end in time.", self.name)
         self._stopped = True
         _open_groups.discard(self)
 
     def _leave_all(self, deadline: float) -> None:
-        """Make all members leave at once, so that a slow handler does not delay other members."""
+        """Make all members leave together, so that a slow handler does not delay other members."""
         leaving = [member for member in self.local_members() if member.start_leaving()]
         patience = now() + self.protocol.connector.timeout_s
         is_away = not all(member.announce_leaving() for member in leaving) and now() > patience
@@ -309,11 +312,11 @@ class GroupHandle:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
-                    _log.warning("A leader task of group %r did not end in time.", self.name)
+                    _log.warning("A leader task for group %r did not end in time.", self.name)
 
 
 def _at_exit(groups: Sequence[GroupHandle]) -> None:
-    """Leave at once, so that other members need not wait for a timeout."""
+    """Leave right away, so that other members need not wait for a timeout."""
     for group in groups:
         try:
             group.close()

@@ -1,6 +1,6 @@
-"""The heartbeat of a group handle: the thread that keeps its members alive on the server.
+"""The heartbeat: the thread that keeps a group handle's members alive on the server.
 
-It also ends a term that was not renewed in time, and detects that the server has dropped a member
+It also ends a term that was not renewed in time, and detects when the server has dropped a member
 or lost state.
 """
 
@@ -29,16 +29,16 @@ _log = logging.getLogger(__name__)
 
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
-#: Maximum seconds over which handles spread their reports of an overdue member.
+#: Handles spread their reports of an overdue member over at most this many seconds.
 _SPREAD_S = 0.3
-#: Mean seconds, per member, between two calls that move the messages of members that left.
+#: Mean seconds, per member, between two calls that move messages from members that left.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
 
 
 class Heartbeat(JoinableThread):
-    """A thread with its own connection, which sends a heartbeat per member every ``ttl / 3``."""
+    """A thread with its own connection. It sends a heartbeat for each member every ``ttl / 3``."""
 
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._beat, f"meteor-heartbeat-{group.name}")
@@ -53,7 +53,7 @@ class Heartbeat(JoinableThread):
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
         #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
-        #: While the view is behind the server: the moment that it shows, and when this was noticed.
+        #: While the view is behind the server: the view's moment, and when this was noticed.
         self._behind: tuple[Moment, float] | None = None
 
     def hurry(self) -> None:
@@ -84,14 +84,14 @@ class Heartbeat(JoinableThread):
                 pause = min(pause_s(failures, *_BACKOFF_S), interval)
             except Exception:
                 if not self._stopped:
-                    _log.exception("A heartbeat of group %r failed.", self._group.name)
+                    _log.exception("A heartbeat for group %r failed.", self._group.name)
                 failures += 1
                 pause = interval
             self._wait(pause)
         self._connection.close()
 
     def _wait(self, pause: float) -> None:
-        """Wait until the next heartbeat is due, and end terms that expire meanwhile."""
+        """Wait until the next heartbeat is due, and end terms that expire in the meantime."""
         deadline = now() + max(pause, 0.0)
         while not self._stopped:
             left = min(deadline - now(), self._first_term_ends() - now())
@@ -102,7 +102,7 @@ class Heartbeat(JoinableThread):
                     return
 
     def _first_term_ends(self) -> float:
-        """Drop expired terms; return when the next term of a local member expires."""
+        """Drop expired terms; return when the next local member's term expires."""
         ends = math.inf
         for member in self._group.local_members():
             member.leadership.drop_expired()
@@ -123,7 +123,7 @@ class Heartbeat(JoinableThread):
                 raise
             except Exception as error:  # the other members still need their heartbeats
                 if not self._stopped and member not in self._failing:
-                    _log.exception("The heartbeat of %r failed: %s", member, error)
+                    _log.exception("The heartbeat for %r failed: %s", member, error)
                 self._failing.add(member)
             else:
                 self._failing.discard(member)
@@ -151,7 +151,7 @@ class Heartbeat(JoinableThread):
         member.declaration.send_if_due(self._connection)
 
     def _send(self, session: str, members: list[str]) -> tuple[float, HeartbeatReply]:
-        """Send a heartbeat; return the time of sending and the reply."""
+        """Send a heartbeat; return when it was sent, and the reply."""
         group = self._group
         seen = group.moment()
         sent = now()
@@ -165,7 +165,7 @@ class Heartbeat(JoinableThread):
         group.clock.read(sent, now(), reply.time)
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # Report an overdue member on time, but not from all handles at once. Moving the messages of
+        # Report an overdue member on time, but not from all handles at once. Moving messages from
         # members that left takes many calls: all handles together make about a thousand per second.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
@@ -187,14 +187,14 @@ class Heartbeat(JoinableThread):
         if lost or (reply.view == seen.view and not same):
             if group.moment() == seen:
                 if seen.incarnation:
-                    _log.warning("The server has lost state of group %r: reloading.", group.name)
+                    _log.warning("The server lost state of group %r. Reloading it.", group.name)
                 group.resync(reset=True, connection=self._connection)
         elif same:
             self._behind = None
         elif self._behind is None or self._behind[0] != seen:
             self._behind = (seen, time.monotonic())
         elif time.monotonic() > self._behind[1] + _STUCK_S:
-            _log.warning("Group %r has changed, but no event arrived: reloading.", group.name)
+            _log.warning("Group %r changed, but no event arrived. Reloading it.", group.name)
             self._behind = None
             group.resync(connection=self._connection)
 
@@ -218,8 +218,8 @@ class Heartbeat(JoinableThread):
             member.lose("joined again elsewhere")
             return
         member.recovering = False
-        if not member.active:  # the member left meanwhile, perhaps under its previous session
+        if not member.active:  # the member has just left, perhaps under its previous session
             member.withdraw(self._connection)
             return
-        _log.warning("The server presumed %r dead. The member has rejoined.", member)
+        _log.warning("The server presumed %r dead, and the member rejoined.", member)
         member.rejoined()

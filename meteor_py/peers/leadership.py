@@ -1,4 +1,4 @@
-"""Leadership: the terms of a member, and the tasks that run while it leads."""
+"""Leadership: a member's terms, and the tasks that run while it leads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that resigning waits for leader tasks to end.
+#: Maximum seconds to wait for leader tasks to end when resigning.
 TASKS_S = 5.0
-#: Seconds after which a member whose leader task failed resigns.
+#: If a leader task fails, its member resigns after this many seconds.
 _FAILED_S = 1.0
 
 Task = Callable[["Term"], object]
 
 
 class Term:
-    """One term of a member of this process as leader.
+    """One term during which a member in this process leads.
 
     >>> with me.leadership() as term:               # doctest: +SKIP
     ...     while term.valid:
@@ -40,7 +40,7 @@ class Term:
 
     Once lost, a term stays lost. A member that is elected again gets another ``Term``. So does a
     leader that was cut off for so long that it had to give up its term. If no other member was
-    elected meanwhile, the new ``Term`` has the same ``number``.
+    elected in the meantime, the new ``Term`` has the same ``number``.
     """
 
     def __init__(self, member: MemberHandle, number: int) -> None:
@@ -86,7 +86,7 @@ class Term:
 
 
 class Guard:
-    """Writes values of the group under a term. Read them with ``group.guarded()``."""
+    """Writes group values that one term protects. Read them with ``group.guarded()``."""
 
     def __init__(self, term: Term) -> None:
         self._term = term
@@ -123,10 +123,10 @@ class Guard:
 
 
 class LeaderTask:
-    """A function of the application that one thread calls with each term.
+    """An application function that one thread calls with each term.
 
     The thread exists while there is a term to pass to the function. If several terms begin during a
-    call, only the newest waits; the others are over.
+    call, only the newest one waits; the others are already over.
     """
 
     def __init__(self, member: MemberHandle, function: Task) -> None:
@@ -163,13 +163,13 @@ class LeaderTask:
         try:
             self._function(term)
         except BaseException:  # even SystemExit: otherwise an idle member would stay leader
-            _log.exception("A leader task of group %r failed.", group.name)
+            _log.exception("A leader task for group %r failed.", group.name)
             if not term.lost.wait(min(_FAILED_S, group.config.ttl / 3)):
                 self._member.leadership.resign(term)
 
 
 class Leadership:
-    """Owns the term of a member. It uses the member's lock."""
+    """Manages one member's term, under the member's lock."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
@@ -178,9 +178,9 @@ class Leadership:
         #: Terms up to this number are over for the member: late events cannot revive them.
         self._over = 0
         self._tasks: dict[Task, LeaderTask] = {}
-        #: How many callers wait for tasks to end before they report a resignation to the server.
+        #: Number of callers that wait for tasks to end before they report a resignation.
         self._handing_over = 0
-        #: The number of the member's term when it started leaving.
+        #: The term number that the member had when it started leaving.
         self._last: int | None = None
 
     @property
@@ -238,7 +238,7 @@ class Leadership:
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
                 return False  # if the server disagrees, the next heartbeat corrects it
-            self._handing_over += 1  # until tasks have ended, the heartbeat must not report the end
+            self._handing_over += 1  # the heartbeat must not report the end before tasks have ended
         try:
             self.await_tasks(now() + TASKS_S)
             return self.lay_down(term.number)
@@ -257,8 +257,8 @@ class Leadership:
         return reply[0] == b"OK" and bool(reply[1])
 
     def await_tasks(self, deadline: float) -> None:
-        """Wait for the tasks to end: until ``deadline`` by ``now()``, or until the server may have
-        dropped this member and elected another."""
+        """Wait for the tasks to end: until ``deadline`` (``now()`` clock), or until the server may
+        have dropped this member and elected another."""
         for task in list(self._tasks.values()):
             thread = task.thread
             if thread is None or thread is threading.current_thread():
@@ -268,7 +268,7 @@ class Leadership:
                 thread.join(left_s)
 
     def stop(self) -> None:
-        """End the term of a member that starts leaving, and begin no other."""
+        """End the term when the member starts leaving, and begin no other term."""
         self._handing_over += 1  # never reset: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number
@@ -334,7 +334,7 @@ class Leadership:
             self.lose(term)
 
     def reset(self, *, expelled: bool = False) -> None:
-        """Lose the term. After an expulsion, the numbers of terms may start again."""
+        """Lose the term. After an expulsion, term numbers may restart."""
         if self._term is not None:
             self.lose(self._term)
         if expelled:

@@ -1,4 +1,4 @@
-"""The listeners of a group handle: its callbacks, and its iterators over events."""
+"""A group handle's listeners: its callbacks and its event iterators."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meteor_py.runtime.threads import JoinableThread
 _log = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., object])
 
-#: Maximum number of calls that wait for the callback thread.
+#: Maximum number of calls waiting for the callback thread.
 _CALLS_MAX = 10_000
-#: Maximum number of events that wait for an iterator.
+#: Maximum number of events waiting for an iterator.
 _QUEUE_MAX = 10_000
 
 
 class Listeners:
-    """The listeners of one group handle, which changes them under its lock."""
+    """The listeners of one group handle. Only the handle changes them, under its lock."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -62,7 +62,7 @@ class Listeners:
     def iterate(
         self, past: list[Event], events: EventQueue, timeout: float | None
     ) -> Iterator[Event]:
-        """Iterate over past events, then over a queue."""
+        """Iterate over past events, then over the events in a queue."""
         yield from past
         while True:
             try:
@@ -85,16 +85,16 @@ class Listeners:
 
 
 class EventQueue(queue.SimpleQueue["Event | None"]):
-    """The events of one iterator. Its ``put`` is reentrant, so signal handlers may call it."""
+    """The events for one iterator. ``put`` is reentrant, so signal handlers may call it."""
 
     #: Whether too many events are waiting. If so, the queue gets no more events.
     behind = False
 
 
 class CallbackThread(JoinableThread):
-    """A thread that calls functions of the application one after another.
+    """A thread that calls application functions one after another.
 
-    If too many calls are waiting, it drops further calls. Later it calls the functions that
+    If too many calls are waiting, it drops further calls. Later, it calls the functions that
     ``instead`` returns.
     """
 
@@ -107,7 +107,7 @@ class CallbackThread(JoinableThread):
         self._state = SignalSafeCondition()
         self._stopped = False
         self._holders: set[object] = set()
-        self._missed = 0  # calls dropped since the queue was full
+        self._missed = 0  # calls dropped since the queue became full
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         with self._state:
@@ -147,15 +147,16 @@ class CallbackThread(JoinableThread):
             try:
                 function(*arguments)
             except BaseException:  # even SystemExit: it would end the thread and all further calls
-                _log.exception("A callback of a group failed.")
+                _log.exception("A peer group callback raised an exception (%s).", self.name)
 
     def _make_up(self) -> None:
-        """Queue the functions of ``instead``, which make up for the dropped calls."""
+        """Queue the functions from ``instead``, which make up for the dropped calls."""
         with self._state:
             missed, self._missed = self._missed, 0
             self._calls.extendleft((function, ()) for function in reversed([*self._instead()]))
         _log.error(
-            "The callbacks of a group were %d calls behind, and %d calls were dropped.",
+            "Peer group callbacks (%s) were %d calls behind, and %d calls were dropped.",
+            self.name,
             _CALLS_MAX,
             missed,
         )

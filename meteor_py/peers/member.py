@@ -1,4 +1,4 @@
-"""A member of a peer group, as of the last event about it."""
+"""A peer group member, as of the last event about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from meteor_py.records.codec import encode_json
 
-#: Maximum bytes of metadata: ten thousand events may carry them.
+#: Maximum size of metadata in bytes. It is small because ten thousand events may carry metadata.
 METADATA_MAX = 4_096
 
 
@@ -23,7 +23,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a group."""
+    """A group member."""
 
     id: str
     #: The member's description of itself: any JSON value.
@@ -31,11 +31,11 @@ class Member:
     status: Status
     #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
     persistent: bool
-    #: Members with a higher priority lead before others.
+    #: Members with a higher priority are elected before others.
     priority: int
-    #: Its position in the order of joining, which decides which member is the oldest.
+    #: Its position in the joining order, which determines the oldest member.
     index: int
-    #: When it first joined, in ms since 1970 by the server's clock.
+    #: When it first joined, in ms since 1970 on the server's clock.
     joined: int
     #: Identifies its current session; "" if it is dead.
     session: str
@@ -45,12 +45,12 @@ class Member:
         return self.status is Status.ALIVE
 
 
-def dump_metadata(metadata: Any, what: str = "metadata of a member") -> bytes:
-    """Encode metadata, or another value that every process in the group gets.
+def dump_metadata(metadata: Any, what: str = "member metadata") -> bytes:
+    """Encode metadata, or another value that every process in the group receives.
 
     Raises:
         TypeError: The metadata cannot be written as JSON.
-        ValueError: It is too long or nested too deeply, or contains NaN or infinity.
+        ValueError: The metadata is too long or nested too deeply, or contains NaN or infinity.
     """
     try:
         data = encode_json(metadata)
@@ -58,8 +58,8 @@ def dump_metadata(metadata: Any, what: str = "metadata of a member") -> bytes:
         raise ValueError(f"The {what} is nested too deeply for JSON.") from error
     if len(data) > METADATA_MAX:
         raise ValueError(
-            f"The {what} may have at most {METADATA_MAX:,} bytes as JSON, not "
-            f"{len(data):,}. Every process in the group gets it."
+            f"The {what} is limited to {METADATA_MAX:,} bytes as JSON, but this has "
+            f"{len(data):,}. Every process in the group receives it."
         )
     return data
 
@@ -69,7 +69,7 @@ def load_metadata(data: bytes) -> Any:
 
 
 def read_member(member: str, record: bytes) -> Member:
-    """Parse a value of the hash ``members``."""
+    """Parse a value from the ``members`` hash."""
     index, session, persistent, alive, priority, joined, metadata = record.split(b":", 6)
     return Member(
         id=member,

@@ -1,4 +1,4 @@
-"""A member that joined in this process, for the threads of its group handle."""
+"""A member that joined in this process, as seen by its group handle's threads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that leaving waits for leader tasks and handlers to end.
+#: Maximum seconds to wait for leader tasks and handlers to end when leaving.
 LEAVE_S = 5.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.16)
-#: How many former ids an unnamed member remembers.
+#: Maximum number of former ids that an unnamed member remembers.
 _FORMER_MAX = 16
 
 
@@ -46,13 +46,13 @@ class MemberHandle:
         self.id = name or secrets.token_hex(8)
         self.priority = priority
         self.session = secrets.token_hex(8)
-        #: Time by ``now()`` until which the server keeps the member even without another heartbeat.
+        #: Until when the server keeps the member without another heartbeat, on the ``now()`` clock.
         self.valid_until = 0.0
-        #: Set when it is no longer a member and will not rejoin automatically.
+        #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = SignalSafeEvent()
-        #: Why it was lost.
+        #: Why the membership was lost.
         self.reason: str | None = None
-        #: Its position in the order of joining.
+        #: Its position in the joining order.
         self.index = 0
         #: The last entry in its inbox that an earlier session may have begun to handle.
         self.replayed_until: Place = LAST
@@ -62,7 +62,8 @@ class MemberHandle:
         self.former_ids: deque[str] = deque(maxlen=_FORMER_MAX)
         #: Its lock, held while ``active`` or its term changes.
         self.state = SignalSafeCondition()
-        #: False once it starts leaving or is lost. An expelled member that will rejoin is active.
+        #: False once the member starts leaving or is lost. If it was expelled but will rejoin, it
+        #: is active.
         self.active = True
         #: Whether the server has been notified that it is about to leave.
         self.announced = False
@@ -91,7 +92,7 @@ class MemberHandle:
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:
-        """Its inbox, opened by the first call."""
+        """The member's inbox. The first call opens it."""
         self.check_owned()
         with self.state:
             if not self.active:  # under the lock: leaving would not stop an inbox opened later
@@ -114,8 +115,8 @@ class MemberHandle:
         reply = self.group.protocol.run(PEERS_JOIN, args, connection)
         if reply[0] == b"FULL":
             raise PeerError(
-                f"Group {self.group.name!r} has {reply[1]:,} members and may not have more. "
-                "Remove dead ones, or open another instance.",
+                f"Group {self.group.name!r} is full: {reply[1]:,} members is the maximum. "
+                "Remove dead members, or open another instance.",
                 group=self.group.name,
             )
         if reply[0] == b"TAKEN":
@@ -127,8 +128,8 @@ class MemberHandle:
         return True
 
     def restart(self) -> None:
-        """Prepare to rejoin after an expulsion by timeout: with another session, and
-        another id if it has no name."""
+        """Prepare to rejoin after a timeout: with a new session, and with a new id if the member
+        has no name."""
         with self.state:
             self.leadership.reset(expelled=True)
             self.replayed_until = LAST  # until the server has replied
@@ -140,14 +141,14 @@ class MemberHandle:
                 self.id = secrets.token_hex(8)
 
     def rejoined(self) -> None:
-        """Tell the inbox that the member has rejoined: messages that it holds may now belong to
-        another member."""
+        """Notify the inbox that the member has rejoined: messages that the inbox holds may now
+        belong to another member."""
         if self._inbox is not None:
             self._inbox.rejoined()
 
     def renewed(self, sent: float, reply: HeartbeatReply) -> bool:
-        """Process a heartbeat's reply; return whether the server still regards the member as leader
-        although it resigned."""
+        """Process a heartbeat reply; return whether the server still regards the member as leader
+        although it has resigned."""
         with self.state:
             self._renew(sent, reply.ttl)
             return self.leadership.observe(reply)
@@ -168,8 +169,9 @@ class MemberHandle:
         return False
 
     def start_leaving(self, departure: str | None = None) -> bool:
-        """Accept no new work; return whether ``finish_leaving`` must follow. The order matters: the
-        term stops being valid, its tasks end, and only then is another member elected.
+        """Accept no new work; return whether ``finish_leaving`` must follow. The order matters:
+        first the term stops being valid, then its tasks end, and only then can the server elect
+        another member.
 
         Args:
             departure: "stay" keeps a named member in the group, as dead; "" removes it; None does
@@ -181,7 +183,7 @@ class MemberHandle:
             if self.active:  # otherwise an earlier attempt to leave was interrupted
                 if departure is not None:
                     self._departure = departure
-                self.active = False  # first, in case of a Ctrl-C in between
+                self.active = False  # set first, in case Ctrl-C arrives in between
                 self.leadership.stop()
             self.state.notify_all()
         self.voter.stop()
@@ -189,10 +191,10 @@ class MemberHandle:
         return True
 
     def announce_leaving(self) -> bool:
-        """If the member is busy, announce that it leaves, so that it gets no new work.
+        """If the member is busy, announce that it is leaving, so that it gets no new work.
 
-        The server then gives it no messages to any or all members, no votes and no term. Returns
-        False if the server could not be reached.
+        The server then sends it no messages addressed to any or all members, asks it for no votes
+        and does not elect it. Returns False if the server could not be reached.
         """
         if self.announced or not self.busy:
             return True
@@ -205,10 +207,10 @@ class MemberHandle:
         return self.announced
 
     def finish_leaving(self, deadline: float) -> bool:
-        """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
+        """Wait for handlers and tasks until ``deadline`` (``now()`` clock), then notify the server.
 
-        Until then, it remains a member and sends heartbeats. Returns whether the server was
-        notified.
+        Until then, the member stays in the group and sends heartbeats. Returns whether the server
+        was notified.
         """
         self.announce_leaving()
         self.leadership.await_tasks(deadline)
@@ -245,18 +247,18 @@ class MemberHandle:
         self.group.forget(self)
 
     def stop_inbox(self, *, close: bool = False) -> None:
-        """Accept no more messages, without waiting. A closed inbox also settles no messages."""
+        """Stop accepting messages, without waiting. If ``close``, also stop settling messages."""
         if self._inbox is not None:
             self._inbox.stop(close=close)
 
     def _join_inbox(self, timeout_s: float) -> None:
         if self._inbox is not None and not self._inbox.join(timeout_s):
-            _log.warning("A handler of %r did not end in time.", self)
+            _log.warning("A handler in %r did not end in time.", self)
 
-    # -- calls of the application ------------------------------------------------------------------
+    # -- calls from the application ----------------------------------------------------------------
 
     def update(self, metadata: bytes, deadline: float) -> None:
-        """Change its metadata. See ``retry_fenced`` for errors."""
+        """Change the member's metadata. See ``retry_fenced`` for errors."""
         self.retry_fenced(
             lambda: self.group.protocol.run(
                 PEERS_UPDATE_MEMBER, [self.id, self.session, "metadata", metadata]
@@ -266,12 +268,12 @@ class MemberHandle:
         self._metadata = metadata
 
     def retry_fenced(self, call: Callable[[], list[Any]], deadline: float) -> list[Any]:
-        """Run a script for this member. If the server has expelled it, wait until the heartbeat has
-        rejoined the group, and run the script again.
+        """Run a script for this member. If the server has expelled the member, wait until the
+        heartbeat has made it rejoin, and run the script again.
 
         Raises:
-            MembershipLost: The member has not rejoined by ``deadline`` (by ``now()``), or is lost
-                permanently.
+            MembershipLost: The member has not rejoined by ``deadline`` (``now()`` clock), or is
+                lost permanently.
         """
         failures = 0
         while not self.lost.is_set():

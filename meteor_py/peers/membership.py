@@ -1,4 +1,4 @@
-"""A membership: this process, or a part of it, as a member of a group."""
+"""A membership: this process, or part of it, as a group member."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-#: Maximum seconds that a call waits for an expelled member to rejoin.
+#: If a member was expelled, a call waits at most this many seconds for it to rejoin.
 _BACK_S = 5.0
 
 
@@ -38,15 +38,15 @@ class Membership(Sender):
         self.group = group
         #: Whether it has a name. A named member stays in the group when it dies, and can rejoin.
         self.persistent = handle.persistent
-        #: Members with a higher priority lead before others.
+        #: Members with a higher priority are elected before others.
         self.priority = handle.priority
-        #: Set when it is no longer a member and will not rejoin automatically.
+        #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = handle.lost
         self._handle = handle
 
     @property
     def id(self) -> str:
-        """Its name, or a random id, which changes if the server presumes the member dead."""
+        """The member's name, or a random id, which changes if the server presumes it dead."""
         return self._handle.id
 
     @property
@@ -69,7 +69,7 @@ class Membership(Sender):
 
     @property
     def term(self) -> Term | None:
-        """Its current term; None if it is not the leader."""
+        """The member's current term; None if it is not the leader."""
         return self._handle.leadership.term
 
     @contextmanager
@@ -96,7 +96,7 @@ class Membership(Sender):
             self._handle.leadership.resign(term)
 
     def as_leader(self, function: Callable[[Term], object]) -> Callable[[Term], object]:
-        """Call a function with each term of this member, in a separate thread.
+        """Call a function with each of this member's terms, in a separate thread.
 
         Calls do not overlap: the function should return when ``term.lost`` is set, and the next
         call waits for that. If the function returns early, the member stays the leader. If it
@@ -114,7 +114,7 @@ class Membership(Sender):
         there is no other candidate, this member is elected again at once, in another term.
 
         Returns:
-            Whether it was the leader.
+            Whether this member was the leader.
         """
         self._handle.check_owned()
         term = self.term
@@ -131,9 +131,9 @@ class Membership(Sender):
         ack: Ack = "auto",
         timeout: float | None = None,
     ) -> Callable[[_F], _F]:
-        """Register a function for the messages of a queue. Use it as a decorator.
+        """Register a function for the messages in a queue. Use it as a decorator.
 
-        The function gets a ``Message``. Its return value is the reply; an exception fails the
+        The function receives a ``Message``. Its return value is the reply; an exception fails the
         message. Messages from one sender arrive in order if they have the same priority and there
         is one worker. Delivery is at least once: if the member dies or is cut off, a message may
         arrive again with the same ``id``. A queue without a function keeps its messages.
@@ -144,13 +144,13 @@ class Membership(Sender):
 
         Args:
             queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
-            workers: Threads that call the function: 1 to 256.
-            priority: 1 to 256. Functions with a priority take turns in one thread of the member,
-                and messages for the lowest number come first. A function without a priority has
-                its own threads, and waits for no other function.
+            workers: Number of threads that call the function: 1 to 256.
+            priority: 1 to 256. Functions with a priority take turns in one of the member's
+                threads, and messages for the lowest number are handled first. A function without a
+                priority has its own threads, and waits for no other function.
             ack: With "auto", the message is settled when the function returns. With "manual", the
                 function or other code calls ``message.ack()``, ``reply()``, ``fail()`` or
-                ``retry()``; up to 1,000 messages may be unsettled.
+                ``retry()``; at most 1,000 messages can be unsettled at a time.
             timeout: Seconds after which an unsettled message fails. The function keeps running.
 
         Raises:
@@ -166,7 +166,7 @@ class Membership(Sender):
         return register
 
     def inbox(self, queue: str, timeout: float | None = None) -> Iterator[Message]:
-        """Iterate over the messages of a queue that has no function. Settle each of them.
+        """Iterate over the messages in a queue that has no function. Settle each message.
 
         Args:
             timeout: Seconds without a message after which the iteration ends; None iterates until
@@ -179,10 +179,9 @@ class Membership(Sender):
     def on_vote(self, function: _F) -> _F:
         """Call a function with each ``Proposal``. It returns True, False, or None to abstain.
 
-        One thread of this member calls the function once for each proposal made while it was a
-        member, including those that are already open. An exception is logged and counts as a
-        no. A vote after ``proposal.deadline`` does not count. Registering another function replaces
-        this one.
+        A thread calls the function once for each proposal made since this member joined, including
+        those that are already open. An exception is logged and counts as a no vote. A vote after
+        ``proposal.deadline`` does not count. Registering another function replaces this one.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
@@ -198,8 +197,8 @@ class Membership(Sender):
     ) -> Callable[[_F], _F]:
         """Register a function that runs an ``Action`` at the agreed time. Use it as a decorator.
 
-        Each call has its own thread. A member with action handlers and no ``on_vote`` votes yes to
-        the actions that it has handlers for, and no to others.
+        Each call has its own thread. A member with action handlers but no ``on_vote`` function
+        votes yes to the actions that it has handlers for, and no to others.
 
         >>> @me.on_action("open")                       # doctest: +SKIP
         ... def open_breaker(action):
@@ -207,10 +206,11 @@ class Membership(Sender):
 
         Args:
             name: The action. Another handler registered for the same action replaces this one.
-            early: How many seconds before that time the thread stops sleeping and spins. Spinning
-                occupies a CPU core, and starts the function within microseconds of the time.
-            late: What to do if the process gets the decision too late, or was suspended: "skip" the
-                action and call ``on_missed``, or "run" it anyway.
+            early: The thread stops sleeping and starts spinning this many seconds before that
+                time. Spinning occupies a CPU core, but starts the function within microseconds of
+                the agreed time.
+            late: What to do if the process learns the decision too late, or was suspended: "skip"
+                the action and call the ``on_missed`` functions, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.
         """
         keys.check_name(name, "action")
@@ -230,8 +230,8 @@ class Membership(Sender):
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that this member does not run.
 
-        Either its time had passed, or the server presumed this unnamed member dead after the vote
-        started, so that it rejoined as a different member.
+        Either the action's time had passed, or the server presumed this unnamed member dead after
+        the vote started, and it rejoined under a different id.
         """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)
@@ -248,7 +248,7 @@ class Membership(Sender):
             self._handle.group.catch_up()
 
     def close(self) -> None:
-        """End the membership. An unnamed member leaves; a named one becomes dead and may return."""
+        """End the membership. An unnamed member leaves; a named one becomes dead and can rejoin."""
         self._handle.leave()
 
     def _end_block(self) -> None:

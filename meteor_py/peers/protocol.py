@@ -1,4 +1,4 @@
-"""The protocol of a peer group: its keys in Redis, and the scripts that change them."""
+"""The peer group protocol: a group's keys in Redis, and the scripts that change them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Presence(enum.IntEnum):
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The state of a group, as the server reports it."""
+    """A group's state, as the server reports it."""
 
     incarnation: str
     view: int
@@ -52,40 +52,40 @@ class GroupStatus:
 class HeartbeatReply(GroupStatus):
     """The reply to a heartbeat."""
 
-    #: Seconds since 1970 by the server's clock.
+    #: Seconds since 1970 on the server's clock.
     time: float
-    #: One per member that the heartbeat named.
+    #: One for each member that the heartbeat named.
     presence: list[Presence]
     #: Seconds until the next member becomes overdue; None if there is no live member.
     overdue_s: float | None
-    #: Whether messages of members that left still have to be moved; each call moves some.
+    #: Whether messages still have to be moved from members that left; each call moves some.
     has_orphans: bool
-    #: The setting in seconds, which another process may have changed by recreating the group.
+    #: The ``ttl`` setting. Another process may have changed it by recreating the group.
     ttl: float
 
 
 @dataclass(frozen=True)
 class Look(GroupStatus):
-    """The state of a group, with its members."""
+    """A group's state, with its members."""
 
     members: dict[str, Member]
     #: Values as JSON.
     properties: dict[str, bytes]
 
 
-#: Stands for a group that does not exist on the server.
+#: Represents a group that does not exist on the server.
 UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {}, {})
 
 
-#: The keys of a group, in the order that ``peers/open.lua`` expects. If the server has lost a part,
-#: the script resets all these keys. Guarded values, removed members and dead letters survive that.
+#: A group's keys, in the order that ``peers/open.lua`` expects. If the server has lost any of them,
+#: the script resets them all. Guarded values, removed members and dead letters survive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
     *("handlers", "properties"),
 )
 
-#: Kinds of keys that a group has many of: named after members or handles, or with random names.
+#: Prefixes of keys that a group has many of: named after members or handles, or randomly.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
 _TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.
@@ -123,7 +123,7 @@ class PeerProtocol:
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:
-                raise  # only creating needs memory
+                raise  # only creating a group needs memory
         return _read_config(flat)
 
     def settings(self, connection: Connection | None = None) -> PeersConfig:
@@ -160,7 +160,7 @@ class PeerProtocol:
         return 0
 
     def _scan(self) -> tuple[list[bytes], list[bytes]]:
-        """Find the keys of members and handles, and the keys of messages and votes. Most of these
+        """Find the keys for members and handles, and the keys for messages and votes. Most of these
         would also expire, or disappear with a member."""
         found = self.connector.find_keys(self.prefix)
 
@@ -181,8 +181,8 @@ class PeerProtocol:
         reply: list[Any] = (connection or self.connector).run(script, [self.prefix], args)
         if reply[0] == b"NOGROUP":
             raise PeerGroupNotFound(
-                f"The server has lost group {self.name!r}, or it was deleted. Open it again with "
-                "client.peer_group().",
+                f"The server lost group {self.name!r}, or the group was deleted. Open it again "
+                "with client.peer_group().",
                 group=self.name,
             )
         return reply
@@ -202,7 +202,7 @@ class PeerProtocol:
         )
 
     def look(self, connection: Connection | None = None) -> Look:
-        """Returns the current state of the group.
+        """Returns the group's current state.
 
         Raises:
             PeerGroupNotFound: The group does not exist.

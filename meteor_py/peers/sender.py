@@ -1,4 +1,4 @@
-"""The base class of group handles and memberships: sends messages and makes proposals."""
+"""The base class for peer groups and memberships: sends messages and makes proposals."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _AHEAD_MAX_S = 30 * 86_400.0
 
 
 class Sender(Closeable):
-    """A ``PeerGroup`` or a ``Membership``, as the author of messages and proposals.
+    """A ``PeerGroup`` or ``Membership`` in its role as the author of messages and proposals.
 
-    A membership signs its messages: ``message.sender`` and ``proposal.by`` are its id. Messages
-    and proposals of a ``PeerGroup`` have no author.
+    A membership signs its messages: ``message.sender`` and ``proposal.by`` hold its id. Messages
+    and proposals from a ``PeerGroup`` have no author.
     """
 
     def __init__(self, group: GroupHandle, member: MemberHandle | None = None) -> None:
@@ -43,7 +43,7 @@ class Sender(Closeable):
 
     @property
     def any(self) -> Target:
-        """A random live member; if it leaves before it settles the message, another one."""
+        """A random live member. If it leaves before settling the message, another one gets it."""
         return Target(self._group_handle.requests, self._author, "any")
 
     @property
@@ -68,22 +68,22 @@ class Sender(Closeable):
 
         The server decides as soon as the outcome is certain, even if the proposer dies; other
         processes learn the outcome from ``on_decision``. A member that abstains, does not vote in
-        time, or leaves before voting has not said yes.
+        time, or leaves before voting does not count as a yes.
 
         >>> group.propose({"limit": 7}, kind="consensus").result().passed  # doctest: +SKIP
 
         Args:
             topic: The subject, up to 64 KiB when encoded by the group's codec.
-            kind: How many of the members asked must say yes: a "majority", all ("consensus"), or
+            kind: How many of the members asked must vote yes: a "majority", all ("consensus"), or
                 a number.
             timeout: Seconds that members have to vote.
             require_leader: Whether the group must have a leader. If it has none during the vote,
                 the vote ends with the reason "no leader".
 
         Returns:
-            A future of the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server is unreachable or has lost the vote. Its ``poll`` is
-            the id of the vote.
+            A future for the outcome, which completes shortly after ``timeout`` at the latest. It
+            raises ``PeerError`` if the server is unreachable or has lost the vote. Its ``poll``
+            attribute is the poll's id.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.
@@ -107,29 +107,31 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to vote on an action. If it passes, they run it at one instant.
+        """Ask all live members to vote on an action. If it passes, they all run it at the same
+        moment.
 
         Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
-        whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.
+        however the member voted. A member without ``on_vote`` votes yes if it has that handler.
 
         >>> group.propose_action("open", {"relay": 3}, at=group.now() + 2)  # doctest: +SKIP
 
         Args:
             name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
-            params: Passed to the handlers, with the limits of a ``topic``.
-            at: The time of the action, in seconds by ``group.now()``, truncated to milliseconds.
+            params: Passed to the handlers. The same limits apply as for a ``topic``.
+            at: When to run the action, in seconds on the ``group.now()`` clock, truncated to
+                milliseconds.
             kind: See ``propose``.
             timeout: See ``propose``. The vote ends 0.2 s before ``at`` at the latest, so that
                 every member learns the decision in time.
             require_leader: See ``propose``.
-            max_error: Seconds by which a clock may be wrong. A member that knows the time less
-                accurately says no.
+            max_error: Maximum clock error in seconds. A member that knows the time less accurately
+                votes no.
 
         Raises:
             ActionRefused: It is too late to vote, or the same action is already pending.
             ClockTooUncertain: This process knows the time less accurately than ``max_error``.
 
-        Also raises all errors of ``propose``.
+        Also raises the same errors as ``propose``.
         """
         self._check_open()
         group = self._group_handle
@@ -165,11 +167,12 @@ class Sender(Closeable):
         return Motion(data, kind, check_seconds("timeout", timeout), require_leader)
 
     def _check_at(self, at: float) -> int:
-        """Convert the time of an action to whole ms."""
+        """Convert an action's time to whole ms."""
         if isinstance(at, bool) or not isinstance(at, (int, float)):
             raise TypeError(f"at must be a number of seconds, not {type(at).__name__}.")
         if not math.isfinite(at) or not 0 <= at <= self._group_handle.now() + _AHEAD_MAX_S:
             raise ValueError(
-                f"at must be a time in the next 30 days, in seconds by group.now(), not {at}."
+                "at must be a time within the next 30 days, in seconds on the group.now() clock, "
+                f"not {at}."
             )
         return int(at * 1000)

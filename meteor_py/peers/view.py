@@ -12,7 +12,7 @@ from meteor_py.peers.protocol import Look
 
 
 class View(NamedTuple):
-    """The state of a group after one event. Get it with ``group.snapshot()``."""
+    """A group's state after one event. Get it with ``group.snapshot()``."""
 
     #: The number of that event.
     number: int
@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 class GroupView:
-    """The view of one group handle, which changes it under its lock. Any thread may read it,
+    """One group handle's view. The handle changes it under its lock. Any thread may read it,
     because each attribute is replaced as a whole."""
 
     def __init__(self, look: Look) -> None:
@@ -110,7 +110,8 @@ class GroupView:
         """Replace the whole view; return the differences as events.
 
         Args:
-            reset: The server is known to have lost state.
+            reset: Whether the server is known to have lost state.
+
         """
         lost = reset or look.incarnation != self.incarnation or look.view < self.number
         changes = list(self._changes(look))

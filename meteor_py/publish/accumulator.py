@@ -10,8 +10,8 @@ takes the direct line instead (direct_line.py).
 A signal handler may flush or close the publisher while the thread that it interrupts holds the
 lock, in the middle of adding records. The handler's wait releases the lock, and other threads add
 and take records. So a method that adds records first reads ``_edition`` and prepares everything.
-Then it compares the edition and adds the records in statements without a call, between which Python
-runs no handler. If the edition has changed, the method begins again.
+Then it compares the edition and adds the records in statements that contain no calls, because
+Python runs no handler between such statements. If the edition has changed, the method starts over.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Accumulator:
         self._fast = FastPath(
             records_max, lambda value, size: self._put((value, None, None, None), size)
         )
-        #: Like ``put``, for a record that has only a value; takes the value and its size.
+        #: Like ``put``, but for a record with only a value. Takes the value and its size in bytes.
         self.put_value = self._fast.put
         self._line: DirectLine | None = None
         self._bulk = False  # whether the last settled batch had several records
@@ -77,8 +77,8 @@ class Accumulator:
         self._edition = 0  # increases with each addition and sealed batch, and on close
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
-        #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
-        #: They include the records on the direct line.
+        #: Bytes of unsettled records, number of batches started, and number of batches settled.
+        #: All three include records on the direct line.
         self.pending_bytes = 0
         self.begun = 0
         self.settled = 0
@@ -115,7 +115,7 @@ class Accumulator:
         *,
         size: int,
     ) -> Ack:
-        """Accept one record of ``size`` bytes, key and headers included.
+        """Accept one record of ``size`` bytes, including key and headers.
 
         Raises:
             PublisherFull: There was no room within the delivery timeout.
@@ -127,7 +127,7 @@ class Accumulator:
             return self._put((value, key, headers, timestamp), size)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
-        """Accept many records in columns of lists, and return their locations.
+        """Accept many records, as columns of lists, and return their locations.
 
         Raises like ``put`` if there is no room for the first record. If there is no room for a
         later record, that record and all after it go into a failed batch. The failed batch is the
@@ -161,7 +161,7 @@ class Accumulator:
         return [self._failed(failure, len(rows) - start), *parts]
 
     def put_frames(self, frames: Sequence[tuple[Columns, int]]) -> Parts:
-        """Like ``put_rows``, for frames of Arrow arrays, each with its size in bytes."""
+        """Like ``put_rows``, but for frames of Arrow arrays, each with its size in bytes."""
         self._fast.check_reentry()
         parts: Parts = []
         while len(parts) < len(frames):
@@ -231,7 +231,7 @@ class Accumulator:
 
     def abandon(self, reason: MeteorError) -> list[Batch]:
         """Refuse further records in a forked child, and return the batches to abandon."""
-        self._make_locks()  # a thread of the parent process may have held the old ones
+        self._make_locks()  # a thread in the parent process may have held the old ones
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
@@ -513,9 +513,9 @@ class Accumulator:
         Args:
             edition: The edition in which there is room for the records.
             batch: The open batch, or a new one, which becomes the open one.
-            cells: The cells of each column: values, keys, headers, timestamps.
+            cells: The cells to append to each column: values, keys, headers and timestamps.
             records: The number of records.
-            size: Their size in bytes.
+            size: The total size of the records in bytes.
 
         Returns:
             The index of the first record in the batch; None if the edition is not current.
@@ -597,10 +597,10 @@ def _column(cell: Any) -> list[Any] | None:
 def _extend(
     column: list[Any] | None, cells: list[Any] | None, index: int, records: int
 ) -> tuple[Any, Any]:
-    """Return an optional column of a batch and the cells to append to it.
+    """Return a batch's optional column, and the cells to append to it.
 
-    A column that the batch lacks begins with ``index`` cells of None. If records lack a column that
-    the batch has, their cells are None. If both lack it, the column is None.
+    A column that the batch lacks starts with ``index`` None cells. If the new records lack a column
+    that the batch has, their cells are None. If both lack the column, it stays None.
     """
     if column is None and cells is None:
         return None, None
@@ -612,6 +612,6 @@ def _extend(
 
 def closed_error(stream: str) -> PublisherClosed:
     return PublisherClosed(
-        f"The publisher of stream {stream!r} is closed. Open another with stream.publisher().",
+        f"The publisher for stream {stream!r} is closed. Open another with stream.publisher().",
         stream=stream,
     )

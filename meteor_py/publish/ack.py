@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Outcome(msgspec.Struct, gc=False, eq=False):
-    """Base class of Ack and ManyAck. It is done when its last batch is settled."""
+    """Base class for Ack and ManyAck. An outcome is done when its last batch is settled."""
 
     _completion: Completion
 
@@ -41,7 +41,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """
         error = self.exception(timeout)
         if error is not None:
-            raise fresh(error)  # a copy: all records of the batch share this error
+            raise fresh(error)  # a copy: all records in the batch share this error
         offset = self.offset
         assert offset is not None, "settled without an error"
         return offset
@@ -94,7 +94,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             try:
                 loop.call_soon_threadsafe(finish)
             except RuntimeError:  # the loop was closed, so no task is waiting
-                _log.debug("The event loop of an awaited Ack is closed.")
+                _log.debug("The event loop was closed before an awaited Ack was settled.")
 
         self._completion.on_settled(finish_soon)
         return (yield from future)
@@ -180,7 +180,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
 
 def _error_of(batch: Completion, index: int) -> Exception | None:
-    """Return the error of the record at ``index`` in a batch."""
+    """Return the error for the record at ``index`` in a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
 

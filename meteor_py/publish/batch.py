@@ -16,8 +16,8 @@ class Batch(Completion):
     """Records to be appended to the log. ``base_offset`` is the offset of the first one.
 
     Args:
-        created_at: When the first record was published, in seconds of the monotonic clock.
-        deadline: When the batch fails unless it is settled, in seconds of the same clock.
+        created_at: When the first record was published, on the monotonic clock.
+        deadline: When the batch fails if it is not settled, on the same clock.
         columns: The records, until the batch is settled.
     """
 
@@ -42,7 +42,7 @@ class Batch(Completion):
         self.in_doubt = False
         #: The stream epoch named in the last attempt. A reply that is a bare offset refers to it.
         self.stream_epoch = 0
-        #: The direct line of the publisher; None for a batch that only reports a failure.
+        #: The publisher's direct line; None for a batch that only reports a failure.
         self.line: DirectLine | None = None
 
     @property
@@ -51,7 +51,7 @@ class Batch(Completion):
         return self.base_offset >= 0
 
     def settle_quietly(self, error: Exception | None = None) -> None:
-        self.columns = None  # free the memory of the records
+        self.columns = None  # free the records' memory
         self.encoded = None
         self.index = ()
         self.line = None

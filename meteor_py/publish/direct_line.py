@@ -27,7 +27,7 @@ Invariants:
    the sender if need be. A record is also settled in one such series.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
-   record again under the same sequence number, which the server recognizes.
+   record again under the same sequence number, which the server recognises.
 5. The sender decides. Only the sender retries, fails records, closes connections, calls callbacks,
    and handles a reply that is not a bare offset.
 6. Exact counts. A record in flight here counts as pending, in bytes and as a batch, from the moment
@@ -37,7 +37,7 @@ Invariants:
    must be renewed.
 8. Bounded waits, one lock. A thread reads for at most one second, and not beyond its record's
    deadline. No thread takes the accumulator's lock while it holds the lock of a completion. If a
-   signal handler uses the publisher while its own thread is READING, it breaks off the read.
+   signal handler uses the publisher while its own thread is READING, it stops that read first.
 
 A signal handler may run during any call, even while its thread holds the lock, and may flush. A
 flush releases the lock, and the sender takes over. So each method checks the state and changes it
@@ -76,7 +76,7 @@ BYTES_MAX = 16_384
 _COMPRESSED_BYTES_MAX = 511
 #: Seconds that a thread waits for a reply before it leaves the record to the sender.
 _READ_S = 1.0
-#: Seconds between the sender's checks of a lent line. If no thread has read a reply for two checks,
+#: Seconds between the sender's checks on a lent line. If no thread has read a reply for two checks,
 #: the sender reads it.
 _LOOK_S = 0.05
 #: Seconds for which the sender lends the line before it checks whether other work is due.
@@ -91,7 +91,7 @@ Row = tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]
 
 
 class State(enum.Enum):
-    """See the module's documentation."""
+    """The states of the line; see the module docstring."""
 
     SENDER = enum.auto()
     FREE = enum.auto()
@@ -107,7 +107,7 @@ _READING, _RETURNED, _BROKEN = State.READING, State.RETURNED, State.BROKEN
 
 
 class DirectLine:
-    """The direct line of one publisher."""
+    """A publisher's direct line."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DirectLine:
         self.acknowledged_at = 0.0
         self._reader = 0  # the READING thread, and its deadline
         self._read_until = 0.0
-        self._usable_until = 0.0  # by the monotonic clock
+        self._usable_until = 0.0  # on the monotonic clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
         self._lent = 0  # how many times the line was lent
@@ -168,7 +168,7 @@ class DirectLine:
             command: The publish command, up to and including the producer epoch.
             ordering: The stream's ordering rule, if it has an ordering key.
             stream_epoch: The last stream epoch that the sender has read.
-            acknowledged_at: When the server last acknowledged a batch, by the monotonic clock.
+            acknowledged_at: When the server last acknowledged a batch, on the monotonic clock.
             valid_s: Seconds after an acknowledgement for which the line may be used.
             renew_at: When the sender must send a batch itself, to renew the producer's lifetime.
         """
@@ -244,7 +244,7 @@ class DirectLine:
         return broken
 
     def abandon(self) -> list[Batch]:
-        """Return the record in flight, in a forked child. The parent process sends it."""
+        """In a forked child, return the record in flight. The parent process sends it."""
         batch = self.batch
         self.batch = self._settling = None
         self.state = _SENDER
@@ -265,7 +265,7 @@ class DirectLine:
 
         Args:
             row: Value, key, headers and timestamp.
-            size: Bytes of the record.
+            size: Size of the record in bytes.
             nbytes: Number of bytes that count as pending.
         """
         if size > self._bytes_max:
@@ -380,7 +380,7 @@ class DirectLine:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Take the line from a READING thread. The sender closes the connection, which wakes it."""
+        """Take the line from a READING thread. It wakes when the sender closes the connection."""
         if self.state is _READING:
             self._reader = 0
             self.state = _BROKEN
@@ -389,13 +389,13 @@ class DirectLine:
     # -- for threads that wait for a record ----------------------------------------------------
 
     def look_for_reply(self, batch: Batch) -> None:
-        """Settle ``batch`` if its reply has arrived and no thread is reading it."""
+        """Settle ``batch`` if its reply has arrived and no thread is reading the reply."""
         if self.batch is batch:
             with self._lock:
                 self._settle_if_replied()
 
     def leave_to_sender(self, batch: Batch) -> None:
-        """Let the sender read the reply to ``batch`` without delay, to call its callbacks."""
+        """Let the sender read the reply to ``batch`` without delay and call the callbacks."""
         with self._lock:
             if self.state is _SENT and self.batch is batch:
                 self.state = _RETURNED
@@ -405,7 +405,7 @@ class DirectLine:
         """Read the reply to ``batch`` in this thread, if no other thread does.
 
         Returns:
-            What is left of ``timeout_s``. If the batch is not settled yet, the sender settles it.
+            The rest of ``timeout_s``. If the batch is not settled yet, the sender settles it.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:
@@ -442,7 +442,7 @@ class DirectLine:
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:
-        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it is lost."""
+        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it was lost."""
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:

@@ -4,7 +4,7 @@ The accumulator grants the fast path a number of bytes in its open batch. Until 
 the fast path appends bare values without counting records. Before the accumulator does anything
 else with the batch, it counts these records and revokes the grant.
 
-The accumulator reads and writes the attributes of a grant itself, in statements without a call: a
+The accumulator reads and writes a grant's attributes itself, in statements that contain no calls: a
 signal handler, which may flush or close the publisher, must not run in between.
 """
 
@@ -35,19 +35,19 @@ class FastPath:
         "sender_waits", "values", "work",
     )  # fmt: skip
 
-    #: The batch with the grant; unset until the first one.
+    #: The batch with the grant; unset until the first grant.
     batch: Batch
 
     def __init__(self, records_max: int, put_slowly: Callable[[bytes, int], Ack]) -> None:
         self._index_max = records_max - 1
         self._put_slowly = put_slowly
-        #: The values of the batch, its only column, and their number.
+        #: The batch's values, which are its only column, and their number.
         self.values: list[bytes] = []
         self.count = 0
         #: Bytes granted, and how many of them are unused. Both are 0 if there is no grant.
         self.granted = 0
         self.left = 0
-        #: Whether the sender waits for ``work``. The accumulator's lock guards both.
+        #: Whether the sender is waiting on ``work``. The accumulator's lock guards both.
         self.sender_waits = False
 
     def use_lock(self, lock: threading.RLock, work: SignalSafeCondition) -> None:

@@ -23,12 +23,12 @@ WINDOW_BATCHES = 5
 
 
 class InFlightWindow:
-    """Unsettled batches, oldest first. Only the sender's thread changes it."""
+    """Unsettled batches, oldest first. Only the sender's thread changes the window."""
 
     def __init__(self) -> None:
         #: The producer epoch. Sequence numbers start at 0 in each epoch.
         self.epoch = 0
-        #: Batches sent on this connection, the acknowledged ones included.
+        #: Number of batches sent on this connection, including the acknowledged ones.
         self.sent = 0
         self.acknowledged = 0
         #: The sequence number of the next batch.
@@ -76,7 +76,7 @@ class InFlightWindow:
 
     @property
     def next_to_reply(self) -> Batch:
-        """The batch that the next reply is for."""
+        """The batch that the next reply will settle."""
         return self._batches[self.acknowledged]
 
     def behind_next_to_reply(self) -> list[Batch]:
@@ -107,7 +107,7 @@ class InFlightWindow:
         self.rewind()
 
     def doubt_sent(self) -> None:
-        """Mark every sent batch as in doubt: its reply is lost, so it may be in the log."""
+        """Mark every sent batch as in doubt: its reply was lost, so it may be in the log."""
         for batch in islice(self._batches, self.sent):
             batch.in_doubt = True
 

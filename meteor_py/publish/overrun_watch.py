@@ -52,7 +52,7 @@ class OverrunWatch:
         return last or time.monotonic() >= self._next_check
 
     def check(self, connection: Connection, end: int) -> None:
-        """Warn about groups that have lost records. No batch may be in flight on the connection."""
+        """Warn about groups that have lost records. The connection must have no batch in flight."""
         self._next_check = time.monotonic() + _INTERVAL_S
         self._checked = end
         connection.timeout_s = _TIMEOUT_S
@@ -61,8 +61,8 @@ class OverrunWatch:
             behind = {} if first is None else self._groups_behind(connection, first)
         except ConnectionFailed:
             return  # the next check may succeed
-        except (MeteorError, ValueError) as error:  # no permission, or a key of another program
-            _log.debug("Cannot check groups of stream %r: %s", self._stream.name, error)
+        except (MeteorError, ValueError) as error:  # no permission, or another program's key
+            _log.debug("Cannot check the groups of stream %r: %s", self._stream.name, error)
             self._enabled = False
             return
         for group, position in behind.items():
@@ -72,7 +72,7 @@ class OverrunWatch:
             _log.warning(
                 "The ring of stream %r has dropped records %d to %d, which group %r has not "
                 "confirmed. Its members will get RecordsLost. Raise the stream's limits (capacity "
-                "%d) with stream.configure(), or create it with a store.",
+                "%d) with stream.configure(), or create the stream with a store.",
                 *(self._stream.name, position, (first or 0) - 1, group),
                 self._stream.config.capacity,
             )
@@ -86,7 +86,7 @@ class OverrunWatch:
         return entry_span(self._stream.name, first_id)[0]
 
     def _groups_behind(self, connection: Connection, first: int) -> dict[str, int]:
-        """Return the groups whose next offset is below ``first``, with that offset.
+        """Return the groups whose next offset is below ``first``, each with that next offset.
 
         The caller has read ``first`` before this call reads the positions, so a group below
         ``first`` had not confirmed the dropped records.

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher(Closeable):
-    """Publishes records to one stream, in the order of the calls. Thread-safe.
+    """Publishes records to one stream, in call order. Thread-safe.
 
     >>> with stream.publisher() as pub:                       # doctest: +SKIP
     ...     pub.publish(b"hello", key=b"k").result()
@@ -119,13 +119,13 @@ class Publisher(Closeable):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, is not from 1970 to 9999, or is in seconds
-                instead of ms; or the ordering key of the record has more than 256 bytes.
+            ValueError: The timestamp has no time zone, is not from 1970 to 9999, or is in seconds
+                instead of ms; or the record's ordering key is longer than 256 bytes.
             RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (1 MiB).
             PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
                 seconds.
             PublisherClosed: The publisher is closed.
-            LogTruncated: The server has lost acknowledged records of this publisher; raised once.
+            LogTruncated: The server has lost this publisher's acknowledged records; raised once.
         """
         if self._codec is not None:
             value = self._codec.encode(value)
@@ -156,7 +156,7 @@ class Publisher(Closeable):
     ) -> ManyAck:
         """Publish many records, several times faster than a loop. Arrow arrays are faster still.
 
-        Not atomic: records of other publishers may be appended between these (see
+        Not atomic: other publishers' records may be appended between these (see
         :attr:`ManyAck.ranges`). All records are validated before the first is accepted. Arrow
         arrays of binary or string type bypass the codec.
 
@@ -230,7 +230,7 @@ class Publisher(Closeable):
         ended = self._accumulator.wait_sender_ended(JOIN_TIMEOUT_S)
         if not (ended and self._sender.join(JOIN_TIMEOUT_S)):
             raise TimeoutError(
-                f"The sender thread of stream {self.stream.name!r} did not end within "
+                f"The sender thread for stream {self.stream.name!r} did not end within "
                 f"{JOIN_TIMEOUT_S:g} seconds: it is still connecting, or a callback is blocking."
             )
         self._ended = True
@@ -262,7 +262,7 @@ class Publisher(Closeable):
     def _abandon(self) -> None:
         """Settle all records in a forked child. The child has no sender; the parent sends them."""
         reason = PublisherClosed(
-            f"This publisher of stream {self.stream.name!r} belongs to the parent process. Open "
+            f"This publisher for stream {self.stream.name!r} belongs to the parent process. Open "
             "another here with stream.publisher().",
             stream=self.stream.name,
         )
@@ -273,7 +273,7 @@ class Publisher(Closeable):
 
 
 def _close_together(publishers: Sequence[Publisher]) -> None:
-    """Close the publishers of a client, then raise the first failure."""
+    """Close a client's publishers, then raise the first failure."""
     _stop_accepting(publishers)
     close_each(publishers, Publisher._close_finally, (MeteorError, TimeoutError))
 
@@ -303,7 +303,7 @@ def _at_exit(publishers: Sequence[Publisher]) -> None:
             publisher._close_finally()
         except (MeteorError, TimeoutError) as error:
             _log.error(
-                "Closing the publisher of stream %r at exit failed: %s",
+                "Closing the publisher for stream %r at exit failed: %s",
                 *(publisher.stream.name, error),
             )
 

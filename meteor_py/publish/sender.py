@@ -1,7 +1,7 @@
 """The sender: a thread that appends batches to the log, each exactly once and in order.
 
 Several batches are in flight at a time (in_flight.py). Each carries (producer id, epoch, sequence),
-and the server remembers the last eight sequences of a producer with their offsets. If a reply is
+and the server remembers each producer's last eight sequences with their offsets. If a reply is
 lost, the sender sends the batch again under the same number, and the reply shows what happened:
 
 * A reply from the script proves whether the batch is in the log. An error reply, or no reply,
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 #: Milliseconds for which the server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
-#: Seconds after which the sender extends that time. Records on the direct line do not extend it.
+#: Seconds after which the sender renews that lifetime. Records on the direct line do not renew it.
 _RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
@@ -72,7 +72,7 @@ _BACKOFF_S = (0.02, 0.5)
 
 
 class Sender:
-    """The sending half of a publisher. The publisher starts and joins its thread."""
+    """A publisher's sending half. The publisher starts and joins the sender's thread."""
 
     def __init__(
         self, handle: StreamHandle, config: PublisherConfig, accumulator: Accumulator
@@ -93,11 +93,11 @@ class Sender:
         self._stream_epoch = 0  # as of the last acknowledgement
         self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
         self._known_epoch = newest_epoch(handle.epochs)
-        self._send_whole = False  # whether to send the script's text, which the server lacks
+        self._send_whole = False  # whether to send the script's text, because the server lacks it
         self._acked: Position | None = None  # the position after the last acknowledged batch
         self._failures = 0  # consecutive failures
-        self._reason: MeteorError | None = None  # the error of the last failure
-        self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
+        self._reason: MeteorError | None = None  # the last failure's error
+        self._acknowledged_at = 0.0  # time of the last acknowledgement, on the monotonic clock
         self._producer_renewed_at = 0.0
         self._overruns = OverrunWatch(handle)
         self._line = DirectLine(
@@ -107,7 +107,7 @@ class Sender:
             delivery_timeout_s=config.delivery_timeout,
         )
         accumulator.use_line(self._line)
-        #: When the last check for lost records must end, by the monotonic clock.
+        #: When the last check for lost records must end, on the monotonic clock.
         self.check_by = math.inf
         self._abandoned = SignalSafeEvent()
         self._thread = JoinableThread(self._run, f"{SENDER_PREFIX}-{handle.name}")
@@ -144,7 +144,7 @@ class Sender:
                         self._overruns.check(self._connection, self._end())
                     break
         except BaseException as error:
-            _log.exception("The sender of stream %r died.", self._stream)
+            _log.exception("The sender for stream %r died.", self._stream)
             self._accumulator.close(reply_errors.publisher_failed(self._stream, error))
         finally:
             self._fail_rest()
@@ -203,7 +203,7 @@ class Sender:
         return True
 
     def _take_over_line(self) -> None:
-        """Continue with what publishers have done on the direct line."""
+        """Take the connection back from the direct line, and adopt the progress made on it."""
         broken = self._line.take_over()
         if self._line.end_offset and self._acked is not None:
             self._stream_epoch = self._known_epoch  # the line accepts only replies in that epoch
@@ -346,7 +346,7 @@ class Sender:
     # -- failures ------------------------------------------------------------------------------
 
     def _handle_refusal(self, reply: list[Any]) -> None:
-        """Handle a script reply that the oldest batch was not appended."""
+        """Handle a script reply that says that the oldest batch was not appended."""
         code = reply[0].decode()
         if code == "HISTORY":
             self.window.rewind()
@@ -374,10 +374,10 @@ class Sender:
                 )
             )
         elif code == "INVALID":
-            self._refuse(ServerRefused(f"The server refused a frame of stream {self._stream!r}."))
+            self._refuse(ServerRefused(f"The server refused a frame for stream {self._stream!r}."))
         else:  # STALEPRODUCER, or OUTOFSEQ with a higher sequence: another process uses our id
             _log.error(
-                "Another process uses producer id %s of stream %r: %s",
+                "Another process is using producer id %s in stream %r: %s",
                 self._id, self._stream, reply,
             )  # fmt: skip
             self._id = secrets.token_hex(8)
@@ -477,7 +477,7 @@ class Sender:
         """Read the stream's epochs.
 
         Returns:
-            The stream's incarnation, and the first acknowledged offset that is lost, or None.
+            The stream's incarnation, and the first acknowledged offset that was lost, or None.
         """
         fields = ("incarnation", "epochs", "next")
         incarnation, epochs, end = self._connection.call("HMGET", self._keys[1], *fields)
@@ -562,9 +562,9 @@ class Sender:
         self._accumulator.settle(batch, error)
 
     def _drain(self) -> None:
-        """Read the replies to the batches sent after a refused one, which must be sent again.
+        """Read the replies to the batches sent after a refused one; they must be sent again.
 
-        Also settles the batches before the refused one, so that it becomes the oldest.
+        Also settles the batches before the refused one, so that the refused one is the oldest.
         """
         for batch in self.window.behind_next_to_reply():
             try:

@@ -2,7 +2,7 @@
 
 Workers write frames into *stages*: keys that readers of the stream do not see. Several workers may
 do the same work. Then one process, the committer, plans a commit: it names the stages that make up
-a *version* of a *writer* (such as a batch of a query). Only the first plan for a version counts.
+one *version* from a *writer* (such as one batch of a query). Only a version's first plan counts.
 The committer moves the planned frames into the log in order, a few megabytes at a time, and the
 server counts the moved frames. If the same version is committed again, the committer finishes the
 existing plan, or finds that the version is complete.
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
 
-#: Seconds until a stage expires: while it is not part of a plan, and once it is.
+#: Seconds until a stage expires: before it becomes part of a plan, and after.
 STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
-#: Maximum number of fences that one call of ``let_expire`` deletes.
+#: Maximum number of fences that one call to ``let_expire`` deletes.
 _EXPIRE_MAX = 20
-#: Bytes after which a script call stops moving frames, because it makes other clients wait.
+#: Bytes after which a script call stops moving frames, because other clients wait meanwhile.
 MOVE_BYTES = 4 * 1024 * 1024
-#: Bytes that are sent to a stage at a time.
+#: Bytes of frames to collect before they are sent to a stage.
 _SEND_BYTES = 1024 * 1024
-#: Seconds that a commit waits for the archiver of a full stream, and for replicas.
+#: Seconds that a commit waits for the archiver when the stream is full, and for replicas.
 _FULL_S = 30.0
 _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
-#: Attempts to move frames while the server's replication id keeps changing.
+#: Maximum number of attempts to move frames while the server's replication id keeps changing.
 _EPOCHS_MAX = 5
-#: Stored instead of the number of records by older releases, which did not count them.
+#: Stored instead of a record count by older releases, which did not count records.
 _UNCOUNTED = -1
 
 
 class VersionPassed(PublishError):
-    """The stream already has a later version of this writer, ``known``; nothing was written."""
+    """The stream already has a later version from this writer, ``known``; nothing was written."""
 
     def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"Version {version} from writer {writer} was not written to stream {stream!r}: the "
             f"stream already has version {known}.",
             stream=stream,
         )
@@ -73,7 +73,7 @@ class VersionDiffers(PublishError):
 
     def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
         super().__init__(
-            f"Version {version} of the writer {writer} was not written to stream {stream!r}: the "
+            f"Version {version} from writer {writer} was not written to stream {stream!r}: the "
             f"stream already has it, with {known} records instead of {records}.",
             stream=stream,
         )
@@ -92,7 +92,7 @@ class Staged(NamedTuple):
 
 
 class StageOwner(NamedTuple):
-    """The writer and version that a stage belongs to, and the run of the writing program.
+    """A stage's writer and version, and the current run of the writing program.
 
     If the program restarts with the same writer, its ``run`` changes.
     """
@@ -172,7 +172,7 @@ class Stage:
                 commands.append(("HDEL", index, self._name))
             self._stream.connector.pipeline(commands)
         except MeteorError:
-            pass  # the error that made the caller abandon the stage says more
+            pass  # the error that made the caller abandon the stage matters more
 
     def _send(self) -> None:
         if self._fields:
@@ -223,9 +223,9 @@ def commit(
     Args:
         begun: Whether the stages are incomplete because a worker found the version already written.
             The server must then have the version, or a plan for it, which this call finishes.
-        records: The number of records of this version, to compare with the number in the log.
+        records: The number of records in this version, to compare with the number in the log.
             None skips the comparison.
-        replicas: How many replicas must have the whole version.
+        replicas: Number of replicas that must have the whole version.
 
     Returns:
         Whether this call appended anything.
@@ -235,7 +235,7 @@ def commit(
         VersionDiffers: This version was committed with a different number of records.
         PublishError: Staged frames are gone, or the server lost the ``begun`` version.
         NotReplicated: The version is in the log, but too few replicas confirmed it in time.
-        StreamFull: The stream waits for its archiver.
+        StreamFull: The stream is full, and its archiver did not make room in time.
         StreamNotFound, LogTruncated: The stream was deleted, or recreated.
     """
     staged = [stage for stage in stages if stage.frames]
@@ -272,7 +272,7 @@ def is_done(stream: StreamHandle, writer: str, version: int, records: int | None
     """Return whether a version is completely in the log.
 
     Args:
-        records: The number of records of this version, to compare with the number in the log.
+        records: The number of records in this version, to compare with the number in the log.
             None skips the comparison.
 
     Raises:
@@ -306,7 +306,7 @@ def _last(stream: StreamHandle, writer: str) -> _Last:
 
 
 def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete stages that will not be committed. Keeps those of a plan, which must be finished."""
+    """Delete stages that will not be committed. Keep planned ones: the plan must be finished."""
     stages = list(names)
     if stages:
         script_keys = [keys.plan(stream.name, writer), keys.stages(stream.name, writer)]
@@ -317,13 +317,13 @@ def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
 def discard_stale(stream: StreamHandle, owner: StageOwner) -> None:
     """Delete the stages that earlier runs of a writer left behind, up to the owner's version.
 
-    If a process of an earlier run is still alive, it can no longer commit: its frames are gone.
+    If a process from an earlier run is still alive, it can no longer commit: its frames are gone.
     """
     discard(stream, owner.writer, _stale(stream, owner.writer, owner.version, owner.run))
 
 
 def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = None) -> list[str]:
-    """Return the stages of a writer up to ``version``, except those of ``run``."""
+    """Return a writer's stages up to ``version``, except those from ``run``."""
     found = stream.connector.call("HGETALL", keys.stages(stream.name, writer))
     names: list[str] = []
     for name, value in zip(found[::2], found[1::2], strict=True):
@@ -334,9 +334,9 @@ def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = No
 
 
 def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete the state of a permanently failed writer: its fence, its plan and its stages.
+    """Delete the fence, the plan and the stages of a permanently failed writer.
 
-    Frames that were moved into the log stay there. No committer may be running for the writer.
+    Frames that were moved into the log stay there. The writer must have no running committer.
     """
     plan = keys.plan(stream.name, writer)
     planned = [name for name, _, _ in _spans(stream.connector.call("LRANGE", plan, 0, -1))]
@@ -353,10 +353,10 @@ def forget(stream: StreamHandle, writer: str) -> None:
 
 
 def let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
-    """Let the fence of a writer expire ``lifetime_s`` seconds from now.
+    """Let a writer's fence expire ``lifetime_s`` seconds from now.
 
-    Call this before each commit, so that every fence has an expiry time. A later call replaces the
-    time of an earlier one. Each call also deletes some expired fences.
+    Call this before each commit, so that every fence has an expiry time. A later call replaces that
+    time. Each call also deletes some expired fences.
     """
     name = stream.name
     script_keys = [keys.meta(name), keys.fences(name), keys.fence_times(name)]
@@ -405,7 +405,7 @@ def _wait(connection: Connection, stream: str, replicas: int) -> None:
 
 
 def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> None:
-    """Move the remaining frames of a plan into the log. Other committers may do so concurrently."""
+    """Move a plan's remaining frames into the log. Other committers may do so concurrently."""
     spans = _spans(stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1))
     full_until: float | None = None
     tries = 0
@@ -459,7 +459,7 @@ def _move(
 
 
 def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
-    """Return each stage of a plan as (name, number of frames before it, number of frames in it)."""
+    """Return each stage in a plan as (name, number of frames before it, number of frames in it)."""
     spans: list[tuple[str, int, int]] = []
     at = 0
     for entry in plan:
@@ -471,7 +471,7 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
 
 def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
     return PublishError(
-        f"Version {version} of the writer {writer} was in stream {stream.name!r}, but the server "
+        f"Version {version} from writer {writer} was in stream {stream.name!r}, but the server "
         "lost it in a failover to a lagging replica. This commit wrote nothing. Write the whole "
         "version again.",
         stream=stream.name,
@@ -495,8 +495,8 @@ def _stuck(stream: StreamHandle, writer: str, version: int, done: int, total: in
         )
     else:
         found = (
-            f"Of version {version}, {done} of {total} frames are in the log, and the others cannot "
-            f"be recovered. To continue without them, run HSET {key} {writer} "
+            f"Only {done} of the {total} frames in version {version} are in the log. The others "
+            f"cannot be recovered. To continue without them, run HSET {key} {writer} "
             f"{version}:{total}:{total}. "
         )
     return (

@@ -22,13 +22,13 @@ _HEADER_MAP = pa.map_(pa.string(), pa.binary())
 
 
 class RecordValidator:
-    """Checks the records of one publisher.
+    """Checks one publisher's records.
 
     Args:
         stream: Name of the stream, for error messages.
         records_max: Maximum number of records in a frame.
-        record_bytes_max: Maximum size of a record in bytes, key and headers included.
-        ordering: Where to find the ordering key of a record, if the stream has ordering keys.
+        record_bytes_max: Maximum size of a record in bytes, including key and headers.
+        ordering: Finds a record's ordering key, if the stream has ordering keys.
     """
 
     def __init__(

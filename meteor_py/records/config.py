@@ -1,4 +1,4 @@
-"""Settings of streams, publishers and subscribers, and functions that check their values."""
+"""Settings for streams, publishers and subscribers, and functions that check their values."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from meteor_py.redis import keys
 DEFAULT_CAPACITY = 10_000
 #: Default limit on unarchived records, as a multiple of the capacity.
 UNARCHIVED_CAPACITIES = 10
-#: Limits of one frame, which keep replies small and script calls short.
+#: Limits for one frame, which keep replies small and script calls short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
-#: Maximum number of headers of a record.
+#: Maximum number of headers in a record.
 HEADERS_MAX = 10_000
-#: Maximum record size in bytes, key and headers included: the default, and the upper limit.
+#: Maximum record size in bytes, including key and headers: the default, and the upper limit.
 RECORD_BYTES_MAX = 1_048_576
 RECORD_BYTES_LIMIT = 32 * 1_048_576
 #: The largest offset. Numbers in Lua are doubles, which are exact only up to here.
 OFFSET_MAX = 2**53 - 1
 #: The longest delivery timeout in seconds: half the time that a server remembers an idle publisher.
 DELIVERY_TIMEOUT_MAX_S = 12 * 3600
-#: Bounds of a lease's TTL in seconds; the owner renews the lease every third of its TTL.
+#: Bounds for a lease's TTL in seconds; the owner renews the lease every third of its TTL.
 LEASE_TTL_S = (0.1, 86_400.0)
 
 Compression = Literal["none", "lz4", "zstd"]
@@ -39,15 +39,15 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 OnGap = Literal["raise", "skip"]
 
 
-#: Fields of the hash ``settings``, as in lua/log/_settings.lua; ``meta`` has copies of them.
+#: Fields in the ``settings`` hash, as in lua/log/_settings.lua; ``meta`` has copies of them.
 ADMIN_FIELDS = (
     "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
     "retain_bytes",
 )  # fmt: skip
-#: Fields that a client trusts only in ``settings``: the address of the store, and the rules for
-#: deleting records from it.
+#: Fields that a client trusts only in ``settings``: the store's address, and the rules for deleting
+#: records from the store.
 GUARDED_FIELDS = ("store_uri", "retain", "retain_bytes")
-#: Settings of a stream that need a store.
+#: Stream settings that need a store.
 STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
 
 
@@ -71,7 +71,7 @@ Start = InitialOffset | Literal["earliest", "latest", "none", "auto"] | int | da
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Settings of a stream, stored on the server and shared by all clients."""
+    """A stream's settings, stored on the server and shared by all clients."""
 
     #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
     #: one frame more. Without a store, older records are lost when the ring drops them.
@@ -80,12 +80,12 @@ class StreamConfig:
     compression: Compression = "none"
     #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
-    #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
+    #: Name of the values' codec: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
     #: shared groups. Can be added later, but not changed.
     ordering_key: str | None = None
-    #: The address of the store, without secrets. None if there is no store or it has no address.
+    #: The store's address, without secrets. None if there is no store or it has no address.
     store: str | None = None
     #: With a store: number of unarchived records at which publishers start to wait for the
     #: archiver.
@@ -139,7 +139,7 @@ class StreamConfig:
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hashes ``meta`` and ``settings``."""
+        """Return the fields for the ``meta`` and ``settings`` hashes."""
         fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
@@ -163,7 +163,7 @@ class StreamConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
-        """Parse fields of the hashes ``meta`` and ``settings``."""
+        """Parse fields from the ``meta`` and ``settings`` hashes."""
         age, _, size = fields.get("keep", ":").partition(":")
         return cls(
             capacity=int(fields["capacity"]),
@@ -182,11 +182,12 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class PublisherConfig:
-    """Settings of a publisher."""
+    """A publisher's settings."""
 
-    #: Seconds that the first record of a frame waits for more when nothing is in flight.
+    #: Seconds that the first record in a frame waits for more when nothing is in flight.
     linger: float = 0.0
-    #: "none", "lz4" or "zstd", for frames of several records; None means the stream's setting.
+    #: Compression of frames with several records: "none", "lz4" or "zstd". None means the stream's
+    #: setting.
     compression: Compression | None = None
     #: Number of replicas that must confirm a record before it is acknowledged.
     acks: int = 0
@@ -195,7 +196,7 @@ class PublisherConfig:
     #: Maximum unacknowledged bytes. Above this limit, ``publish`` waits up to ``delivery_timeout``,
     #: then raises ``PublisherFull``.
     max_pending_bytes: int = 64 * 1024 * 1024
-    #: Maximum record size in bytes, key and headers included; up to 32 MiB. A record over 1 MiB
+    #: Maximum record size in bytes, including key and headers; up to 32 MiB. A record over 1 MiB
     #: gets its own frame.
     max_record_bytes: int = RECORD_BYTES_MAX
     #: Called with the error whenever records fail, or acknowledged records turn out to be lost. It
@@ -224,7 +225,7 @@ class PublisherConfig:
 
 @dataclass(frozen=True)
 class SubscriberConfig:
-    """Settings of a subscriber."""
+    """A subscriber's settings."""
 
     #: The group to read for. Its first subscriber creates it. None reads without a group.
     group: str | None = None
@@ -239,9 +240,9 @@ class SubscriberConfig:
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called with the subscriber when it gets the lease, in the thread that polls. It may return
-    #: where to start: an offset, or better a ``checkpoint``. A program that stores the checkpoint
-    #: together with its results processes each record exactly once.
+    #: Called in the polling thread with the subscriber that got the lease. May return where to
+    #: start: an offset, or better a ``checkpoint``. A program that stores the checkpoint together
+    #: with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
     #: Whether each poll confirms the records that the previous poll returned.
     auto_confirm: bool = False
@@ -279,7 +280,7 @@ def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
     """Return ``start``, with a word converted to an ``InitialOffset``.
 
     Raises:
-        ValueError: The word is unknown, the offset is negative, or the datetime has no timezone.
+        ValueError: The word is unknown, the offset is negative, or the datetime has no time zone.
     """
     if isinstance(start, datetime):
         to_ms(start)

@@ -15,16 +15,16 @@ LAYOUT_VERSION = "1"
 
 @dataclass(frozen=True)
 class Meta:
-    """A snapshot of the hashes ``meta`` and ``settings`` of a stream."""
+    """A snapshot of a stream's ``meta`` and ``settings`` hashes."""
 
     config: StreamConfig
     incarnation: str
     epoch: int
-    #: The epochs of the stream; see records/position.py.
+    #: The stream's epochs; see records/position.py.
     epochs: str
     next: int
     appended: int
-    #: The id of the store. None without a store; ``archived`` and ``expired`` are then None too.
+    #: The store's id. None without a store; ``archived`` and ``expired`` are then None too.
     store: str | None
     #: The id that the store had before the stream was resumed.
     store_before: str | None
@@ -32,7 +32,7 @@ class Meta:
     archived: int | None
     expired: int | None
     #: Whether the settings come from ``settings``, which only administrators may write. If not,
-    #: the address of the store and its retention limits are unknown.
+    #: the store's address and retention limits are unknown.
     verified: bool
 
     @property
@@ -42,15 +42,15 @@ class Meta:
 
     @classmethod
     def parse(cls, name: str, flat: list[bytes], settings: list[bytes]) -> Meta:
-        """Parse the replies of HGETALL for ``meta`` and ``settings``.
+        """Parse the replies to HGETALL for ``meta`` and ``settings``.
 
-        ``settings`` is empty if the key does not exist, or this client may not read it.
+        ``settings`` is empty if the key does not exist, or this client is not allowed to read it.
 
         Raises:
-            CorruptStream: The hash is not the meta of a stream, or a newer version wrote it.
+            CorruptStream: The hash is not a stream's meta, or a newer version wrote it.
         """
         fields, guarded = _fields(flat), _fields(settings)
-        # Settings of another incarnation are not those of this stream.
+        # Settings from another incarnation do not apply to this stream.
         verified = bool(guarded) and guarded.get("incarnation") == fields.get("incarnation")
         for field in ADMIN_FIELDS if verified else GUARDED_FIELDS:
             fields.pop(field, None)
@@ -79,7 +79,7 @@ class Meta:
             )
         except (KeyError, ValueError) as error:
             raise CorruptStream(
-                f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
+                f"The key {keys.meta(name)!r} is not a stream's meta: {error}.", stream=name
             ) from None
 
 
@@ -103,7 +103,7 @@ class GroupDescription:
     term: int
     #: "exclusive": one member reads at a time; "shared": consumers work in parallel.
     kind: Literal["exclusive", "shared"] = "exclusive"
-    #: The number of live consumers of a shared group; None for an exclusive group.
+    #: The number of live consumers in a shared group; None for an exclusive group.
     consumers: int | None = None
 
 
@@ -120,7 +120,7 @@ class Description:
     length: int
     #: Frames in the ring.
     frames: int
-    #: Memory of the ring in bytes, estimated by the server; None if the ACL forbids MEMORY USAGE.
+    #: The ring's memory in bytes, as the server estimates it; None if the ACL forbids MEMORY USAGE.
     bytes: int | None
     #: Time of the last append in ms since 1970; 0 if there was none.
     appended: int
@@ -150,7 +150,7 @@ class RepairReport:
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing. It does so even after it is deleted.
+    #: Whether an entry beyond the end blocks publishing, as it does even after it is deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

@@ -1,5 +1,5 @@
 """Frames, the wire format of records. Each log entry holds one frame, in a field whose name is the
-format of the frame.
+frame's format.
 
 The name consists of a version, the columns that any of the records has, and a compression:
 
@@ -38,7 +38,7 @@ from meteor_py.records.config import FRAME_RECORDS_MAX, OFFSET_MAX, Compression
 from meteor_py.records.record import ArrowChunk, Chunk, Headers, ListChunk, to_pairs
 from meteor_py.records.times import MAX_MS, check_ms_column
 
-#: Limits of a decompressed frame: in bytes, and as a multiple of its compressed size.
+#: Limits on a frame's decompressed size: in bytes, and as a multiple of the compressed size.
 _UNPACKED_MAX = 64 * 1024 * 1024
 _RATIO_MAX = 100
 #: Maximum records and headers that a reader accepts in one frame. Publishers write at most 4,096
@@ -52,8 +52,9 @@ _SMALL = 32
 #: Size in bytes below which compression does not pay off.
 _COMPRESS_MIN = 512
 
-# The C library's allocator reuses the memory of frames, which are similar in size. Arrow's default,
-# mimalloc, returns it to the system each time, which takes as long as the rest of encoding.
+# The C library's allocator reuses the frames' memory, because frames are similar in size. Arrow's
+# default, mimalloc, returns memory to the system each time, which takes as long as the rest of
+# encoding.
 _POOL = pa.system_memory_pool()
 
 _CODECS = {"lz4": "lz4_raw", "zstd": "zstd"}
@@ -75,7 +76,7 @@ _DECODERS = {
     letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]  # made at run time
     for letters in _LETTERS
 }
-#: Also matches formats of later versions, which may have other columns.
+#: Also matches formats from later versions, which may have other columns.
 _NAME = re.compile(rb"(\d{1,3})([a-z]{1,16})(?:\.([a-z0-9]{1,16}))?")
 _ID = re.compile(rb"(\d{1,16})-(\d{1,16})")
 _HEADERS = msgspec.msgpack.Decoder(dict[str, bytes] | None)
@@ -144,7 +145,7 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
 
 
 def fingerprint(payload: Any) -> int:
-    """Return a checksum that tells batches of one publisher apart. It does not detect corruption.
+    """Return a checksum that tells a publisher's batches apart. It does not detect corruption.
 
     It covers only both ends of the payload: a crc32 of all bytes would take as long as building the
     frame.
@@ -173,7 +174,7 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 
 
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
-    """Return the records of entries, with small frames of consecutive offsets merged.
+    """Return the records in entries, merging small frames with consecutive offsets.
 
     Stops before a bad frame, or before decompressing more than 64 MiB in total. Call it again for
     the remaining entries. If the first frame is bad, raises an error.
@@ -283,7 +284,7 @@ def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, tim
 
 def _decode_one(letters: str, payload: bytes, offset: int, n: int, time: int) -> ListChunk:
     if n != 1:
-        raise ValueError(f"a frame of one record claims {n}")
+        raise ValueError(f"a frame with one record claims {n}")
     row = dict(zip(letters, _DECODERS[letters].decode(payload), strict=True))
     return ListChunk(
         offset,
@@ -328,7 +329,7 @@ def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) ->
 
 
 def _refuse_compression_inside(message: bytes) -> None:
-    """Raise if the buffers of an Arrow message are compressed: they could be a decompression bomb.
+    """Raise if an Arrow message's buffers are compressed: they could be a decompression bomb.
 
     Parses the flatbuffer directly. The message table's ``header`` (field 2) is a record batch
     table, whose field 3 is ``compression``. pyarrow also reads older formats, which lack the marker
@@ -347,11 +348,11 @@ def _refuse_compression_inside(message: bytes) -> None:
 
 
 def _table(data: bytes, pointer: int) -> dict[int, int]:
-    """Return the position of each field of the flatbuffer table that ``pointer`` refers to."""
+    """Return the position of each field in the flatbuffer table that ``pointer`` refers to."""
     position = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = position - struct.unpack_from("<i", data, position)[0]
     if vtable < 0:
-        raise ValueError("the message's table points before its start")
+        raise ValueError("the table points before the start of the message")
     (size,) = struct.unpack_from("<H", data, vtable)
     fields = struct.unpack_from(f"<{max(size - 4, 0) // 2}H", data, vtable + 4)
     return {number: position + at for number, at in enumerate(fields) if at}
@@ -365,7 +366,7 @@ def _unpack(compression: str, payload: bytes) -> bytes:
     unpacked: bytes
     if compression == "lz4":
         # Do not use pyarrow here: it does not report how many bytes it unpacked. The rest of its
-        # buffer is uninitialized memory of this process, which must not reach the application.
+        # buffer is uninitialized process memory, which must not reach the application.
         unpacked = lz4.block.decompress(block, uncompressed_size=size)
         if len(unpacked) != size:
             raise ValueError(f"it unpacks to {len(unpacked)} bytes instead of {size}")
@@ -411,7 +412,7 @@ def foreign_entry(stream: str, entry_id: bytes) -> CorruptStream:
     """Return the error for a log entry that no meteor_py publisher wrote."""
     name = entry_id[:64].decode("ascii", "replace")
     return CorruptStream(
-        f"Entry {name!r} in the log of stream {stream!r} is not a frame of meteor_py. Remove it "
+        f"Entry {name!r} in the log of stream {stream!r} is not a meteor_py frame. Remove it "
         "with stream.repair(dry_run=False) or `meteor streams repair`, and let only publishers "
         "write to the log (docs/acl.md).",
         stream=stream,

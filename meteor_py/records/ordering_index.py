@@ -1,16 +1,16 @@
-"""Ordering keys of records, and the index that lists them.
+"""Ordering keys, and the index that lists them.
 
 A stream with an ordering key has an index in addition to its log, so that shared groups can read
-the keys without decoding frames. An index entry describes up to 64 records of one frame: a consumer
-that claims one record must not read the keys of 4,096. Its ID is ``<last offset>-<records of its
-frame up to that offset>``. It has one field and its value:
+the keys without decoding frames. An index entry describes up to 64 records in one frame: a consumer
+that claims one record must not read the keys of 4,096. The entry's ID is ``<last offset>-<number of
+records in its frame up to that offset>``. The entry consists of one field and its value:
 
-1. One byte for each record: the number of its key in the list that follows.
+1. One byte for each record: the index of its key in the list that follows.
 2. The ordering keys of these records, each once, as a MessagePack array of strings.
 
-Releases before 0.3 wrote one entry per frame, with the ID of the frame: a string of two bytes for
-each record, little endian, then the keys as separate strings, and an empty one if their number is
-even. Readers accept both.
+Releases before 0.3 wrote one entry per frame, with the frame's ID: a string with two bytes for each
+record, little endian, then the keys as separate strings, and an empty string if the number of keys
+is even. Readers accept both forms.
 
 The index lists an empty string for a record without an ordering key, and for a record whose key is
 too long. ``publish`` refuses keys that are too long, but a dead letter may have one, because it
@@ -76,7 +76,7 @@ class OrderingRule:
         self._check(longest or 0)
 
     def index(self, columns: Any, size: int = ENTRY_RECORDS) -> list[bytes]:
-        """Return the index entries of a frame (``frame.Columns``): two strings for each."""
+        """Return the index entries for a frame (``frame.Columns``): two strings each."""
         column = columns.keys if self._header is None else columns.headers
         records = len(columns)
         if column is None:
@@ -93,7 +93,7 @@ class OrderingRule:
         return list(_entries(encoded.indices.to_pylist(), encoded.dictionary.to_pylist(), size))
 
     def index_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return one index entry of up to 256 records from a store (``record.ARROW_SCHEMA``)."""
+        """Return one index entry for up to 256 records from a store (``record.ARROW_SCHEMA``)."""
         from meteor_py.records.frame import Columns
 
         keys, headers = batch.column("key"), batch.column("headers")
@@ -101,7 +101,7 @@ class OrderingRule:
         return self.index(columns, STORED_ENTRY_RECORDS)
 
     def keys_of_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return the ordering keys of records from a store; empty where there is none."""
+        """Return the ordering keys of records from a store; an empty key where there is none."""
         column = batch.column("key" if self._header is None else "headers")
         return [_short(key or b"") for key in self._arrow(column).to_pylist()]
 
@@ -125,18 +125,18 @@ class OrderingRule:
         if longest > ORDERING_KEY_BYTES_MAX:
             what = "key" if self._header is None else f"header {self._header!r}"
             raise ValueError(
-                f"The {what} of a record is its ordering key in this stream and may have at most "
-                f"{ORDERING_KEY_BYTES_MAX} bytes, not {longest}. Use a hash of it instead."
+                f"In this stream, a record's {what} is its ordering key. The limit is "
+                f"{ORDERING_KEY_BYTES_MAX} bytes, but this one has {longest}. Use its hash instead."
             )
 
 
 def packed(entry: Iterable[bytes]) -> bytes:
-    """Return an entry as one string, in which each part follows its length."""
+    """Return an entry as one string, in which each part is preceded by its length."""
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 
 def read_entry(entry_id: bytes, strings: Sequence[bytes]) -> tuple[int, list[bytes]]:
-    """Return the first offset of an index entry, and the ordering keys of its records.
+    """Return an index entry's first offset, and the ordering keys of its records.
 
     A malformed entry lists no keys.
     """
@@ -164,7 +164,7 @@ def pack_key(key: bytes) -> bytes:
 
 
 def unpack_keys(packed_keys: bytes) -> list[bytes]:
-    """Return the strings of a MessagePack array; an empty list if it holds anything else."""
+    """Return the strings in a MessagePack array; an empty list if it holds anything else."""
     found: list[bytes] = []
     try:
         head = packed_keys[0]

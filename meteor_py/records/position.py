@@ -1,4 +1,4 @@
-"""A position in a stream, and the check whether the server has lost records below it.
+"""A position in a stream, and a check for lost records below it.
 
 A server that fails over to a lagging replica, or restarts without its last second of data, assigns
 some offsets a second time. So an offset alone does not identify a record. A position is
@@ -55,7 +55,7 @@ def diverged_at(position: Position, epochs: str, end: int) -> int | None:
 
     Args:
         position: The position of a reader or publisher.
-        epochs: The epochs of the stream on the server, as in meta.
+        epochs: The stream's epochs on the server, as in meta.
         end: The stream's next offset on the server.
 
     >>> diverged_at(Position("i", 1, 200), "1:0,+2:100", 300)
@@ -102,19 +102,19 @@ def _parse(epochs: str) -> list[_Epoch]:
 
 
 def path_of(epochs: str) -> str:
-    """Return the part of a table of epochs that positions carry."""
+    """Return the part of an epoch table that positions carry."""
     return ",".join(epochs.split(",")[-_PATH_EPOCHS:])
 
 
 def with_epoch(epochs: str, number: int, first: int) -> str:
-    """Return a table with one more epoch, and without the oldest one if it is too long.
+    """Return a table with one more epoch. If the table is too long, omit the oldest epoch.
 
     >>> with_epoch("1:0,+2:100", 3, 150)
     '1:0,+2:100,+3:150'
     """
     entries = [*epochs.split(","), f"+{number}:{first}"]
     if len(entries) > _TABLE_EPOCHS:
-        # As in new_epoch.lua: for a position before the second epoch, all records may be lost.
+        # As in new_epoch.lua: for a position before the second epoch, all records may be gone.
         entries = entries[1 - _TABLE_EPOCHS :]
         entries[0] = f"{entries[0].lstrip('+').partition(':')[0]}:-1"
     return ",".join(entries)

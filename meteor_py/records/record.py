@@ -57,7 +57,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class ListChunk:
-    """Records of small frames: lists of equal length, or None if no record has that part."""
+    """Records from small frames: lists of equal length, or None if no record has that part."""
 
     first: int
     values: list[bytes]
@@ -124,7 +124,7 @@ class ListChunk:
 
 @dataclass(slots=True, eq=False)
 class ArrowChunk:
-    """One frame of many records, without a copy. All were appended at the same time."""
+    """One frame with many records, not copied. All were appended at the same time."""
 
     first: int
     columns: pa.RecordBatch
@@ -212,7 +212,7 @@ class TableChunk:
         return keys
 
     def to_arrow(self) -> pa.RecordBatch:
-        """Return all columns of ``ARROW_SCHEMA``. Columns that were not read are null."""
+        """Return all columns in ``ARROW_SCHEMA``. Columns that were not read are null."""
         size, names = len(self), self.columns.schema.names
         if len(names) == len(ARROW_SCHEMA):
             return self.columns

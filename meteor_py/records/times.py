@@ -28,14 +28,14 @@ def to_ms(time: Any) -> int:
     1
 
     Raises:
-        ValueError: The datetime has no timezone, the time is not from 1970 to 9999, or the integer
+        ValueError: The datetime has no time zone, the time is not from 1970 to 9999, or the integer
             is in seconds.
         TypeError: ``time`` is neither a datetime nor an int.
     """
     if isinstance(time, datetime):
         if time.tzinfo is None or time.utcoffset() is None:
             raise ValueError(
-                f"{time!r} has no timezone. Use datetime.now(timezone.utc), or add a timezone."
+                f"{time!r} has no time zone. Use datetime.now(timezone.utc), or add a time zone."
             )
         return check_ms(-((EPOCH - time) // _MILLISECOND))
     if isinstance(time, bool) or not isinstance(time, int):
@@ -64,7 +64,7 @@ def to_ms_column(times: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArra
     """Convert an Arrow column of timestamps, or of ms since 1970, to ms since 1970 (int64).
 
     Raises:
-        ValueError: The timestamps have no timezone, a time is not from 1970 to 9999, or an integer
+        ValueError: The timestamps have no time zone, a time is not from 1970 to 9999, or an integer
             is in seconds.
         TypeError: The column holds neither timestamps nor integers.
     """
@@ -72,7 +72,7 @@ def to_ms_column(times: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArra
     if pa.types.is_timestamp(kind):
         if kind.tz is None:
             raise ValueError(
-                f'A column of {kind} has no timezone. Use pa.timestamp("ms", tz="UTC").'
+                f'Column type {kind} has no time zone. Use pa.timestamp("ms", tz="UTC").'
             )
         times = times.cast(pa.timestamp("ms", tz=kind.tz), safe=False)
     elif not pa.types.is_integer(kind):

@@ -28,7 +28,7 @@ from meteor_py.errors import (
 
 def stream_full(stream: str, archived: int) -> StreamFull:
     return StreamFull(
-        f"Stream {stream!r} has reached its limit of unarchived records; only the records below "
+        f"Stream {stream!r} has reached its limit on unarchived records: only the records below "
         f"{archived} are in the store.",
         stream=stream,
         hint="Is an archiver running?",
@@ -42,7 +42,7 @@ def stream_gone(
 
     Args:
         stream: The name of the stream.
-        code: The code that the server replied.
+        code: The code in the server's reply.
         last: The last known offset of the old stream.
         data_lost: Whether the server is known to have lost all its data.
     """
@@ -122,7 +122,7 @@ def records_lost(stream: str, first: int, last: int) -> RecordsLost:
 
 def opened_before_fork(stream: str) -> MeteorError:
     return MeteorError(
-        f"This shared subscriber of stream {stream!r} belongs to the parent process. Open another "
+        f"This shared subscriber for stream {stream!r} belongs to the parent process. Open another "
         "one here with stream.shared_subscriber()."
     )
 
@@ -150,7 +150,7 @@ def no_store(stream: str) -> StoreMismatch:
 
 def store_continued_elsewhere(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Another archiver has continued the archive of stream {stream!r} after a failover that "
+        f"Another archiver has continued archiving stream {stream!r} after a failover that "
         "this server has not seen. Is this server still the primary?",
         stream=stream,
     )
@@ -178,8 +178,8 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
 
 def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
-        f"The lease of group {group!r} of stream {stream!r} was lost: another member has taken it, "
-        f"or seek_group() has moved the group (term {term}). Unconfirmed records will be read "
+        f"The lease for group {group!r} of stream {stream!r} was lost: another member has taken "
+        f"it, or seek_group() has moved the group (term {term}). Unconfirmed records will be read "
         "again. poll() waits until it can acquire the lease again.",
         stream=stream,
         group=group,
@@ -188,7 +188,7 @@ def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
 
 def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     return Fenced(
-        f"This consumer of shared group {group!r} of stream {stream!r} no longer holds "
+        f"This consumer in shared group {group!r} of stream {stream!r} no longer holds "
         f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
         "delivers them again.",
         stream=stream,
@@ -199,7 +199,7 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
 
 def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"The lease of this consumer of shared group {group!r} of stream {stream!r} expired before "
+        f"This consumer's lease in shared group {group!r} of stream {stream!r} expired before "
         f"the server replied about {_shown(offsets)}, and the server no longer remembers whether "
         "these settlements counted. If not, the records will be delivered again.",
         stream=stream,
@@ -208,9 +208,9 @@ def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> Outc
 
 def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
     return Rewound(
-        f"This consumer of shared group {group!r} of stream {stream!r} has returned "
-        f"{_shown(offsets)} together with an earlier record of the same ordering key. The group "
-        "delivers them again, in order: skip them here.",
+        f"This consumer in shared group {group!r} of stream {stream!r} has returned "
+        f"{_shown(offsets)} together with an earlier record that has the same ordering key. The "
+        "group delivers them again, in order: skip them here.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -221,7 +221,7 @@ def records_timed_out(
     stream: str, group: str, offsets: Sequence[int], setting: str, seconds: float
 ) -> AckTimeout:
     return AckTimeout(
-        f"This consumer of shared group {group!r} of stream {stream!r} did not settle "
+        f"This consumer in shared group {group!r} of stream {stream!r} did not settle "
         f"{_shown(offsets)} within {seconds:g} seconds ({setting}). The group delivers them again. "
         "Settle records sooner, or call record.extend() in time.",
         stream=stream,
@@ -238,8 +238,8 @@ def _shown(offsets: Sequence[int]) -> str:
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
-        f"This subscriber has lost or released the lease of group {group!r} of stream {stream!r}, "
-        "so it cannot confirm. The owner of the lease will read the records again.",
+        f"This subscriber has lost or released the lease for group {group!r} of stream {stream!r}, "
+        "so it cannot confirm. The lease's owner will read the records again.",
         stream=stream,
         group=group,
     )
@@ -254,7 +254,7 @@ def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
 
 def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
     return LeaseLost(
-        f"The server of stream {stream!r} failed over and may have lost dead letters of group "
+        f"The server for stream {stream!r} failed over and may have lost dead letters from group "
         f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
         stream=stream,
         group=group,
@@ -263,7 +263,7 @@ def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
 
 def confirm_unknown(stream: str, group: str) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"The lease of group {group!r} of stream {stream!r} was lost before the server replied to "
+        f"The lease for group {group!r} of stream {stream!r} was lost before the server replied to "
         "this confirm, so its outcome is unknown. If it had no effect, the records will be read "
         "again.",
         stream=stream,
@@ -311,14 +311,14 @@ def corrupt_stream(stream: str) -> CorruptStream:
 def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
         f"The position of group {group!r} of stream {stream!r} cannot be read: another program has "
-        "written to its key. Delete the group, and let only its members write the key "
+        "written to its key. Delete the group, and let only its members write to the key "
         "(docs/acl.md).",
         stream=stream,
     )
 
 
 def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
-    because = f" The reason: {reason}" if reason else ""
+    because = f" Reason: {reason}" if reason else ""
     return OutcomeUnknown(
         f"The record was sent to stream {stream!r}, but it is unknown whether it arrived. "
         f"Publishing it again may duplicate it.{because}",
@@ -328,7 +328,7 @@ def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
 
 def publisher_failed(stream: str, error: BaseException) -> PublishError:
     failure = PublishError(
-        f"The publisher of stream {stream!r} failed unexpectedly: {error!r}.", stream=stream
+        f"The publisher for stream {stream!r} failed unexpectedly: {error!r}.", stream=stream
     )
     failure.__cause__ = error
     return failure

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-#: Returns seconds of a monotonic clock that, on Linux, keeps running while the machine sleeps. A
+#: Returns seconds on a monotonic clock that, on Linux, keeps running while the machine sleeps. A
 #: partial, because a function would take twice as long, and group members call it per record.
 now: Callable[[], float] = (
     partial(time.clock_gettime, time.CLOCK_BOOTTIME)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from meteor_py.runtime.locks import SignalSafeEvent
 
-#: Name prefixes of the threads that settle operations. A callback that runs in such a thread must
+#: Name prefixes for the threads that settle operations. A callback that runs in such a thread must
 #: not wait for an operation.
 SENDER_PREFIX = "meteor-sender"
 SESSION_PREFIX = "meteor-session"
@@ -66,7 +66,7 @@ class Completion:
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Call the callbacks of a settled completion, each once."""
+        """Call each callback of a settled completion once."""
         callbacks = self._callbacks
         while callbacks:
             self.observed = True
@@ -113,7 +113,7 @@ class Completion:
 
 
 def in_callback() -> bool:
-    """Return whether this thread is one that settles operations and runs their callbacks."""
+    """Return whether this thread settles operations and runs their callbacks."""
     return threading.current_thread().name.startswith((SENDER_PREFIX, SESSION_PREFIX))
 
 
@@ -131,5 +131,5 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-# In a forked child: a thread of the parent may have held the lock.
+# In a forked child: a parent thread may have held the lock.
 os.register_at_fork(after_in_child=_replace_lock)

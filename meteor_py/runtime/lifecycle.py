@@ -1,9 +1,9 @@
-"""Registries of this process's open objects, and the three events that close them.
+"""Registries for this process's open objects, and the three events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
 object has one ``Registry``. Three events close objects, in the order of ``ClosingOrder``: a client
-closes its own (``close_owned``), interpreter exit closes all, and a forked child abandons the
-objects of its parent.
+closes its own (``close_owned``), interpreter exit closes all, and a forked child abandons its
+parent's objects.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Registry(Generic[_T]):
     """The open objects of one kind."""
 
     order: ClosingOrder
-    #: Returns the owner of an object; ``close_owned`` closes the objects of one owner.
+    #: Returns an object's owner; ``close_owned`` closes one owner's objects.
     owner: Callable[[_T], object]
     #: Closes objects whose owner is closed, and raises the first failure.
     close: Callable[[Sequence[_T]], None]
@@ -115,12 +115,12 @@ _registries: list[Registry[Any]] = []
 
 
 def close_owned(owner: object) -> None:
-    """Close every open object of an owner, then raise the first failure."""
+    """Close an owner's open objects, then raise the first failure."""
     _for_each_kind(lambda kind: kind.close([x for x in kind.objects() if kind.owner(x) is owner]))
 
 
 def close_all(timeout_s: float) -> None:
-    """Close every open object of this process, then raise the first failure.
+    """Close every open object in this process, then raise the first failure.
 
     A signal handler in the main thread may call this at any time. Publishers that cannot send their
     records within ``timeout_s`` seconds drop them. Other kinds have their own limits.

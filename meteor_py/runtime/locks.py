@@ -38,8 +38,8 @@ class SignalSafeCondition:
     False
     """
 
-    # ``with`` calls the methods of the lock itself. Both these methods and the lookup that finds
-    # them run in C.
+    # ``with`` calls the lock's own methods. Both these methods and the lookup that finds them run
+    # in C.
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
@@ -52,7 +52,7 @@ class SignalSafeCondition:
         return bool(self._lock._is_owned())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release the lock until ``notify_all`` or the timeout in seconds, then take it again.
+        """Release the lock until ``notify_all`` or for ``timeout`` seconds, then take it again.
 
         Returns:
             False if the wait timed out.
@@ -137,7 +137,7 @@ class LockBusy(TimeoutError):
     """Another thread did not release the lock in time."""
 
 
-#: Methods of a reentrant lock, as functions in C.
+#: Methods of a reentrant lock, as C functions.
 _is_owned: Callable[[Any], bool] = type(threading.RLock())._is_owned  # type: ignore[attr-defined]
 _release: Callable[[Any], None] = type(threading.RLock()).release
 

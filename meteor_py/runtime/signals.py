@@ -23,7 +23,7 @@ from meteor_py.runtime.lifecycle import close_all
 _log = logging.getLogger(__name__)
 
 #: Seconds during which a second signal counts as a duplicate: a service manager signals every
-#: process of a service, and a parent process may forward the signal as well.
+#: process in a service, and a parent process may forward the signal as well.
 _SAME_S = 0.1
 #: Seconds that the main thread has to end the process after the timeout.
 _REACT_S = 1.0
@@ -31,7 +31,7 @@ _REACT_S = 1.0
 #: The previously installed handlers, by signal.
 _before: dict[int, Any] = {}
 _timeout_s = 0.0
-#: When the first signal arrived, by the monotonic clock.
+#: When the first signal arrived, on the monotonic clock.
 _received_at: float | None = None
 
 
@@ -106,7 +106,7 @@ def _die(number: int) -> None:
     """Let the signal kill the process, so that its parent sees the cause."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # process 1 of a container ignores signals that have no handler
+    os._exit(128 + number)  # process 1 in a container ignores signals that have no handler
 
 
 def _after_fork_in_child() -> None:

@@ -12,7 +12,7 @@ from meteor_py.runtime.locks import SignalSafeEvent
 
 #: Seconds between two checks that the thread is still running, in case its lock stays locked.
 _CHECK_S = 1.0
-#: Seconds between calls of ``push``.
+#: Seconds between calls to ``push``.
 _PUSH_S = 0.02
 
 
@@ -67,7 +67,7 @@ class JoinableThread(threading.Thread):
         """Wait for the thread to end, calling ``push`` repeatedly to interrupt its waits.
 
         Returns:
-            Whether it ended within ``timeout_s`` seconds; True if called in the thread itself.
+            Whether the thread ended within ``timeout_s`` seconds; True if called in that thread.
         """
         until = time.monotonic() + timeout_s
         while self.is_alive() and self is not threading.current_thread():

@@ -1,12 +1,13 @@
-"""An embedded server: found, started, shared and stopped automatically.
+"""Embedded servers: found, started, shared and stopped automatically.
 
     with open_embedded() as server:                 # embedded://      private, deleted at the end
         redis.Redis.from_url(server.url)
     with open_embedded("~/data") as server: ...     # embedded:///dir  kept, shared by all users
 
 A small process, the supervisor, runs the server. A *user* is a process that has opened the server.
-It holds a shared lock in the server's directory. The supervisor stops the server when the last user
-is gone, even if that user crashed or was killed. If the server ends earlier, its users restart it.
+Each user holds a shared lock in the server's directory. The supervisor stops the server when the
+last user is gone, even if that user crashed or was killed. If the server ends earlier, its users
+restart it.
 ``supervisor.py`` describes the locks, which are the only shared state.
 """
 

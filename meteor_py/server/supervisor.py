@@ -1,7 +1,7 @@
 """The process that runs one embedded server, and stops it when its last user is gone.
 
-The supervisor runs as a detached script in the directory of the server. The rest of the package
-imports only constants and ``clean_up`` from this file. Every start waits for the supervisor, so it
+The supervisor runs as a detached script in the server's directory. The rest of the package imports
+only constants and ``clean_up`` from this file. Every start waits for the supervisor, so this file
 uses only parts of the standard library that load within a millisecond.
 
 The directory holds three lock files, which are the only shared state. The kernel releases a
@@ -37,11 +37,11 @@ LOG = "server.log"
 PID = "server.pid"
 SOCKET = "meteor.sock"
 
-#: Seconds between two checks of ``users.lock``. Do not block in ``flock`` instead: the last user
-#: could then not take the exclusive lock, which tells it that it is the last.
+#: Seconds between checks of ``users.lock``. Do not block in ``flock`` instead: the last user could
+#: then not take the exclusive lock, which is how it knows that it is the last.
 POLL_S = 0.1
 
-#: Seconds that a server has to stop by itself before the supervisor kills it.
+#: Seconds that a server has to stop on its own before the supervisor kills it.
 STOP_S = 5.0
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> None:
     """Run the server in the working directory until it or its last user is gone.
 
     Arguments: the server program; the socket's path as in the configuration; ``keep`` or ``remove``
-    for the directory at the end; and the descriptors of the supervisor's and the server's locks,
-    which are already taken.
+    for the directory when the server has ended; and the descriptors of the supervisor's and the
+    server's locks, which are already taken.
     """
     binary, socket_path, fate, supervisor_lock, server_lock = arguments
     if os.fork():
         # The user reaps this process at once, and init reaps its child. So a program that waits for
-        # any child never sees a process that it did not start.
+        # any of its children never sees a process that it did not start.
         os._exit(0)
     os.umask(0o077)
     os.set_inheritable(int(supervisor_lock), False)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
         pass
     # Do not use the directory's path: if the directory was deleted, a new one may have that path.
     clean_up(".", socket_path)
-    # If a user remains, it may read the log or start another server, and it removes the files.
+    # If a user remains, it may read the log or start another server, and will remove the files.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 
@@ -174,7 +174,7 @@ def _is_free(lock: int) -> bool:
 
 
 def clean_up(directory: str, socket_path: str) -> None:
-    """Remove the files of a stopped server from its directory, except data, log and locks."""
+    """Remove a stopped server's files from its directory, except its data, log and locks."""
     for name in (socket_path, CONFIG, PID):
         try:
             os.unlink(os.path.join(directory, name))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import (
@@ -38,16 +39,14 @@ from meteor_py.shared.group_state import (
     KeyEntry,
     Member,
     Progress,
-    read_batch,
     read_line,
 )
-from meteor_py.shared.protocol import SharedProtocol
+from meteor_py.shared.protocol import PORTION, SharedProtocol
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Ordering keys, index entries or keys to delete that one call reads or sends.
-_LIST = 500
+#: Index entries that one call reads.
 _ENTRIES = 64
 #: Chunks of waiting offsets that one call reads.
 _CHUNKS = 64
@@ -154,26 +153,36 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        found, members = self._describe()
-        ids = list(members)
-        commands = [("HVALS", self._protocol.key(f"batches:{id}")) for id in ids]
-        replies = self._handle.connector.pipeline(commands) if commands else []
-        owned = {
-            id: len({key or offset for raw in reply for offset, key in read_batch(raw)})
-            for id, reply in zip(ids, replies, strict=True)
-        }
-        consumers = (replace(member, keys=owned[id]) for id, member in members.items())
+        found, members = self._describe_all()
+        consumers: list[Consumer] = []
+        for id, member in members.items():
+            batches = self._protocol.batches(id).values()
+            owned = {key or offset for batch in batches for offset, key in batch}
+            consumers.append(replace(member, keys=len(owned)))
         return replace(found, consumers=tuple(consumers))
 
-    def _describe(self) -> tuple[SharedDescription, dict[str, Consumer]]:
+    def _describe_all(self) -> tuple[SharedDescription, dict[str, Consumer]]:
         """Return the description without consumers, and the consumers without their keys."""
+        found, tick = self._describe()
+        members: dict[str, Consumer] = {}
+        for portion in self._protocol.scan("HSCAN", "members"):
+            for id, raw in portion:
+                member = Member.parse(raw)
+                if not member.dead:
+                    left_s = (member.deadline - tick) / 1000
+                    name = id.decode()
+                    members[name] = Consumer(name, member.name, 0, member.holding, left_s)
+        return found, members
+
+    def _describe(self) -> tuple[SharedDescription, int]:
+        """Return the description without consumers, and the time that ends leases."""
         protocol = self._protocol
-        names = [protocol.meta, *protocol.keys("meta members letters ready blocked unsettled")]
+        names = [protocol.meta, *protocol.keys("meta letters ready blocked unsettled")]
         reply = self._handle.connector.run(SHARED_DESCRIBE, names)
         if b"progress" not in reply[1][::2]:  # a release before 0.3 may have written the group
             protocol.ensure_converted()
             reply = self._handle.connector.run(SHARED_DESCRIBE, names)
-        stream, meta, flat, clock, ready, blocked, pending, *firsts = reply
+        stream, meta, clock, ready, blocked, pending, *firsts = reply
         protocol.check_incarnations(stream[0], dict(_pairs(meta)).get(b"incarnation", b""))
         state = _fields([part for pair in _pairs(meta) for part in pair if pair[0] != b"progress"])
         progress = Progress.parse(dict(_pairs(meta))[b"progress"])
@@ -195,12 +204,7 @@ class SharedGroup:
         # Count the time since the last call in full: to a reader, a consumer that was silent for so
         # long is dead, although the server ends its lease only after other consumers have called.
         tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
-        members = {id.decode(): Member.parse(raw) for id, raw in _pairs(flat)}
-        return description, {
-            id: Consumer(id, member.name, 0, member.holding, (member.deadline - tick) / 1000)
-            for id, member in members.items()
-            if not member.dead
-        }
+        return description, tick
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
         """Return the ordering keys that have unsettled records, sorted by their oldest record.
@@ -215,43 +219,31 @@ class SharedGroup:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
             StoreUnavailable: Records to read are in the store, which cannot be read.
         """
-        _, members = self._describe()
+        _, members = self._describe_all()
         held: dict[bytes, list[int]] = {}
         found: dict[bytes, KeyState] = {}
         for id, member in members.items():
-            for raw in self._handle.connector.call("HVALS", self._protocol.key(f"batches:{id}")):
-                for offset, key in read_batch(raw):
+            for batch in self._protocol.batches(id).values():
+                for offset, key in batch:
                     held.setdefault(key, []).append(offset)
                     if not key:
                         name = b"\0%d" % offset
                         found[name] = KeyState(name, 1, 1, 0, member.name, offset, "owned")
-        for key, entry in self._entries():
-            state = _key_state(key, entry, members, held.get(key, []))
-            if state is not None:
-                found[key] = state
+        for portion in self._protocol.scan("HSCAN", "keys"):
+            for key, raw in portion:
+                if key:  # the empty field is padding
+                    state = _key_state(key, KeyEntry.parse(raw), members, held.get(key, []))
+                    if state is not None:
+                        found[key] = state
         if look_ahead:
             self._look_ahead(found)
         return sorted(found.values(), key=lambda state: (state.oldest, state.key))
 
-    def _entries(self) -> Iterator[tuple[bytes, KeyEntry]]:
-        cursor = b"0"
-        while True:
-            cursor, flat = self._handle.connector.call(
-                "HSCAN", self._protocol.key("keys"), cursor, "COUNT", _LIST
-            )
-            for key, raw in _pairs(flat):
-                if key:  # the empty field is padding
-                    yield key, KeyEntry.parse(raw)
-            if cursor == b"0":
-                return
-
     def _look_ahead(self, found: dict[bytes, KeyState]) -> None:
         """Add the records that no consumer has scanned."""
         description, _ = self._describe()
-        purges: Any = self._handle.connector.call(
-            "ZRANGE", self._protocol.key("purges"), 0, -1, "WITHSCORES"
-        )
-        marks = {key: int(float(score)) for key, score in _pairs(purges)}
+        portions = self._protocol.scan("ZSCAN", "purges")
+        marks = {key: int(float(score)) for portion in portions for key, score in portion}
         for offset, key in self._unscanned(description, description.scanned, None):
             if offset < marks.get(key, 0):
                 continue
@@ -383,10 +375,7 @@ class SharedGroup:
         raw = call("HGET", self._protocol.key("keys"), name)
         entry = KeyEntry.parse(raw) if raw else KeyEntry(NOBODY, 0, [])
         found, fields = list(entry.waiting), entry.chunks(name)
-        for start in range(0, len(fields), _CHUNKS):
-            if len(found) >= limit:
-                break
-            part = fields[start : start + _CHUNKS]
+        while len(found) < limit and (part := list(islice(fields, _CHUNKS))):
             for line in call("HMGET", self._protocol.key("waiting"), *part):
                 found += read_line(line or b"")
         return found
@@ -419,7 +408,7 @@ class SharedGroup:
             GroupActive: The group has consumers, and ``force`` is false.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        _, members = self._describe()
+        _, members = self._describe_all()
         consumers = [found for found in members.values() if found.lease > 0]
         if consumers and not force:
             raise GroupActive(
@@ -438,8 +427,8 @@ class SharedGroup:
         left = self._protocol.find()
         if b"meta" not in left:
             names = [self._protocol.whole(part) for part in sorted(left)]
-            for start in range(0, len(names), _LIST):
-                client.call("UNLINK", *names[start : start + _LIST])
+            for start in range(0, len(names), PORTION):
+                client.call("UNLINK", *names[start : start + PORTION])
         # Remove the name last: a crash before this line leaves a harmless name in the list, and
         # never a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
@@ -531,7 +520,7 @@ def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescript
     summaries: list[GroupDescription] = []
     for name in list_shared(handle):
         try:
-            found, members = SharedGroup(stream, handle, name)._describe()
+            found, members = SharedGroup(stream, handle, name)._describe_all()
         except (GroupNotFound, ValueError):
             continue  # deleted meanwhile, or a name that this library did not write
         live = sum(consumer.lease > 0 for consumer in members.values())

@@ -130,14 +130,13 @@ class Deliveries:
         reason: str = "",
     ) -> None:
         check_seconds("delay", delay, zero=True)
-        if only_this and (delay or not failed):
-            other = "a delay" if delay else "failed=False"
+        if only_this and delay:
             raise ValueError(
-                f"release() got both only_this and {other}, which applies to the whole ordering "
+                "release() got both only_this and a delay, which applies to the whole ordering "
                 "key. Omit one of the two."
             )
-        kind = "Q" if only_this else "R" if failed else "U"
-        self._settle(record, kind, b"%d:%b" % (delay * 1000, _encoded(reason)))
+        detail = b"%d:%b" % (delay * 1000, _encoded(reason))
+        self._settle(record, "R" if failed else "U", detail, alone=only_this)
 
     def reject(self, record: SharedRecord, reason: str) -> None:
         self._settle(record, "X", _encoded(reason))
@@ -331,9 +330,10 @@ class Deliveries:
             except ConsumerGone as gone:
                 self._fence(gone)
             except UnknownStep as step:
-                batches = self.protocol.batches(connection, self._consumer)
+                batches = self.protocol.batches(self._consumer, connection)
+                held = {number: [o for o, _ in batch] for number, batch in batches.items()}
                 with self.condition:
-                    self._refused += self.holdings.reconcile(step.number, batches)
+                    self._refused += self.holdings.reconcile(step.number, held)
             except MeteorError as error:
                 if not isinstance(error, ConnectionFailed) or error.answered:
                     with self.condition:
@@ -360,7 +360,7 @@ class Deliveries:
         with self.condition:
             if self.holdings.request is not request:
                 return  # a signal handler has sent the step again and applied the reply
-            self.holdings.apply(reply)
+            self.holdings.apply(reply, request)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
             self._refused += [o for o in report.refused if o not in self._refused]
@@ -368,6 +368,8 @@ class Deliveries:
                 self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
             if request.want or request.mode == "busy":
                 self.idle = reply if reply.idle else None
+            if self._stage is _Stage.LEFT:
+                self.holdings.take_all()  # a signal handler has just closed the subscriber
             self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
         self._log_dropped(report.dropped)
 
@@ -431,10 +433,12 @@ class Deliveries:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
+    def _settle(
+        self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
+    ) -> None:
         with self.condition:
             self._check_held(record)
-            self.holdings.settle(record, kind, detail)
+            self.holdings.settle(record, kind, detail, alone=alone)
             self._notify()
 
     def _check_held(self, record: SharedRecord) -> None:

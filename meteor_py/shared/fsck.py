@@ -1,17 +1,18 @@
 """Consistency check of a shared group's state, in portions.
 
 Consumers change the state while the check reads it. The check therefore reads each portion at one
-instant, and tests the invariants that hold at every instant. A portion is an ordering key with its
-waiting records and its places in the sets, or a consumer with its batches. Invariants of the whole
-state, such as the sums of the counters, are tested only if nothing has changed between the first
-portion and the last. The check reports values that it cannot read, instead of raising an error.
+instant, and tests the invariants that hold at every instant. A portion is a few ordering keys with
+their first waiting records and their places in the sets, or some batches of a consumer. Invariants
+of a long ordering key or of a consumer with many batches are tested if it has not changed between
+its first portion and its last. The same applies to invariants of the whole state, such as the sums
+of the counters. The check reports values that it cannot read, instead of raising an error.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from meteor_py.records.ordering_index import read_entry
@@ -30,14 +31,15 @@ from meteor_py.shared.group_state import (
 )
 from meteor_py.shared.protocol import SharedProtocol
 
-#: Ordering keys to check at one instant, and the maximum number of chunks of one key.
+#: Ordering keys, chunks of waiting offsets, and batches to read at one instant.
 _KEYS = 50
-_CHUNKS = 2_000
+_CHUNKS = 100
+_BATCHES = 100
 #: Index entries to read at a time.
 _ENTRIES = 64
 #: Records with a wrong ordering key to list; the others are counted.
 _NAMED = 10
-#: Attempts to read a consumer that takes steps meanwhile.
+#: Attempts to read a consumer or an ordering key that changes meanwhile.
 _TRIES = 5
 
 _TYPES = {
@@ -76,8 +78,9 @@ class _Check:
         self._connector = protocol.stream.connector
         self._flaws: dict[str, None] = {}
         self._config: SharedConfig | None = None
+        self._parts: list[bytes] = []
         self._waiting: list[_Place] = []
-        self._held: list[_Place] = []
+        self._held: dict[bytes, list[_Place]] = {}  # by consumer
         self._letters: list[_Place] = []
         self._marks: dict[bytes, int] = {}  # the expected content of `unsettled`
 
@@ -89,8 +92,8 @@ class _Check:
         before = self._read_meta()
         if before is None:
             return list(self._flaws)
-        members = self._check_members()
-        self._check_keys(members)
+        self._check_members()
+        self._check_keys()
         self._check_letters()
         whole = self._whole_flaws(before)
         if self._connector.call("HGET", protocol.key("meta"), "progress") == before[0]:
@@ -100,6 +103,11 @@ class _Check:
         if not self._connector.call(*listed):
             self._add(f"The list of shared groups does not include {protocol.group!r}.")
         return list(self._flaws)
+
+    def _places(self) -> list[_Place]:
+        """Return the unsettled records that were found."""
+        held = [place for places in self._held.values() for place in places]
+        return [*self._waiting, *held, *self._letters]
 
     def _add(self, flaw: str) -> None:
         self._flaws[flaw] = None
@@ -113,7 +121,7 @@ class _Check:
 
     def _check_types(self) -> bool:
         """Check the types of all keys; return whether the rest of the check can run."""
-        parts = sorted(self._protocol.find())
+        parts = self._parts = sorted(self._protocol.find())
         types = self._connector.pipeline([("TYPE", self._protocol.whole(p)) for p in parts])
         good = True
         for part, found in zip(parts, types, strict=True):
@@ -157,53 +165,102 @@ class _Check:
             )
         return raw, progress, start
 
-    def _check_members(self) -> dict[bytes, Counter[bytes] | None]:
-        """Check consumers; return each one's number of records by key, None if it changes."""
-        protocol, found = self._protocol, dict[bytes, Counter[bytes] | None]()
-        members, leases = self._at_once(
-            [("HKEYS", protocol.key("members")), ("ZRANGE", protocol.key("leases"), 0, -1)]
-        )
-        if {*members} != {*leases}:
-            self._add("The members and the leases do not match.")
-        for part in self._protocol.find():
-            family, _, id = part.partition(b":")
-            if family == b"batches" and id not in members:
+    def _check_members(self) -> None:
+        """Check consumers, their batches, and the numbers of held records in key entries."""
+        protocol = self._protocol
+        members = {id for portion in protocol.scan("HSCAN", "members") for id, _ in portion}
+        leases = {id for portion in protocol.scan("ZSCAN", "leases") for id, _ in portion}
+        for id in members ^ leases:
+            commands = [("HEXISTS", protocol.key("members"), id)]
+            commands.append(("ZSCORE", protocol.key("leases"), id))
+            member, lease = self._at_once(commands)
+            if bool(member) != (lease is not None):
+                self._add("The members and the leases do not match.")
+        for part in self._parts:
+            family, colon, id = part.partition(b":")
+            if colon and family in _FAMILIES and id not in members:
                 exists = ("HEXISTS", protocol.key("members"), id)
                 if self._at_once([exists, ("EXISTS", protocol.whole(part))]) == [0, 1]:
-                    self._add(f"Consumer {id!r} holds records, but is not a member of the group.")
-        for id in members:
-            found[id] = self._check_member(id)
-        return found
+                    self._add(
+                        f"Consumer {id!r} holds records, but is not a member of the group."
+                        if family == b"batches"
+                        else f"The key {part!r} belongs to no consumer of the group."
+                    )
+        for id in sorted(members):
+            self._check_member(id)
 
-    def _check_member(self, id: bytes) -> Counter[bytes] | None:
+    def _check_member(self, id: bytes) -> None:
         protocol = self._protocol
-        batches = protocol.whole(b"batches:" + id)
-        raw, flat = self._at_once([("HGET", protocol.key("members"), id), ("HGETALL", batches)])
-        if raw is None:
-            return None
-        try:
-            member = Member.parse(raw)
-        except ValueError as error:
-            self._add(f"The entry of consumer {id!r} cannot be read: {error}")
-            return None
+        for _ in range(_TRIES):
+            raw, batches = self._read_member(id)
+            if raw is None:
+                return  # it has left, or it changes all the time
+            try:
+                member = Member.parse(raw)
+            except ValueError as error:
+                self._add(f"The entry of consumer {id!r} cannot be read: {error}")
+                return
+            held = self._check_batches(id, member, batches)
+            if held is None or member.dead:
+                return
+            for part in _batched(held, _KEYS):
+                now, entries = self._at_once(
+                    [
+                        ("HGET", protocol.key("members"), id),
+                        ("HMGET", protocol.key("keys"), *part),
+                    ]
+                )
+                if now != raw:
+                    break  # it has taken a step
+                self._compare_held(id, part, held, entries)
+            else:
+                return
+
+    def _read_member(self, id: bytes) -> tuple[bytes | None, dict[bytes, bytes]]:
+        """Return the entry and the batches of a consumer; None if it does not stay the same."""
+        protocol = self._protocol
+        key = protocol.whole(b"batches:" + id)
+        for _ in range(_TRIES):
+            cursor, before, batches = b"0", None, dict[bytes, bytes]()
+            while True:
+                entry = ("HGET", protocol.key("members"), id)
+                raw, (cursor, flat) = self._at_once(
+                    [entry, ("HSCAN", key, cursor, "COUNT", _BATCHES)]
+                )
+                before = before or raw
+                batches |= zip(flat[::2], flat[1::2], strict=True)
+                if raw is None or raw != before:
+                    break
+                if cursor == b"0":
+                    return raw, batches
+        return None, {}
+
+    def _check_batches(
+        self, id: bytes, member: Member, batches: dict[bytes, bytes]
+    ) -> Counter[bytes] | None:
+        """Return the number of held records by key; None if a batch cannot be read."""
         held: Counter[bytes] = Counter()
-        for number, batch in zip(flat[::2], flat[1::2], strict=True):
+        readable = True
+        places = list[_Place]()
+        for number, batch in batches.items():
             try:
                 records = read_batch(batch)
             except ValueError as error:
                 self._add(f"Batch {number!r} of consumer {id!r} cannot be read: {error}")
+                readable = False
                 continue
             held.update(key for _, key in records if key)
-            self._held += [_Place(offset, key) for offset, key in records]
+            places += [_Place(offset, key) for offset, key in records]
             self._marks[id + b":" + number] = min(offset for offset, _ in records)
-        size = sum(batch[0] for batch in flat[1::2] if batch)
+        self._held[id] = places
+        size = sum(batch[0] for batch in batches.values() if batch)
         if not member.dead and member.holding != size:
             self._add(f"Consumer {id!r} counts {member.holding} held records, but has {size}.")
         if member.alone and size > 1:
             self._add(f"Consumer {id!r} must hold the last try of a record alone, but does not.")
-        return None if member.dead else held
+        return held if readable else None
 
-    def _check_keys(self, members: dict[bytes, Counter[bytes] | None]) -> None:
+    def _check_keys(self) -> None:
         protocol = self._protocol
         seen: set[bytes] = set()
         cursor = b"0"
@@ -219,40 +276,31 @@ class _Check:
                 break
         if b"" not in seen:
             self._add("The hash 'keys' lacks its padding field.")
-        for id, held in members.items():
-            if held is not None:
-                self._check_held(id, held)
-        for name in ("ready", "blocked"):
+        for name in _SETS:
             self._check_strays(name, seen)
 
     def _check_some_keys(self, names: Iterable[bytes]) -> None:
-        names = [name for name in names if name]
-        protocol = self._protocol
-        entries = self._connector.call("HMGET", protocol.key("keys"), *names) if names else []
+        protocol, names = self._protocol, [name for name in names if name]
         commands: list[tuple[Any, ...]] = []
-        for name, raw in zip(names, entries, strict=True):
-            fields = _chunk_fields(name, raw)
+        for name in names:
             commands.append(("HGET", protocol.key("keys"), name))
-            commands.append(("HMGET", protocol.key("waiting"), *(fields or [b""])))
             commands += [("ZSCORE", protocol.key(part), name) for part in _SETS]
-        replies = self._at_once(commands) if commands else []
+        replies = self._at_once(commands)
         for number, name in enumerate(names):
-            raw, chunks, *scores = replies[5 * number : 5 * number + 5]
-            if raw is not None and _chunk_fields(name, raw) == _chunk_fields(name, entries[number]):
-                self._check_key(name, raw, chunks, scores)
+            raw, *scores = replies[4 * number : 4 * number + 4]
+            if raw is None:
+                continue
+            try:
+                entry = KeyEntry.parse(raw)
+            except ValueError as error:
+                self._add(f"The entry of key {name!r} cannot be read: {error}")
+                continue
+            self._check_key(name, entry, scores)
+            if entry.far:
+                self._check_chunks(name)
 
-    def _check_key(
-        self, key: bytes, raw: bytes, chunks: list[bytes | None], scores: list[bytes | None]
-    ) -> None:
-        try:
-            entry = KeyEntry.parse(raw)
-            lines = [read_line(line) for line in chunks if line is not None]
-        except ValueError as error:
-            self._add(f"The entry of key {key!r} cannot be read: {error}")
-            return
-        if entry.far and (None in chunks or sum(map(len, lines)) != entry.far):
-            self._add(f"Key {key!r} counts {entry.far} further waiting records, but others wait.")
-        waiting = [*entry.waiting, *(offset for line in lines for offset in line)]
+    def _check_key(self, key: bytes, entry: KeyEntry, scores: list[bytes | None]) -> None:
+        waiting = entry.waiting
         if any(low >= high for low, high in pairwise(waiting)):
             self._add(f"The waiting records of key {key!r} are not in order.")
         if entry.stop not in (0, DELAYED, PARKED, BEHIND):
@@ -271,24 +319,38 @@ class _Check:
             ends = "has no time at which its delay ends" if scores[2] is None else "is not delayed"
             self._add(f"Key {key!r} is delayed or has an end of a delay, but {ends}.")
 
-    def _check_held(self, id: bytes, held: Counter[bytes]) -> None:
-        """Compare the number of held records in key entries with the batches of their owner."""
+    def _check_chunks(self, key: bytes) -> None:
+        """Check the waiting offsets for which the entry of a key has no room."""
         protocol = self._protocol
-        member = ("HGET", protocol.key("members"), id)
-        batches = ("HVALS", protocol.whole(b"batches:" + id))
+        get = ("HGET", protocol.key("keys"), key)
         for _ in range(_TRIES):
-            raw, values = self._at_once([member, batches])
-            try:
-                held = Counter(key for value in values for _, key in read_batch(value) if key)
-            except ValueError:
-                return  # reported already
-            for part in _batched(held, _KEYS):
-                now, entries = self._at_once([member, ("HMGET", protocol.key("keys"), *part)])
+            raw = self._connector.call(*get)
+            if raw is None:
+                return
+            entry, chunks = KeyEntry.parse(raw), list[bytes | None]()
+            for fields in _batched(entry.chunks(key), _CHUNKS):
+                now, found = self._at_once([get, ("HMGET", protocol.key("waiting"), *fields)])
                 if now != raw:
                     break
-                self._compare_held(id, part, held, entries)
+                chunks += found
+                if None in found:  # perhaps a damaged entry counts endlessly many
+                    self._compare_chunks(key, entry, chunks)
+                    return
             else:
+                self._compare_chunks(key, entry, chunks)
                 return
+
+    def _compare_chunks(self, key: bytes, entry: KeyEntry, chunks: list[bytes | None]) -> None:
+        try:
+            far = [offset for chunk in chunks for offset in read_line(chunk or b"")]
+        except ValueError as error:
+            self._add(f"A chunk of key {key!r} cannot be read: {error}")
+            return
+        if None in chunks or len(far) != entry.far:
+            self._add(f"Key {key!r} counts {entry.far} further waiting records, but others wait.")
+        if any(low >= high for low, high in pairwise([*entry.waiting[-1:], *far])):
+            self._add(f"The waiting records of key {key!r} are not in order.")
+        self._waiting += [_Place(offset, key) for offset in far]
 
     def _compare_held(
         self, id: bytes, part: Iterable[bytes], held: Counter[bytes], entries: list[bytes | None]
@@ -306,25 +368,32 @@ class _Check:
     def _check_strays(self, name: str, seen: set[bytes]) -> None:
         """Find members of a set that have no key entry."""
         protocol = self._protocol
-        for key in self._connector.call("ZRANGE", protocol.key(name), 0, -1):
-            if key not in seen:
-                exists, score = self._at_once(
-                    [
-                        ("HEXISTS", protocol.key("keys"), key),
-                        ("ZSCORE", protocol.key(name), key),
-                    ]
-                )
-                if not exists and score is not None:
+        for portion in protocol.scan("ZSCAN", name):
+            for key in {key for key, _ in portion} - seen:
+                exists = ("HEXISTS", protocol.key("keys"), key)
+                found, score = self._at_once([exists, ("ZSCORE", protocol.key(name), key)])
+                if not found and score is not None:
                     self._add(f"The set {name} has key {key!r}, which has no records.")
 
     def _check_letters(self) -> None:
-        protocol = self._protocol
-        flat, dying = self._at_once(
-            [("HGETALL", protocol.key("letters")), ("ZRANGE", protocol.key("dying"), 0, -1)]
-        )
-        if {*flat[::2]} != {*dying}:
-            self._add("The keys 'dying' and 'letters' do not have the same dead letters.")
-        for offset, detail in zip(flat[::2], flat[1::2], strict=True):
+        protocol, letters = self._protocol, dict[bytes, bytes]()
+        scans = (protocol.scan("HSCAN", "letters"), protocol.scan("ZSCAN", "dying"))
+        for portion in chain(*scans):
+            names = list({name for name, _ in portion} - letters.keys())
+            if not names:
+                continue
+            details, times = self._at_once(
+                [
+                    ("HMGET", protocol.key("letters"), *names),
+                    ("ZMSCORE", protocol.key("dying"), *names),
+                ]
+            )
+            for name, detail, due in zip(names, details, times, strict=True):
+                if (detail is None) != (due is None):
+                    self._add("The keys 'dying' and 'letters' do not have the same dead letters.")
+                if detail is not None:
+                    letters[name] = detail
+        for offset, detail in letters.items():
             failures, _, rest = detail.partition(b":")
             size, _, rest = rest.partition(b":")
             good = offset.isdigit() and failures.isdigit() and size.isdigit()
@@ -340,7 +409,7 @@ class _Check:
         """Return contradictions that are valid only if nothing has changed meanwhile."""
         _, progress, start = meta
         flaws: list[str] = []
-        places = [*self._waiting, *self._held, *self._letters]
+        places = self._places()
         offsets = {place.offset for place in places}
         if len(offsets) != len(places):
             flaws.append("A record is in two places.")
@@ -355,22 +424,23 @@ class _Check:
                 f"The group scanned {progress.next - start} records, but {settled} are settled and "
                 f"{len(places)} are not."
             )
-        call, protocol = self._connector.call, self._protocol
-        failures = call("HKEYS", protocol.key("failures"))
+        protocol = self._protocol
+        portions = protocol.scan("HSCAN", "failures")
+        failures = {offset for portion in portions for offset, _ in portion}
         if len(failures) != progress.failing:
             flaws.append(
                 f"The group counts {progress.failing} failed records, but {len(failures)} have."
             )
         flaws += [
             f"Settled record {offset.decode(errors='replace')} is in 'failures'."
-            for offset in failures
+            for offset in sorted(failures)
             if not offset.isdigit() or int(offset) not in offsets
         ]
-        flat = call("ZRANGE", protocol.key("unsettled"), 0, -1, "WITHSCORES")
-        marks = {mark: int(float(s)) for mark, s in zip(flat[::2], flat[1::2], strict=True)}
+        portions = protocol.scan("ZSCAN", "unsettled")
+        marks = {mark: int(float(score)) for portion in portions for mark, score in portion}
         if marks != self._marks:
             flaws.append("The set 'unsettled' does not list exactly the batches and dead letters.")
-        if call("ZCARD", protocol.key("purges")) != progress.purging:
+        if self._connector.call("ZCARD", protocol.key("purges")) != progress.purging:
             flaws.append(f"The group counts {progress.purging} purged keys, but others are listed.")
         return flaws
 
@@ -380,7 +450,7 @@ class _Check:
             return
         keyless = self._config.default_key.encode()
         free = self._config.keyless == "free"
-        places = sorted({*self._waiting, *self._held, *self._letters})
+        places = sorted({*self._places()})
         at = wrong = 0
         while at < len(places):
             entries = self._connector.call(
@@ -405,14 +475,6 @@ class _Check:
                             self._add(f"Record {offset} is filed under key {key!r}, not {truth!r}.")
         if wrong > _NAMED:
             self._add(f"{wrong - _NAMED} more records are filed under wrong keys.")
-
-
-def _chunk_fields(key: bytes, raw: bytes | None) -> list[bytes]:
-    """Return a bounded number of fields that hold the further waiting offsets of a key."""
-    try:
-        return KeyEntry.parse(raw or b"").chunks(key)[:_CHUNKS]
-    except ValueError:
-        return []
 
 
 def _batched(names: Iterable[bytes], size: int) -> Iterator[tuple[bytes, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 from meteor_py.records.ordering_index import unpack_keys
@@ -113,10 +114,10 @@ class KeyEntry(NamedTuple):
         """The number of waiting records."""
         return len(self.waiting) + self.far
 
-    def chunks(self, key: bytes) -> list[bytes]:
-        """Return the fields of ``waiting`` that hold its further offsets, in order."""
+    def chunks(self, key: bytes) -> Iterator[bytes]:
+        """Yield the fields of ``waiting`` that hold its further offsets, in order."""
         numbers = range(self.first, self.last + 1) if self.far else ()
-        return [b"%b:%d" % (key, number) for number in numbers]
+        return (b"%b:%d" % (key, number) for number in numbers)
 
 
 def read_line(line: bytes) -> list[int]:

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: The maximum numbers of acknowledged records, and of other settlements, in one step. They are
-#: limited because the server runs nothing else during a step.
+#: The maximum numbers of acknowledged records, of other settlements, and of batches that these
+#: refer to, in one step. They are limited because the server runs nothing else during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
+_OTHER_BATCHES_MAX = 32
 
 
 class DeliveryBatch:
@@ -112,11 +113,13 @@ class Holdings:
         self._others.append(Settlement("G", batch.number, (offset,)))
         return True
 
-    def settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
-        """Settle a held record; ``kind`` is "Q" to return it alone, or one of ``Settlement``.
+    def settle(
+        self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
+    ) -> None:
+        """Settle a held record; ``kind`` is one of ``Settlement``.
 
-        "R", "U", and "X" if rejecting stops the key, rewind its ordering key: later records of the
-        key are returned with it.
+        "R" and "U" unless ``alone``, and "X" if rejecting stops the key, rewind its ordering key:
+        later records of the key are returned with it.
         """
         offset, key = record.offset, record.ordering_key
         batch = self._batch_of.get(offset)
@@ -127,10 +130,9 @@ class Holdings:
             batch.acked.append(offset)
             self._dirty[batch] = None
             return
-        rewinds = kind in "RU" or (kind == "X" and self._reject_rewinds)
-        wire = "R" if kind == "Q" else kind
+        rewinds = not alone if kind in "RU" else kind == "X" and self._reject_rewinds
         rewound = key if rewinds else None
-        self._others.append(Settlement(wire, batch.number, (offset,), detail, rewound))
+        self._others.append(Settlement(kind, batch.number, (offset,), detail, rewound))
         if rewinds:
             for other in sorted(self._by_key.get(key, ())):
                 if other > offset:
@@ -171,7 +173,7 @@ class Holdings:
                 partial.append(Settlement("A", batch.number, tuple(batch.acked)))
         sent = [*acks, *(settlement.batch for settlement in partial)]
         last = len(sent) == len(self._dirty)
-        others = self._others[:_OTHERS_MAX] if last else []
+        others = self._next_others() if last else []
         last = last and len(others) == len(self._others)
         request = StepRequest(
             self.number + 1,
@@ -184,6 +186,15 @@ class Holdings:
         self.request = request  # if a Ctrl-C comes after this line, the step is sent again
         self._clear_sent(request)
         return request, last
+
+    def _next_others(self) -> list[Settlement]:
+        """Return the first settlements in the queue that one step may include."""
+        batches: set[int] = set()
+        for number, other in enumerate(self._others[:_OTHERS_MAX]):
+            batches.add(other.batch)
+            if len(batches) > _OTHER_BATCHES_MAX:
+                return self._others[:number]
+        return self._others[:_OTHERS_MAX]
 
     def _clear_sent(self, request: StepRequest) -> None:
         """Remove a request's settlements from the queues. Repeating it changes nothing."""
@@ -198,13 +209,14 @@ class Holdings:
         others = {id(one) for one in request.settlements}
         self._others = [one for one in self._others if id(one) not in others]
 
-    def apply(self, reply: StepReply) -> None:
+    def apply(self, reply: StepReply, request: StepRequest | None) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
 
         If a Ctrl-C interrupts this method, the step is sent again, and its reply applied again.
         """
-        assert self.request is not None, "replies answer requests"
-        self._close_sent(self.request)
+        if request is None or self.request is not request:
+            return  # a signal handler has sent the step again and applied the reply
+        self._close_sent(request)
         for number, offsets in reply.batches.items():
             if number not in self._batches:
                 batch = DeliveryBatch(number, offsets)
@@ -335,7 +347,7 @@ class Holdings:
     def _return(self, offset: int) -> None:
         """Return a record without counting a failure."""
         batch = self._batch_of.pop(offset)
-        self._others.append(Settlement("U", batch.number, (offset,)))
+        self._others.append(Settlement("U", batch.number, (offset,), asked_for=False))
 
     def _acknowledge(self, batch: DeliveryBatch | None, offsets: Iterable[int]) -> None:
         if batch is not None:

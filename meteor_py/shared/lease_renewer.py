@@ -47,10 +47,11 @@ class LeaseRenewer:
     @polling.setter
     def polling(self, polling: bool) -> None:
         self._polling = polling
-        if not polling and self._deliveries.idle is not None:
-            with self._deliveries.condition:
-                # The thread may have to deregister this consumer for wake-ups.
-                self._deliveries.condition.notify_all()
+        deliveries = self._deliveries
+        if not polling and (deliveries.idle is not None or deliveries.holdings.request is not None):
+            with deliveries.condition:
+                # The thread may have to deregister this consumer for wake-ups, or to repeat a step.
+                deliveries.condition.notify_all()
 
     def start(self) -> None:
         self._thread.start()
@@ -120,7 +121,12 @@ class LeaseRenewer:
         return self._deliveries.alive_at + _LINGER_S - now()
 
     def _has_unsent(self) -> bool:
-        return self._deliveries.holdings.unsent
+        """Whether there are settlements to send, or a poll has ended without the reply to a step.
+
+        The server may have registered this consumer for wake-ups with such a step.
+        """
+        holdings = self._deliveries.holdings
+        return holdings.unsent or (not self._polling and holdings.request is not None)
 
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to send; return False if stopped."""

@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: The maximum number of records claimed in one step: the server runs nothing else meanwhile.
 _CLAIM_MAX = 512
-#: The maximum bytes of values to fetch before they are delivered; a single record may be larger.
-_BUFFER_BYTES = 64 * 1024 * 1024
 #: Rounds that a poll may take after its timeout, as long as each round makes progress without
 #: finding records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
@@ -131,7 +129,7 @@ class Prefetcher:
             rounds, again = rounds + 1, False
             try:
                 idle = self.deliveries.idle
-                if idle is None or left == 0 or not self._may_stay_idle():
+                if idle is None or left == 0 or not self._may_stay_idle(idle):
                     reply = self._claim(wait=left > 0)
                     again = reply is None
                     idle = self.deliveries.idle
@@ -145,9 +143,10 @@ class Prefetcher:
                     min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
                 )
 
-    def _may_stay_idle(self) -> bool:
+    def _may_stay_idle(self, idle: StepReply) -> bool:
         """Whether to keep waiting for the same wake-up as an earlier poll."""
-        return now() < self._idle_until and not self.deliveries.holdings.unsent
+        unsent = self.deliveries.holdings.unsent
+        return now() < self._idle_until and not (idle.repeated or unsent)
 
     def _claim(self, *, wait: bool) -> StepReply | None:
         """Claim and fetch records; return the last reply, or None to try again at once."""
@@ -183,8 +182,11 @@ class Prefetcher:
                 return reply
 
     def _patience_s(self, reply: StepReply) -> float:
-        """Return how long an idle consumer waits before it claims again and renews its lease."""
-        patience = self.settings.lease_ttl / 3
+        """Return how long an idle consumer waits before it claims again.
+
+        This is a little sooner than the lease renewer acts: the claim also renews the lease.
+        """
+        patience = 0.9 * self.settings.lease_ttl / 3
         return patience if reply.wait_s is None else min(patience, reply.wait_s + 0.001)
 
     def _entry_from_store(self, reply: StepReply) -> Entry:
@@ -205,7 +207,8 @@ class Prefetcher:
         self._frame_cache.note_large(reply.large)
         granted = self.deliveries.holdings.granted
         while granted:
-            room = _BUFFER_BYTES - sum(len(record.record.value) for record in self._buffer)
+            buffered = sum(len(record.record.value) for record in self._buffer)
+            room = self.config.prefetch_bytes - buffered
             if room <= 0:
                 return
             fetched = self._frame_cache.fetch(sorted(granted), room)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,10 @@ _PARTS = (
     "meta members keys waiting ready blocked delayed leases idle unsettled failures letters dying "
     "purges"
 )
+
+
+#: Elements of a collection to read in one command.
+PORTION = 200
 
 
 class ConsumerGone(Exception):
@@ -80,12 +84,13 @@ class Settlement(NamedTuple):
     detail: bytes = b""
     #: The ordering key that this settlement rewinds to its offset; None if it rewinds no key.
     rewinds: bytes | None = None
+    #: False if the record is returned only because an earlier record of its key is.
+    asked_for: bool = True
 
     @property
     def asked(self) -> tuple[int, ...]:
         """The offsets that the application settled, for the report if the server refuses them."""
-        returned = self.kind == "U" and self.rewinds is None  # with an earlier record of its key
-        return () if returned or self.kind in "GDL" else self.offsets
+        return self.offsets if self.asked_for and self.kind not in "GDL" else ()
 
     def arguments(self) -> tuple[str, int | str, bytes]:
         """Return the three arguments of ``shared/step`` that encode this settlement."""
@@ -148,12 +153,18 @@ class StepReply:
     idle: bool
     #: Whether this consumer watches the index and the clock on behalf of all idle consumers.
     watches: bool
-    #: Seconds until maintenance is due, for the consumer that watches; None = never.
+    #: Seconds until maintenance is due, for the consumer that watches; None = never, 0 = unknown,
+    #: because the server repeats an earlier reply.
     wait_s: float | None
     #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int
     #: The end of the last large frame, and the bytes of the largest (see ``_append.lua``).
     large: tuple[int, int]
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the server took this step before. The rest of the reply may be outdated."""
+        return self.wait_s == 0
 
     @property
     def granted(self) -> int:
@@ -198,6 +209,21 @@ class SharedProtocol:
         """Return the names of all existing parts."""
         size = len(self.prefix)
         return {key[size:] for key in self.stream.connector.find_keys(self.prefix)}
+
+    def scan(
+        self, command: str, part: str, connection: Connection | None = None
+    ) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yield the pairs of a hash (HSCAN) or a sorted set (ZSCAN) in portions.
+
+        A pair may be repeated. Pairs that change meanwhile may be missing.
+        """
+        call = self.stream.connector.call if connection is None else connection.call
+        cursor = b"0"
+        while True:
+            cursor, flat = call(command, self.key(part), cursor, "COUNT", PORTION)
+            yield list(zip(flat[::2], flat[1::2], strict=True))
+            if cursor == b"0":
+                return
 
     def require(self) -> None:
         """Raise if the group does not exist. Tolerates flaws in its state.
@@ -275,11 +301,12 @@ class SharedProtocol:
         found = [_dead_letter(int(offset), detail) for offset, detail in pairs if detail]
         return Maintenance(bool(due), found, not staying, _pairs(dropped))
 
-    def batches(self, connection: Connection, consumer: str) -> dict[int, list[int]]:
-        """Return the offsets that a consumer holds, by batch."""
-        flat = connection.call("HGETALL", self.key(f"batches:{consumer}"))
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return {int(number): [offset for offset, _ in read_batch(raw)] for number, raw in pairs}
+    def batches(
+        self, consumer: str, connection: Connection | None = None
+    ) -> dict[int, list[tuple[int, bytes]]]:
+        """Return the offsets and ordering keys of the records that a consumer holds, by batch."""
+        portions = self.scan("HSCAN", f"batches:{consumer}", connection)
+        return {int(number): read_batch(raw) for portion in portions for number, raw in portion}
 
     def ensure_converted(self) -> None:
         """Convert the state if a release before 0.3 wrote it."""

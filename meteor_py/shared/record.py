@@ -106,8 +106,8 @@ class SharedRecord:
 
         Raises:
             Rewound, AckTimeout, Fenced: As for ``ack``.
-            ValueError: The record was settled before, or ``only_this`` was combined with a delay or
-                with ``failed=False``.
+            ValueError: The record was settled before, or ``only_this`` was combined with a delay,
+                which applies to the whole ordering key.
         """
         self._deliveries.release(self, delay, only_this=only_this, failed=failed, reason=reason)
 

@@ -285,7 +285,7 @@ class SharedSubscriber(Closeable):
     @property
     def confirmed(self) -> int:
         """All records below this offset are settled, by any consumer."""
-        return self._shared.describe().confirmed
+        return self._shared.confirmed
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
         """See ``SharedGroup.keys``."""

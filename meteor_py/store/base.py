@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-#: Terms per epoch. A store sees a single number that only increases: epoch * TERMS + term.
+#: Number of terms per epoch. A store sees one number that only increases: epoch * TERMS + term.
 TERMS = 1_000_000
 #: Number of states to keep from terms later than the last term with records.
 _STATES_AHEAD = 3
@@ -35,7 +35,7 @@ class Flaw(NamedTuple):
     #: The first and last offsets that are affected.
     first: int
     last: int
-    #: The path of the file, or its equivalent in this store.
+    #: The file's path, or its equivalent in this store.
     place: str
     #: A human-readable description.
     problem: str
@@ -48,127 +48,129 @@ class Flaw(NamedTuple):
 
 @runtime_checkable
 class RingbufferStore(Protocol):
-    """The history of one stream: all its incarnations, one after the other.
+    """The history of one stream: all its incarnations, one after another.
 
-    If a stream is deleted and recreated, a new *incarnation* begins, with offsets from 0 and an id
-    made of the characters ``[0-9a-f]``. Tables and batches have the columns of ``ARROW_SCHEMA`` and
-    consecutive offsets.
+    If a stream is deleted and recreated, a new *incarnation* begins. Its offsets start at 0, and
+    its id consists of the characters ``[0-9a-f]``. Tables and batches have the columns of
+    ``ARROW_SCHEMA`` and consecutive offsets.
 
-    **Live records.** Normally one archiver at a time appends. But an archiver that was replaced
+    **Live records.** Normally, one archiver at a time appends. But an archiver that was replaced
     during a pause may not have noticed, and may still append in its older *term*. Terms only
     increase, and each begins where the live records end. So the live record at an offset is the one
     that was appended in the newest term that begins at or before that offset. If an archiver
-    repeats an append within a term, the records are the same. A store may ignore an append in a
-    term older than its newest.
+    repeats an append within a term, the records are the same. A store may ignore an append whose
+    term is older than the newest term in the store.
 
     **Commits.** The stream records where its history ends, and callers never read beyond that
-    offset. The store may hold more records: from an append whose archiver died before the commit,
-    or records that the server lost in a failover. Archivers will append these offsets again.
+    offset. The store may hold more records: some from an append whose archiver died before the
+    commit, or some that the server lost in a failover. Archivers will append these offsets again.
 
     **Concurrency.** Any number of threads and processes may read while one appends.
 
     **Errors.** Raise ``StoreUnavailable`` for temporary failures (disk full, no connection). After
-    such a failure, ``read`` must not return any part of the append. Raise ``RecordsLost`` or
+    an append fails this way, ``read`` must not return any part of it. Raise ``RecordsLost`` or
     ``CorruptSegment``, with the offsets, for records that are gone or damaged. Other records must
     stay readable.
 
-    ``meteor_py.testing.store_contract`` tests this contract. Run it on your own store.
+    ``meteor_py.testing.store_contract`` tests this contract. Run it against your own store.
     """
 
     @property
     def uri(self) -> str | None:
-        """The address by which other processes find the store, without secrets, or None."""
+        """The address, without secrets, at which other processes find the store; or None."""
 
     def identity(self) -> str | None:
         """Return the id that was claimed for this stream; None if there is no store here.
 
-        Called whenever a stream is opened with the store, and before each append. The id tells
-        apart two stores with the same address, such as a local path on two hosts.
+        Called whenever a stream is opened with the store, and before each append. The id
+        distinguishes two stores that have the same address, such as a local path on two hosts.
 
         Raises:
             StoreUnavailable: The id could not be read.
         """
 
     def claim(self, identity: str, *, replacing: str | None = None) -> None:
-        """Set the store's id, if it has none or has the id ``replacing``.
+        """Set the store's id if it has none, or if its id is ``replacing``.
 
         Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
         stream's former server starts again, its archiver finds that the id has changed.
         """
 
     def incarnations(self) -> list[str]:
-        """Return the incarnations that have records here, ordered by their last append."""
+        """Return the incarnations that have records here, least recently appended first."""
 
     def bounds(self, incarnation: str) -> Bounds:
         """Return the offsets that the store holds, committed or not. Called before each append."""
 
     def epochs(self, incarnation: str) -> dict[int, int]:
-        """Return each epoch (``term // TERMS``) with its first live offset. For ``resume=True``."""
+        """Return each epoch (``term // TERMS``) with its first live offset. Used by
+        ``resume=True``."""
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
-        """Store records durably: after this returns, they survive a crash of the machine.
+        """Store records durably: after this method returns, they survive a machine crash.
 
-        An archiver appends in the order of the offsets. After a failure with an unknown outcome, it
-        may append the same records again, alone or with more after them.
+        An archiver appends in offset order. After a failure with an unknown outcome, it may append
+        the same records again, alone or followed by more.
 
         Raises:
             StoreUnavailable: The records were not stored, or the outcome is unknown.
         """
 
     def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield the records from ``start`` to ``stop`` - 1, in order and without holes.
+        """Yield the records from ``start`` to ``stop`` - 1, in order and without gaps.
 
         Called for many records or for a single one. Callers often stop before the end.
 
         Raises:
-            RecordsLost: Records are missing: from the first missing offset up to the next record
-                that exists.
+            RecordsLost: Records are missing. The error covers the offsets from the first missing
+                record up to the next record that exists.
             CorruptSegment: Some records are damaged.
         """
 
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         """Return the first offset in ``range(start, stop)`` that was appended at ``ms`` or later.
 
-        Returns ``stop`` if there is none. The column ``appended`` never decreases.
+        Returns ``stop`` if there is none. The ``appended`` column never decreases.
         """
 
     def verify(
         self, incarnation: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
-        """Read all records from ``start`` up to but not including ``stop``; yield each problem."""
+        """Read all records from ``start`` to ``stop`` - 1, and yield each problem."""
 
     def tidy(self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]) -> None:
         """Remove superseded data in the background. The archiver calls this occasionally.
 
-        Keep all data of terms later than ``term``, because only their archivers know whether it is
-        live. All other live records are below ``end``. This is certain only while ``is_current()``
-        returns true. Call it after listing the data, and again before each removal.
+        Keep all data from terms later than ``term``, because only the archivers of those terms know
+        whether it is live. All other live records are below ``end``. This is certain only while
+        ``is_current()`` returns true. Call it after listing the data, and again before each
+        removal.
         """
 
     def delete(self, incarnation: str, below: int | None = None) -> None:
-        """Delete the records below an offset (None: all), in units that suit the store."""
+        """Delete the records below an offset (None: all), in whatever units suit the store."""
 
 
 @runtime_checkable
 class StatefulStore(RingbufferStore, Protocol):
-    """A store that also keeps the state of its stream. Optional: a store may lack these methods.
+    """A store that also keeps its stream's state. Optional: a store need not have these methods.
 
-    Besides the records, ``resume=True`` needs this state: the fences of transactions, the positions
-    of groups, and the stream's epochs. Without the state, a resumed stream has only its records.
+    Besides the records, ``resume=True`` needs this state: transaction fences, group positions, and
+    the stream's epochs. Without it, a resumed stream has only its records.
     """
 
     def save_state(self, incarnation: str, term: int, state: bytes) -> None:
-        """Store the state of a term, durably and atomically. Replace an earlier state of this term.
+        """Store a term's state, durably and atomically. Replace any earlier state of this term.
 
         Called before each append. Keep the states of other terms until ``tidy`` or ``append`` shows
-        that the store has records of a later term that has its own state.
+        that the store has records from a later term with its own state.
 
         Raises:
             StoreUnavailable: The state was not stored, or the outcome is unknown.
         """
 
     def load_states(self, incarnation: str) -> dict[int, bytes]:
-        """Return the states of an incarnation by their terms. Called for ``resume=True``."""
+        """Return an incarnation's states by term. Called for ``resume=True``."""
 
 
 @runtime_checkable
@@ -178,7 +180,7 @@ class ColumnStore(RingbufferStore, Protocol):
     def read_columns(
         self, incarnation: str, start: int, stop: int, columns: Sequence[str]
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the records of ``read`` with only these ``ARROW_SCHEMA`` columns, in this order.
+        """Like ``read``, but yield only these ``ARROW_SCHEMA`` columns, in this order.
 
         Raises:
             RecordsLost, CorruptSegment: See ``read``.
@@ -188,7 +190,7 @@ class ColumnStore(RingbufferStore, Protocol):
 def read_columns(
     store: RingbufferStore, incarnation: str, start: int, stop: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield some columns of records from any store; see ``ColumnStore.read_columns``."""
+    """Yield some columns of the records in any store; see ``ColumnStore.read_columns``."""
     if isinstance(store, ColumnStore):
         yield from store.read_columns(incarnation, start, stop, columns)
         return
@@ -199,7 +201,7 @@ def read_columns(
 def states_to_drop(states: Collection[int], term: int) -> list[int]:
     """Return the terms whose states no resume can need. ``term`` is the newest that has records.
 
-    Later terms have not appended any records yet, and only the last few of them still can.
+    Later terms have not appended any records yet, and only the last few of those terms still can.
     """
     below = sorted(each for each in states if each < term)
     above = sorted(each for each in states if each > term)

@@ -1,8 +1,8 @@
-"""Checks the endpoint in the address of a store, if the address was read from Redis.
+"""Checks the endpoint in a store's address if the address was read from Redis.
 
-An administrator of the server writes the address into ``settings``. If readers trusted any
-endpoint, they would send it requests signed with their own cloud credentials. Addresses that users
-pass are not checked.
+A server administrator writes the address into ``settings``. If readers trusted any endpoint, they
+would send it requests signed with their own cloud credentials. Addresses that users pass are not
+checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 from meteor_py.errors import StoreMismatch
 from meteor_py.redis.address import mask
 
-#: Environment variable with the endpoints that are allowed, as ``host:port``, separated by commas.
+#: Environment variable that lists the allowed endpoints as ``host:port``, separated by commas.
 ENDPOINTS_VARIABLE = "METEOR_STORE_ENDPOINTS"
 
 #: Parameters that set an endpoint, or how to reach it.
@@ -24,7 +24,7 @@ _HOSTS = ("hdfs", "viewfs")
 
 
 def check_endpoint(uri: str, stream: str) -> None:
-    """Check the endpoint of an address that was read from Redis.
+    """Check the endpoint in an address that was read from Redis.
 
     Raises:
         StoreMismatch: ``$METEOR_STORE_ENDPOINTS`` does not allow that endpoint.
@@ -39,8 +39,8 @@ def check_endpoint(uri: str, stream: str) -> None:
     if overrides and not (named and all(endpoint in allowed for endpoint in named)):
         endpoint = ", ".join(named) or "a transport that is not the default"
         raise StoreMismatch(
-            f"The address of the store of stream {stream!r}, {mask(uri)}, was read from Redis and "
-            f"uses {endpoint}, which may be an attempt to steal your credentials.",
+            f"The store address for stream {stream!r}, {mask(uri)}, was read from Redis and uses "
+            f"{endpoint}. This may be an attempt to steal your credentials.",
             stream=stream,
             hint=f"If you trust it, set {ENDPOINTS_VARIABLE}=host:port, or open the stream with "
             "client.stream(name, store=...).",

@@ -1,4 +1,4 @@
-"""Errors that only stores raise; ``redis/reply_errors.py`` has errors shared by packages."""
+"""Errors that only stores raise. Errors shared by packages are in ``redis/reply_errors.py``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meteor_py.redis.address import mask
 def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str) -> CorruptSegment:
     return CorruptSegment(
         f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
-        f"{problem.rstrip('.')}. Restore the file {file} from a copy, or continue after them, with "
-        f"skip_gap() or with read() from {last + 1}.",
+        f"{problem.rstrip('.')}. Restore the file {file} from a copy, or continue after the "
+        f"damaged records with skip_gap() or with read() from {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -33,7 +33,7 @@ def store_unavailable(
     stream: str, location: str, action: str, error: BaseException
 ) -> StoreUnavailable:
     return StoreUnavailable(
-        f"The store of stream {stream!r} at {location} currently cannot be {action}: "
+        f"The store for stream {stream!r} at {location} cannot be {action} at the moment: "
         f"{mask(str(error)).rstrip('.')}.",
         stream=stream,
     )

@@ -1,4 +1,4 @@
-"""The identity of a store: opening it, and checking that it belongs to its stream."""
+"""Store identity: opens a store, and checks that it belongs to its stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Attempts to read a store and its state while another process changes them.
+#: Maximum attempts to read a store and its state while another process changes them.
 _ATTEMPTS = 5
 
 #: The type of ``store=``: an address, or a store that the user has opened.
@@ -41,14 +41,16 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
         raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
     owner = getattr(store, "stream", stream)
     if owner != stream:
-        raise ValueError(f"{store!r} is for stream {owner!r}, not {stream!r}. Open another store.")
+        raise ValueError(
+            f"{store!r} belongs to stream {owner!r}, not {stream!r}. Open another store."
+        )
     return store
 
 
 def store_fields(
     connector: Connector, store: RingbufferStore, stream: str, resume: bool
 ) -> tuple[dict[str, str], StreamState | None]:
-    """Claim the store for a new stream, and return the fields of ``meta`` that describe the store.
+    """Claim the store for a new stream; return the ``meta`` fields that describe the store.
 
     With ``resume``, the fields make the stream continue where the last incarnation in the store
     ends. The second result is then the state to restore, if the store has one.
@@ -58,7 +60,7 @@ def store_fields(
     store_id = store.identity()
     if store_id is None:
         raise store_mismatch(stream, _location(store), None)
-    # Number the first epoch by the server's time, so that epochs of different incarnations have
+    # Number the first epoch by the server's time, so that epochs in different incarnations have
     # different numbers, and the newest has the highest.
     seconds, micros = connector.use(lambda connection: connection.call("TIME"), stream)
     now = int(seconds) * 1000 + int(micros) // 1000
@@ -72,8 +74,8 @@ def store_fields(
         return fields | _resumed_fields(store, incarnations[-1], bounds, now, state), state
     if incarnations:
         _log.warning(
-            "The store at %s already holds %d records of an earlier stream %r, and keeps them. To "
-            "continue that stream, create it with resume=True.",
+            "The store at %s already holds %d records from an earlier stream %r, and keeps them. "
+            "To continue that stream, create it with resume=True.",
             *(_location(store), store.bounds(incarnations[-1]).end, stream),
         )
     return fields, None
@@ -82,7 +84,7 @@ def store_fields(
 def _saved_state(
     store: RingbufferStore, stream: str, incarnation: str
 ) -> tuple[Bounds, StreamState | None]:
-    """Return the bounds of a store and the state that belongs to its end.
+    """Return a store's bounds, and the stream's state at its end.
 
     Logs a warning if the store has no state.
     """
@@ -93,11 +95,12 @@ def _saved_state(
             state = restored(stream, saved, store.epochs(incarnation), bounds.end)
             before, bounds = bounds, store.bounds(incarnation)
             if bounds == before:
-                break  # otherwise an archiver of the former server is still running
+                break  # otherwise, an archiver on the former server is still running
     if state is None:
         _log.warning(
-            "The store at %s has the records of stream %r but not its state. Groups start from the "
-            "beginning, and a writer that repeats its last transaction writes it twice.",
+            "The store at %s has the records of stream %r but not its state. Groups will start "
+            "from the beginning, and a writer that repeats its last transaction will write it "
+            "twice.",
             *(_location(store), stream),
         )
     return bounds, state
@@ -111,10 +114,10 @@ def _resumed_fields(
         (last,) = store.read(incarnation, end - 1, end)
         appended = int(last.column("appended").cast("int64")[0].as_py())
     except ReadError as error:
-        _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
+        _log.warning("Cannot read the last record of stream %r: %s", error.stream, error)
         appended = 0
     # Begin a new epoch, so that readers that have seen more records than the store holds detect the
-    # loss. The random part makes its number differ from any epoch that the lost server began.
+    # loss. The random part makes the epoch differ from any epoch that the lost server began.
     known = term // TERMS if state is None else max(newest_epoch(state.epochs), term // TERMS)
     epoch = max(now, known) + 1 + secrets.randbelow(65_536)
     archived = store.epochs(incarnation)

@@ -3,7 +3,7 @@
 A reader first asks the stream where its history ends, and then lists the segments. An older listing
 could lack segments that supersede others, and the reader would return records that the server has
 lost. So a listing is reused only if the folder's modification time has not changed. Folders in an
-object store have no modification time, so every call lists them again. On some mounts of object
+object store have no modification time, so every call lists them again. On some mounted object
 stores, the modification time never changes. Such a mount is detected if a file is newer than its
 folder, or if the files change but the time does not. In any case, a listing is reused for only a
 few seconds.
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from meteor_py.store.segment import Segment, SegmentTable
 from meteor_py.store.storage import Storage
 
-#: Number of incarnations whose listings are kept: usually the current and the previous one.
+#: Number of listings to keep: usually those of the current and the previous incarnation.
 _KEPT = 2
-#: Maximum seconds for which a listing is reused.
+#: Maximum age of a reused listing, in seconds.
 _TRUSTED_S = 5.0
 
 
 class _Listing(NamedTuple):
-    #: Identifies the state of the folder; None if the folder may change without a new version.
+    #: Identifies the folder's state; None if the folder may change without a new version.
     version: object | None
     taken_at: float
     names: frozenset[str]
@@ -40,7 +40,7 @@ class Listings:
         self._is_dated = True  # whether the folder's modification time can be trusted
 
     def table(self, storage: Storage, incarnation: str) -> SegmentTable:
-        """Return the segments of an incarnation, as of this call.
+        """Return an incarnation's segments, as of this call.
 
         Raises:
             OSError: The folder cannot be listed.

@@ -1,8 +1,8 @@
-"""Maintenance of a segment log: find damage, merge small segments, remove superseded ones.
+"""Segment log maintenance: finds damage, merges small segments, and removes superseded ones.
 
 Maintenance never changes the records that readers see. A segment that replaces others has the same
 term and covers all of their records, so it supersedes them as soon as it is visible. The others are
-removed after a grace period, during which readers that have listed them can still read them.
+removed after a grace period. Until then, readers that have listed them can still read them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 #: Seconds to wait before removing a file, because a reader that has listed it may still need it.
 GRACE_S = 600.0
-#: Maximum bytes of records to hold in memory for one segment.
+#: Maximum size in bytes of the records held in memory for one segment.
 MEMORY_BYTES = 512 * 1024 * 1024
 #: Adjacent segments that each have fewer records than one of these levels are merged once they
-#: reach that level together. So a record is rewritten at most once per level, and each level has
-#: few segments.
+#: reach that level together. As a result, a record is rewritten at most once per level, and each
+#: level has few segments.
 _LEVELS = (16, 256, 4_096, 65_536, 1_048_576)
-#: Minimum and maximum segments to merge at a time, and the maximum bytes of the merged file.
+#: Minimum and maximum number of segments to merge at a time, and the merged file's maximum bytes.
 _MERGE_MIN, _MERGE_MAX = 4, 64
 _MERGE_BYTES = 32 * 1024 * 1024
-#: Segments of at least this many bytes do not count as small, no matter how few records they have.
+#: Segments with more than this many bytes do not count as small, however few records they have.
 _SMALL_BYTES = 2 * 1024 * 1024
 
 
@@ -63,7 +63,7 @@ def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) ->
 
 
 def _is_merged(segment: Segment, spans: list[Span]) -> bool:
-    """Whether another live segment holds all records of this one, so that ``tidy`` removes it."""
+    """Whether another live segment holds all of this one's records, so that ``tidy`` removes it."""
     at = bisect_right(spans, segment.first, key=lambda span: span.segment.first) - 1
     if at < 0:
         return False
@@ -91,7 +91,7 @@ def _missing(log: SegmentLog, first: int, last: int) -> Flaw:
 
 
 def mend(log: SegmentLog, end: int) -> None:
-    """Rewrite each partly live segment as a file with only its live records."""
+    """Rewrite each partly live segment as a file that contains only the live records."""
     for span in log.spans(end):
         _try_merge(log, [span])
 
@@ -135,10 +135,10 @@ def merge_small(
     """Merge one run of small segments; return whether there was one.
 
     Args:
-        term: Segments of later terms are not merged.
+        term: Segments from later terms are not merged.
         end: The end of the archived records.
         is_current: Whether ``end`` is certain; see ``RingbufferStore.tidy``.
-        large: Segments that are not worth merging. The call adds those that it finds.
+        large: Segments that are not worth merging. The call adds any more that it finds.
     """
     spans = log.spans(end)
     while (run := _small_run(spans, term, large)) is not None:
@@ -162,7 +162,7 @@ def _size_of(log: SegmentLog, segment: Segment) -> int:
 
 
 def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] | None:
-    """Return adjacent segments of one epoch that should be merged, or None."""
+    """Return adjacent segments from one epoch that should be merged, or None."""
     for level in _LEVELS:
         run: list[Span] = []
         for span in spans:
@@ -193,7 +193,7 @@ def _is_enough(run: list[Span], level: int) -> bool:
 def _try_merge(log: SegmentLog, run: list[Span]) -> int:
     """Write the live records of adjacent spans as one segment; return how many segments this saves.
 
-    Writes several segments if the records need more memory than the sizes of the files suggest.
+    Writes several segments if the records need more memory than the file sizes suggest.
     Leaves damaged segments unchanged: ``verify`` reports them, and their intact parts are readable.
     """
     if len(run) == 1 and run[0].exact:
@@ -231,7 +231,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
 def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) -> None:
     """Remove files that are unfinished, superseded or above ``end``, after a grace period.
 
-    Keeps segments of a later term, whose archiver has replaced the caller.
+    Keeps segments from later terms, because their archivers have replaced the caller.
     """
     entries = log.entries()
     if not is_current():
@@ -260,7 +260,7 @@ def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) 
 def remove_below(log: SegmentLog, offset: int) -> None:
     """Remove the segments that have no live records at or above ``offset``.
 
-    The live part of a segment decides, not the range in its name: if only the segments that
+    What counts is the live part of a segment, not the range in its name: if only the segments that
     supersede its tail were removed, the tail would become live again.
     """
     table = log.table()
@@ -268,12 +268,12 @@ def remove_below(log: SegmentLog, offset: int) -> None:
     kept = {span.segment for span in table.spans(start=offset)}
     first = min((segment.first for segment in kept), default=offset)
     doomed = [x for x in segments if x not in kept and x.first < first]
-    # Remove them in the order of their terms, so that this also holds after an interruption.
+    # Remove them in term order, so that this also holds after an interruption.
     for segment in sorted(doomed, key=lambda x: x.term):
         _remove(log, segment.name)
 
 
 def _remove(log: SegmentLog, name: str) -> None:
-    _log.info("Removing %s of stream %r at %s.", name, log.stream, log.location)
+    _log.info("Removing %s from stream %r at %s.", name, log.stream, log.location)
     with unavailable(log.stream, log.location, "written to"):
         log.storage.remove(log.path(name))

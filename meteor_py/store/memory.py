@@ -1,4 +1,4 @@
-"""A store in the memory of this process, for tests and for ``fake://``."""
+"""A store in this process's memory, for tests and for ``fake://``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meteor_py.store.base import (
 
 
 class _Incarnation:
-    """The live records of one incarnation: batches in the order of their offsets."""
+    """The live records of one incarnation, as batches in offset order."""
 
     def __init__(self) -> None:
         self.term = 0
@@ -47,7 +47,7 @@ class _Incarnation:
 
 
 class MemoryStore(StatefulStore, ColumnStore):
-    """A store that keeps the history of one stream until the process ends.
+    """A store that keeps one stream's history until the process ends.
 
     >>> store = MemoryStore("orders")
     >>> store.uri is None

@@ -1,10 +1,10 @@
 """A store of Parquet files, on any filesystem that pyarrow can reach.
 
-``<root>/<stream>/_store.json`` holds the id of the store. ``<root>/<stream>/<incarnation>/`` holds
-the segments ``<first>-<last>-<term>-<sha8>.parquet``. Their names are enough to find a record, so
+``<root>/<stream>/_store.json`` holds the store's id. ``<root>/<stream>/<incarnation>/`` holds the
+segments ``<first>-<last>-<term>-<sha8>.parquet``. The file names are enough to find a record, so
 there is no index that could disagree with them (see ``segment.py``). The same folder holds the
-states of the stream, ``.state-<term>.json`` (see ``state.py``). Other programs skip names that
-begin with a dot.
+stream's states, ``.state-<term>.json`` (see ``state.py``). Other programs skip names that begin
+with a dot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow.dataset as ds
     import pyarrow.fs as fs
 
-#: The file with the id of the store and the name of its stream.
+#: The file that holds the store's id and its stream's name.
 IDENTITY_FILE = "_store.json"
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 #: Maximum number of segments to remember as too large to merge.
@@ -42,12 +42,12 @@ _LARGE_MAX = 100_000
 
 
 class ParquetStore(StatefulStore, ColumnStore):
-    """A store that keeps the history of one stream in Parquet files.
+    """A store that keeps one stream's history in Parquet files.
 
     Args:
         uri: A path, ``file:///path``, ``s3://bucket/prefix?region=...``, ``gs://...``, or any other
             URI that pyarrow supports. A password in it is not saved in Redis.
-        stream: The name of the stream.
+        stream: The stream's name.
         filesystem: A pyarrow filesystem, for settings that a URI cannot express. ``uri`` is then a
             path in it, and every process must pass the store when it opens the stream.
 
@@ -73,7 +73,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
-                f"{self._location!r} is not the address of a store: it is empty or contains '..'. "
+                f"{self._location!r} is not a valid store address: it is empty or contains '..'. "
                 "Write the full address."
             )
         if filesystem is not None:
@@ -98,7 +98,7 @@ class ParquetStore(StatefulStore, ColumnStore):
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 reason = mask(str(error)).rstrip(".")
                 raise ValueError(
-                    f"{self._location!r} is not the address of a store: {reason}."
+                    f"{self._location!r} is not a valid store address: {reason}."
                 ) from None
         if ".." in root.split("/") or not root.strip("/"):
             raise ValueError(f"{self._location!r} has no bucket or folder, or contains '..'.")
@@ -123,13 +123,13 @@ class ParquetStore(StatefulStore, ColumnStore):
             identity, stream = str(found["store"]), found["stream"]
         except (ValueError, KeyError, TypeError):
             raise StoreMismatch(
-                f"The file {IDENTITY_FILE} of stream {self.stream!r} at {self._location} cannot be "
-                "read. Restore it from a copy, or use another folder.",
+                f"The file {IDENTITY_FILE} for stream {self.stream!r} at {self._location} is "
+                "damaged. Restore it from a copy, or use another folder.",
                 stream=self.stream,
             ) from None
         if stream != self.stream:
             raise StoreMismatch(
-                f"The folder of stream {self.stream!r} at {self._location} belongs to stream "
+                f"The folder for stream {self.stream!r} at {self._location} belongs to stream "
                 f"{stream!r}. Use another folder.",
                 stream=self.stream,
             )
@@ -182,13 +182,13 @@ class ParquetStore(StatefulStore, ColumnStore):
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        """The pyarrow filesystem that holds the files. ``paths`` are paths in it."""
+        """The pyarrow filesystem that holds the files. ``paths`` returns paths in it."""
         return self._storage.filesystem
 
     def files(self, incarnation: str, start: int, stop: int) -> list[str]:
         """Return the files that together hold exactly the records from ``start`` to ``stop`` - 1.
 
-        They are paths for a local store, and otherwise URIs without options (``s3://bucket/key``).
+        A local store returns paths; other stores return URIs without options (``s3://bucket/key``).
         The first file may begin before ``start``.
 
         Raises:
@@ -200,7 +200,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return [self._file(incarnation, span.segment) for span in spans]
 
     def paths(self, incarnation: str, start: int, stop: int) -> list[str]:
-        """Return the files of ``files`` as paths in ``filesystem``."""
+        """Return the same files as ``files``, as paths in ``filesystem``."""
         spans = self._whole_spans(incarnation, start, stop)
         return [self._storage.full_path(f"{incarnation}/{span.segment.name}") for span in spans]
 
@@ -233,7 +233,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return spans
 
     def segments(self, incarnation: str, start: int, stop: int) -> list[SegmentDescription]:
-        """Describe the files with records from ``start`` to ``stop`` - 1; holes are skipped."""
+        """Describe the files with records from ``start`` to ``stop`` - 1; gaps are skipped."""
         sizes = self._segment_log(incarnation).sizes()
         return [
             SegmentDescription(
@@ -255,7 +255,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return f"{root.rstrip('/')}/{self.stream}/{incarnation}/{segment.name}"
 
     def row_group_ends(self, incarnation: str, offsets: Sequence[int], end: int) -> list[int]:
-        """Return, for each offset, the end of its row group; the offset itself if it has none."""
+        """Return the end of each offset's row group; the offset itself if no row group holds it."""
         return self._segment_log(incarnation).row_group_ends(offsets, end)
 
     def segment_end(self, incarnation: str, offset: int) -> int:
@@ -264,7 +264,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return max((stop for stop in stops if stop <= offset), default=0)
 
     def fitting(self, incarnation: str, end: int, size: int) -> int:
-        """Return the first offset of the last files before ``end`` that fit in ``size`` bytes."""
+        """Return the first offset in the last files before ``end`` that fit in ``size`` bytes."""
         first = end
         for segment in reversed(self.segments(incarnation, 0, end)):
             size -= segment.size
@@ -291,7 +291,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         """Merge some small segments in the background; return whether there were any.
 
         The archiver calls this occasionally, so that a slow stream does not leave one file per
-        minute. A merged segment stays within one epoch, and has at most about 32 MiB.
+        minute. A merged segment never spans epochs, and has at most about 32 MiB.
 
         Args:
             term: See ``tidy``.
@@ -316,7 +316,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         """Merge adjacent segments into files of up to ``records`` records and about ``size`` bytes.
 
         Returns:
-            The number of segments that this call has saved.
+            The number of segments saved by this call.
         """
         log = self._segment_log(incarnation)
         return maintenance.compact(log, start, stop, records, size, progress)
@@ -332,7 +332,7 @@ class ParquetStore(StatefulStore, ColumnStore):
 
     def _segment_log(self, incarnation: str) -> SegmentLog:
         if not _INCARNATION.fullmatch(incarnation):
-            raise ValueError(f"{incarnation[:100]!r} is not an incarnation of a stream.")
+            raise ValueError(f"{incarnation[:100]!r} is not a valid stream incarnation.")
         return SegmentLog(self._storage, self.stream, incarnation, self._location, self._listings)
 
 
@@ -344,14 +344,14 @@ def _without_login(uri: str) -> str:
     """
     parts = urlsplit(uri)
     login, _, host = parts.netloc.rpartition("@")
-    # In S3 the user is an access key; in Azure it is a container or an account.
+    # In S3, the user is an access key; in Azure, it is a container or an account.
     user = "" if parts.scheme == "s3" else login.partition(":")[0]
     bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
     if mask(bare) != bare:
-        names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "no"
+        names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "none"
         raise ValueError(
-            "The address of a store contains a secret or an unknown parameter, which would be "
-            f"saved in Redis. It has {names} parameters. Escape special characters in a password. "
-            "Pass secrets in the environment, or use filesystem=."
+            "The store address contains a secret or an unknown parameter, which would be saved in "
+            f"Redis. Its parameters are: {names}. Escape special characters in a password. Pass "
+            "secrets in the environment, or use filesystem=."
         )
     return bare

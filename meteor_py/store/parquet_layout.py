@@ -1,9 +1,8 @@
-"""The location of the columns in a Parquet file, and their true unpacked size.
+"""Finds the columns in a Parquet file, and their true unpacked size.
 
-pyarrow trusts files too much to read the files of unknown writers. It allocates as much memory as
-the header of a page says, even if the footer says otherwise. Some accessors of its metadata abort
-the process if the footer is inconsistent. So this module reads the footer and the page headers
-itself.
+pyarrow trusts files too much to read files from unknown writers. It allocates as much memory as a
+page header requests, even if the footer says otherwise. Some of its metadata accessors abort the
+process if the footer is inconsistent. So this module reads the footer and the page headers itself.
 Both are structs in Thrift's compact protocol. This module refuses a field with an unexpected type
 instead of skipping it, so that pyarrow cannot interpret the same bytes differently.
 """
@@ -14,18 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Types of Thrift's compact protocol.
+#: Type codes in Thrift's compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 _INTS = (_I16, _I32, _I64)
 #: Maximum nesting depth of structs and lists. A footer needs nine levels.
 _DEPTH_MAX = 16
 
-#: Constants of the Parquet format.
+#: Constants from the Parquet format.
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _PLAIN, _PLAIN_DICTIONARY, _DELTA, _RLE_DICTIONARY = 0, 2, 5, 8
 _ZSTD = 6
 
-#: The encodings of each column. Only columns with a dictionary encoding have a dictionary page.
+#: The allowed encodings for each column. Only dictionary-encoded columns have a dictionary page.
 _DICTIONARY = (_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY)
 _ENCODINGS = {
     "offset": (_DELTA,),
@@ -53,17 +52,17 @@ _ROW_GROUP: _Fields = {1: (_LIST, _COLUMN_CHUNK), 3: (_I64, None)}
 _FILE: _Fields = {3: (_I64, None), 4: (_LIST, _ROW_GROUP)}
 _DATA_HEADER: _Fields = {1: (_I32, None), 2: (_I32, None)}
 _PAGE_HEADER: _Fields = {
-    1: (_I32, None),  # kind of the page
+    1: (_I32, None),  # page type
     2: (_I32, None),  # bytes after decompression
     3: (_I32, None),  # bytes in the file
     5: (_STRUCT, _DATA_HEADER),
-    7: (_STRUCT, {}),  # header of a dictionary page
+    7: (_STRUCT, {}),  # dictionary page header
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The part of a column in one row group, as the footer describes it."""
+    """A column's part of one row group, as the footer describes it."""
 
     path: str
     #: Where the column's pages begin and end in the file.
@@ -74,7 +73,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The name of the field to which the column belongs."""
+        """The name of the field that the column belongs to."""
         return self.path.partition(".")[0]
 
 
@@ -87,14 +86,14 @@ class RowGroup:
 
     @property
     def largest(self) -> int:
-        """The bytes of all columns, in the file or unpacked, whichever is larger."""
+        """The total bytes of all columns, in the file or unpacked, whichever is larger."""
         packed = sum(column.stop - column.start for column in self.columns)
         return max(packed, sum(column.unpacked for column in self.columns))
 
 
 @dataclass(slots=True)
 class Pages:
-    """Totals over the page headers of a column in one row group."""
+    """Totals over a column's page headers in one row group."""
 
     #: Number of values in all data pages, including nulls.
     values: int = 0
@@ -105,7 +104,7 @@ class Pages:
 
 
 def read_footer(data: bytes, size: int) -> list[RowGroup]:
-    """Read the row groups from the footer of a file of ``size`` bytes.
+    """Read the row groups from the footer of a file that has ``size`` bytes.
 
     Raises:
         ValueError: ``segment_file.write`` never writes such a file.
@@ -113,14 +112,14 @@ def read_footer(data: bytes, size: int) -> list[RowGroup]:
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
     groups = [_row_group(group, size) for group in _field(footer, 4)]
     if sum(group.rows for group in groups) != _field(footer, 3):
-        raise ValueError("its row groups do not add up to its records")
+        raise ValueError("the row groups do not add up to the file's records")
     return groups
 
 
 def _row_group(group: Any, size: int) -> RowGroup:
     chunks = _field(group, 1)
     if len(chunks) != len(_ENCODINGS):
-        raise ValueError("its columns are not those of a segment")
+        raise ValueError("it does not have the columns of a segment")
     rows = _field(group, 3)
     return RowGroup(rows, tuple(map(_column, chunks, _ENCODINGS, [size] * len(chunks))))
 
@@ -128,7 +127,7 @@ def _row_group(group: Any, size: int) -> RowGroup:
 def _column(chunk: Any, path: str, size: int) -> Column:
     about = _field(chunk, 3)
     if 1 in chunk or _field(about, 3) != path.encode().split(b".") or _field(about, 4) != _ZSTD:
-        raise ValueError(f"column {path!r} is not stored as in a segment")
+        raise ValueError(f"column {path!r} does not have the layout of a segment column")
     start = _field(about, 9)
     if 0 < about.get(11, 0) < start:
         start = about[11]
@@ -139,7 +138,7 @@ def _column(chunk: Any, path: str, size: int) -> Column:
 
 
 def read_pages(data: memoryview, column: Column) -> Pages:
-    """Read the headers of all pages of a column, whose bytes are in ``data``.
+    """Read all page headers of a column, whose bytes are in ``data``.
 
     Raises:
         ValueError: ``segment_file.write`` never writes such pages, or the footer contradicts them.
@@ -161,12 +160,12 @@ def read_pages(data: memoryview, column: Column) -> Pages:
         pages.unpacked += unpacked
         at += _field(header, 3)
     if at != len(data) or pages.values != column.values:
-        raise ValueError(f"the pages of column {path!r} are not those that its footer describes")
+        raise ValueError(f"the pages of column {path!r} do not match the footer")
     return pages
 
 
 def _field(struct: dict[int, Any], number: int) -> Any:
-    """Return a required field. Raise if it is missing, or a negative number."""
+    """Return a required field. Raise ``ValueError`` if it is missing or negative."""
     value = struct.get(number)
     if value is None or (isinstance(value, int) and value < 0):
         raise ValueError("a field is missing or negative")
@@ -179,7 +178,7 @@ def _field(struct: dict[int, Any], number: int) -> Any:
 def _read_struct(
     data: bytes | memoryview, at: int, fields: _Fields | None, depth: int
 ) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct by their numbers, and the position after it."""
+    """Return a struct's fields by number, and the position after the struct."""
     found: dict[int, Any] = {}
     number = 0
     try:

@@ -1,4 +1,4 @@
-"""Sequential reading of a store: fetches the next batch while the caller uses the current one."""
+"""Reads a store sequentially: fetches the next batch while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meteor_py.store.errors import store_unavailable
 _SEQUENTIAL = 2
 #: Seconds to wait for a store that does not respond. Filesystems also have their own limits.
 _TIMEOUT_S = 120.0
-#: Seconds that ``close`` waits for a fetch to end.
+#: Seconds to wait in ``close`` for a fetch to end.
 _CLOSE_S = 1.0
 
 
 class _Prefetch:
-    """The next batch, fetched by a daemon thread, so that a hung store does not block exit."""
+    """The next batch, fetched by a daemon thread so that a hung store does not block exit."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
         self._batch: pa.RecordBatch | None = None
@@ -55,7 +55,7 @@ class _Prefetch:
 
 
 class StoreReadAhead:
-    """A sequential reader of one incarnation. Only ``close`` is thread-safe."""
+    """A sequential reader for one incarnation. Only ``close`` is thread-safe."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class StoreReadAhead:
         Args:
             epoch: The stream's newest epoch. If the store has a later one, another server has
                 continued the stream.
-            epochs: All epochs of the stream, as in meta. If the store has live records of other
+            epochs: All of the stream's epochs, as in meta. If the store has live records from other
                 epochs, another server wrote them after a split.
 
         Raises:

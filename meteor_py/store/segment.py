@@ -1,4 +1,4 @@
-"""Segments: the names of the files of one incarnation, and which of their records are live."""
+"""Segments: one incarnation's file names, and which of the files' records are live."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Segment(NamedTuple):
     first: int
     last: int
     term: int
-    #: The first eight hex digits of the sha256 of its bytes.
+    #: The first eight hex digits of the file's SHA-256.
     sha: str
 
     @property
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """Parse the name of a file; None if it is not the name of a segment.
+        """Parse a file name; return None if it is not a segment name.
 
         >>> Segment.parse(Segment(0, 9, 1, "0badcafe").name)
         Segment(first=0, last=9, term=1, sha='0badcafe')
@@ -46,12 +46,12 @@ class Segment(NamedTuple):
 
 
 def state_name(term: int) -> str:
-    """Return the name of the file with the state of a term."""
+    """Return the name of a term's state file."""
     return f".state-{term}.json"
 
 
 def state_term(name: str) -> int | None:
-    """Return the term of a state file; None if the file is not a state file.
+    """Return the term in a state file's name; None if it is not a state file's name.
 
     >>> state_term(state_name(7))
     7
@@ -79,15 +79,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentDescription:
-    """A file in the store of a stream, at the time of the call."""
+    """A file in a stream's store, at the time of the call."""
 
     #: The first and last offset that readers get from this file. ``verify()`` reports whether the
     #: file also holds other offsets.
     first: int
     last: int
-    #: Size of the file in bytes.
+    #: The file's size in bytes.
     size: int
-    #: The epoch of the stream, and the term within it, in which the file was written.
+    #: The stream's epoch, and the term within it, in which the file was written.
     epoch: int
     term: int
     #: A path, or a URI for an object store.
@@ -100,11 +100,11 @@ class SegmentDescription:
 
 
 class SegmentTable:
-    """The segments of one listing, and which of their records are live.
+    """The segments in one listing, and which of their records are live.
 
     Each term begins where the live records end. So a segment is live only below the first offset
     of every later term: its other records were never committed, or the server has lost them. Within
-    a term the longer segment wins, because it may be a compaction of the others.
+    a term, the longer segment wins, because it may have been compacted from the others.
 
     Building a table takes time proportional to the number of segments; ``spans`` is much faster.
     """
@@ -130,7 +130,7 @@ class SegmentTable:
         self._stops = [span.stop for span in self._spans]
 
     def spans(self, end: int | None = None, start: int = 0) -> list[Span]:
-        """Return the live parts of segments, in the order of the offsets and without overlaps.
+        """Return the live parts of segments, in offset order and without overlaps.
 
         No record is live at or above ``end``. Spans that end at or before ``start`` are left out.
         """
@@ -138,8 +138,7 @@ class SegmentTable:
             return self._spans[bisect_right(self._stops, start) :]
         whole = bisect_right(self._stops, end)
         spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
-        # Only the last span depends on the end. One of the candidates that reach the end may be
-        # exact.
+        # Only the last span depends on ``end``. One of the candidates that reach it may be exact.
         at = self._stops[whole - 1] if whole else 0
         low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
         tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]

@@ -1,4 +1,4 @@
-"""The segments of one incarnation of a stream as one log."""
+"""The segments of one stream incarnation, as a single log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SegmentLog:
         return f"{self.incarnation}/{name}"
 
     def entries(self) -> list[Entry]:
-        """Return all files, unfinished ones included."""
+        """Return all files, including unfinished ones."""
         with unavailable(self.stream, self.location, "listed"):
             return self.storage.entries(self.incarnation)
 

@@ -1,15 +1,15 @@
-"""The state of a stream that its store keeps in addition to records, to resume the stream.
+"""Stream state that a store keeps in addition to records, so that the stream can be resumed.
 
 Records alone are not enough to resume a stream on another server. A writer that repeats its last
 transaction must find that the transaction is done, groups must continue where they were, and the
-table of epochs must show which readers have lost records.
+epoch table must show which readers have lost records.
 
 A fence is correct only for the records below one specific offset. If it is newer than the records,
 a transaction counts as written although its records are gone. If it is older, records are written
 twice. So the archiver takes a *snapshot* of the state, which is correct for the end of the stream
 at that moment, and ends a segment exactly there. It saves the snapshot before the segment, together
-with the snapshot of the previous segment, because it may die in between. ``restored`` picks the
-snapshot that matches the records in the store.
+with the previous segment's snapshot, because it may die in between. ``restored`` picks the snapshot
+that matches the records in the store.
 
 If the archiver is far behind, it also writes segments that end between two snapshots. A writer
 whose fence differs between the two is then in doubt. ``restored`` makes the writer's next commit
@@ -30,7 +30,7 @@ from meteor_py.store.base import TERMS
 
 _log = logging.getLogger(__name__)
 
-#: The total number of frames of a version that may or may not be in the log.
+#: Total frame count of a version that may or may not be in the log.
 IN_DOUBT = OFFSET_MAX
 
 _VERSION = 1
@@ -39,7 +39,7 @@ _FENCE = re.compile(r"(\d+):(\d+):(\d+)")
 
 @dataclass(frozen=True)
 class GroupState:
-    """The position of a subscriber group; see ``group:<g>`` in redis/keys.py."""
+    """A subscriber group's position; see ``group:<g>`` in redis/keys.py."""
 
     start: int
     confirmed: int | None
@@ -47,7 +47,7 @@ class GroupState:
     term: int
 
     def clamped(self, end: int) -> GroupState:
-        """Return the same position, limited to the end of the stream."""
+        """Return the same position, limited to the stream's end."""
         confirmed = None if self.confirmed is None else min(self.confirmed, end)
         # A group that has had an owner must not skip records that it received.
         floating = self.floating if self.floating == "floating" else ""
@@ -59,27 +59,27 @@ class StreamState:
     """A snapshot of a stream whose records end at ``end``."""
 
     end: int
-    #: The table of epochs, as in meta.
+    #: The epoch table, as in meta.
     epochs: str
-    #: The fence of each writer of transactions; see ``fences`` in redis/keys.py.
+    #: Each transaction writer's fence; see ``fences`` in redis/keys.py.
     fences: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, GroupState] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no transaction is partly in the log."""
+        """Whether every transaction is in the log either completely or not at all."""
         return not any(_is_part(fence) for fence in self.fences.values())
 
 
 def encode(states: Iterable[StreamState]) -> bytes:
-    """Return snapshots as the content of a file, with a checksum."""
+    """Return snapshots as file content, with a checksum."""
     content = {"version": _VERSION, "states": [asdict(state) for state in states]}
     body = json.dumps(content, separators=(",", ":")).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def decode(data: bytes) -> list[StreamState]:
-    """Return the snapshots of a file.
+    """Return the snapshots in a file.
 
     Raises:
         ValueError: The file is damaged, or a later release wrote it.
@@ -115,9 +115,9 @@ def restored(
         fences |= _doubtful(before.fences, after.fences)
     elif before.end < end:
         _log.warning(
-            "The store of stream %r has no state for the records from %d to %d: another version of "
-            "meteor-py archived them. A transaction among them will be written again if its writer "
-            "repeats it.",
+            "The store for stream %r has no state for records %d to %d, which another version of "
+            "meteor-py archived. If a writer repeats a transaction among them, it will be written "
+            "again.",
             *(stream, before.end, end - 1),
         )
     groups = {name: group.clamped(end) for name, group in before.groups.items()}
@@ -127,7 +127,7 @@ def restored(
 def last_snapshot(
     stream: str, saved: Mapping[int, bytes], epochs: Mapping[int, int], end: int
 ) -> StreamState | None:
-    """Return the last snapshot of records below ``end``, for an archiver that continues there."""
+    """Return the last snapshot at or before ``end``, for an archiver that continues there."""
     return _around(stream, saved, epochs, end)[0]
 
 
@@ -137,7 +137,7 @@ def _around(
     """Return the last snapshot at or before ``end``, and the first snapshot after it."""
     usable: list[tuple[int, int, StreamState]] = []
     for term, data in saved.items():
-        # Records of an epoch are live only below the first offset of every later epoch.
+        # An epoch's records are live only below the first offset of every later epoch.
         later = [first for epoch, first in epochs.items() if epoch > term // TERMS]
         limit = min(later, default=None)
         usable += [
@@ -155,7 +155,7 @@ def _decoded(stream: str, term: int, data: bytes) -> Sequence[StreamState]:
     try:
         return decode(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("Ignoring the state of stream %r of term %d: %s.", stream, term, error)
+        _log.warning("Ignoring the state of stream %r from term %d: %s.", stream, term, error)
         return ()
 
 
@@ -171,9 +171,9 @@ def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
 
 
 def _settled(fences: Mapping[str, str]) -> dict[str, str]:
-    """Return the fences without the versions that have no frame in the log: their plans are lost.
+    """Return the fences without versions that have no frame in the log: their plans are lost.
 
-    The previous version of such a writer is complete, or there was none.
+    Such a writer's previous version is complete, or there was none.
     """
     settled: dict[str, str] = {}
     for writer, fence in fences.items():

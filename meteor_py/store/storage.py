@@ -1,10 +1,11 @@
-"""The files of a stream on a disk or in an object store, and how they become visible.
+"""A stream's files on a disk or in an object store, and how they become visible.
 
 A file becomes visible completely or not at all. On a disk, it is written under a name that begins
 with ``_``, which Spark and other programs skip. Then it is synced, checked by the caller, and
 renamed. Object stores cannot rename. For them, the file is built and checked in a local temporary
-directory and sent in one upload, which becomes visible only at its end. Then its size is read back.
-On other filesystems (HDFS), the file is sent under a name that begins with ``_`` and renamed.
+directory and sent in one upload, which becomes visible only when it completes. Then the size is
+read back. On other filesystems (HDFS), the file is sent under a name that begins with ``_`` and
+renamed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import pyarrow as pa
 if TYPE_CHECKING:
     import pyarrow.fs as fs
 
-#: Prefix of the names of unfinished files.
+#: Prefix for the names of unfinished files.
 UNFINISHED = "_"
-#: Seconds within which two changes to a folder may leave it with the same modification time.
+#: Two changes to a folder within this many seconds may leave it with the same modification time.
 _COARSE_S = 3.0
-#: The pyarrow filesystems in which an upload becomes visible only at its end.
+#: The pyarrow filesystems in which an upload becomes visible only when it completes.
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 
 
@@ -42,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class LocalStorage:
-    """The files of one stream on a disk. Takes paths in the stream's folder, and raises OSError."""
+    """One stream's files on a disk. Takes paths in the stream's folder, and raises OSError."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)
@@ -56,7 +57,7 @@ class LocalStorage:
         return fs.LocalFileSystem()
 
     def full_path(self, path: str) -> str:
-        """Return the path of a file in ``filesystem``."""
+        """Return a file's path in ``filesystem``."""
         return str(self._path / path)
 
     def entries(self, path: str) -> list[Entry]:
@@ -90,7 +91,7 @@ class LocalStorage:
         return info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns
 
     def is_newer_than_folder(self, path: str) -> bool:
-        """Return whether a file is newer than its folder, so that folder times are unreliable."""
+        """Return whether a file is newer than its folder, which makes folder times unreliable."""
         file = self._inside(path)
         try:
             return file.stat().st_mtime_ns > file.parent.stat().st_mtime_ns
@@ -102,7 +103,7 @@ class LocalStorage:
         return [entry.name for entry in self._scan(path) if entry.is_file(follow_symlinks=False)]
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; 0 if it does not exist."""
+        """Return a file's size in bytes; 0 if it does not exist."""
         try:
             return self._inside(path).stat().st_size
         except FileNotFoundError:
@@ -119,7 +120,7 @@ class LocalStorage:
         return pa.OSFile(str(self._inside(path)))
 
     def read(self, path: str) -> bytes | None:
-        """Return the contents of a file; None if it does not exist."""
+        """Return a file's contents; None if it does not exist."""
         try:
             return self._inside(path).read_bytes()
         except FileNotFoundError:
@@ -168,7 +169,7 @@ class LocalStorage:
         self._inside(path).unlink(missing_ok=True)
 
     def remove_all(self, path: str) -> None:
-        """Remove a folder with all its files, if it exists."""
+        """Remove a folder and all its files, if the folder exists."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self._inside(path))
 
@@ -193,7 +194,7 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """Like ``LocalStorage``, in an object store or another filesystem that pyarrow supports."""
+    """Like ``LocalStorage``, but in an object store or any filesystem that pyarrow supports."""
 
     def __init__(self, filesystem: fs.FileSystem, root: str, name: str) -> None:
         self._filesystem = filesystem
@@ -257,7 +258,7 @@ class RemoteStorage:
         self._upload(data, target)
         found = self._filesystem.get_file_info(target)
         if found.size != len(data):
-            raise OSError(f"Only {found.size} of the {len(data)} bytes of {path} arrived.")
+            raise OSError(f"Only {found.size} of {len(data)} bytes of {path} arrived.")
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -306,7 +307,7 @@ def _link(built: Path, target: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

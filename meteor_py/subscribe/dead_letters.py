@@ -11,8 +11,8 @@ writes in order. So if the confirm follows the letter on the same server and in 
 history, no replica has the confirm without the letter. ``bury`` returns that history, and its
 callers confirm the record only if the server's history has not changed.
 
-A letter has the value, key, timestamp and headers of its record, plus the text headers below. If
-the record already has headers of these names (it may be a dead letter itself), they are replaced.
+A letter has its record's value, key, timestamp and headers, plus the text headers below. If
+the record already has headers with these names (it may be a dead letter itself), they are replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
 
-#: The stream that the record comes from, and its offset there.
+#: The stream that the record comes from, and the record's offset there.
 STREAM_HEADER = "meteor-stream"
 OFFSET_HEADER = "meteor-offset"
 #: The group that gave up on the record, the number of tries, and the reason.
@@ -47,7 +47,7 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Maximum UTF-8 bytes of the reason. Longer ones are truncated: an error may quote a whole record.
+#: Maximum UTF-8 bytes in a reason. Longer ones are truncated: an error may quote a whole record.
 REASON_BYTES_MAX = 1024
 
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
@@ -101,12 +101,12 @@ def bury(
         record: The record as stored in ``source``, without decoding.
         epoch: The epoch of ``source`` in which the record was appended. After a failover, another
             record may have the same offset.
-        incarnation: The group's own, if it has one: a group that was deleted and created again may
-            give up on the same record again.
-        tries: How many times the handler was called with the record.
+        incarnation: The group's incarnation, if it has one: a group that was deleted and created
+            again may give up on the same record again.
+        tries: Number of times that the handler was called with the record.
         acks: Number of replicas that must have the letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
-            exceed it by up to twice the timeout of the target's client.
+            exceed it by up to twice the target client's timeout.
         stop: Called after each failed attempt; True ends the retries.
 
     Returns:
@@ -117,7 +117,7 @@ def bury(
             acknowledge the letter before the timeout or ``stop``. The letter may have been stored.
         StreamNotFound: The target was deleted.
         LogTruncated: The target was recreated. Open it again.
-        ServerRefused: The server refuses the letter, and a retry would not help.
+        ServerRefused: The server refused the letter, and a retry would not help.
     """
     headers = _headers(source, group, record.offset, reason, tries)
     reader = f"{group or member}\0{incarnation}" if incarnation else group or member
@@ -149,7 +149,7 @@ def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> s
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
-    """Open the stream with that name, creating it if needed (unless the ACL forbids that)."""
+    """Open the stream ``name``, creating it if needed (unless the ACL forbids that)."""
     keys.check_name(name)
     try:
         meta = find_stream(connector, name)
@@ -159,7 +159,7 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a letter whose record made a handler raise ``error``."""
+    """Return the reason to give in a letter whose record made a handler raise ``error``."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -213,7 +213,7 @@ def _check(target: StreamHandle, reply: list[Any]) -> None:
     if code == b"FULL":
         raise reply_errors.stream_full(target.name, reply[1])
     if code == b"HISTORY":
-        raise ConnectionFailed(f"The server of stream {target.name!r} is failing over.")
+        raise ConnectionFailed(f"The server for stream {target.name!r} is failing over.")
     raise ServerRefused(f"Stream {target.name!r} refused a dead letter: {code.decode()}.")
 
 

@@ -98,7 +98,7 @@ class Fetcher:
         In a group, acquire the lease first.
 
         Args:
-            endless: Whether to count only the time during which the server is unreachable.
+            endless: Whether the timeout counts only while the server is unreachable.
         """
         if self.session is None:
             self._fetch_until_available(timeout_s, records, endless)
@@ -127,7 +127,7 @@ class Fetcher:
                 session.polling = False
 
     def _call_back(self, callback: Callable[[], _T]) -> _T:
-        """Call a callback of the application. Enforce max_poll_interval during the callback."""
+        """Call an application callback, and enforce max_poll_interval during the call."""
         session = self.session
         if session is None:
             return callback()
@@ -257,7 +257,7 @@ class Fetcher:
             assert self.session is not None, "only groups are guarded"
             self.session.distrust()
         finally:
-            if self.session is not None:  # confirms carry the epoch of the records
+            if self.session is not None:  # confirms carry the records' epoch
                 self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Fetcher:
                 # Join before closing: if joining fails, the old session is still open, and the next
                 # poll reports the error.
                 start = self._config.starts_at
-                if isinstance(start, int):  # in a new stream, this offset names another record
+                if isinstance(start, int):  # in a new stream, this offset refers to another record
                     start = InitialOffset.EARLIEST
                 session = self._join(self.session.lease.group, stream, buffer, start)
                 self.session.close(0.0)

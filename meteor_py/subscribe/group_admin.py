@@ -1,4 +1,4 @@
-"""Administration of subscriber groups: create, list, move and delete them."""
+"""Creates, lists, moves and deletes subscriber groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIST = 500
 
 
 def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | datetime) -> int:
-    """Create a group if it does not exist, and return its next offset to process.
+    """Create a group if it does not exist, and return the group's next offset to process.
 
     Raises:
         NoConfirmedOffset: ``start`` is NONE, and the group has no confirmed offset.
@@ -50,7 +50,7 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset | int | da
 
 
 def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
-    """Return all groups of a stream that ends at ``end``, sorted by name."""
+    """Return a stream's groups, sorted by name. ``end`` is the end of the stream."""
     # meteor_py writes only UTF-8 names. Any other name is escaped here, matches no key, and is
     # skipped.
     members = stream.connector.call("SMEMBERS", keys.groups(stream.name))
@@ -65,7 +65,7 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
         for name, group, lease in zip(part, replies, replies[len(part) :], strict=False):
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
-                continue  # deleted in the meantime, or of an earlier incarnation of the stream
+                continue  # deleted in the meantime, or from an earlier incarnation of the stream
             try:
                 position, number = int(confirmed or began), int(term or 0)
             except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def find_archiver(stream: StreamHandle) -> str | None:
 
 
 def owner_of(lease: bytes | None) -> str | None:
-    """Return the member that is named in the value of a lease key."""
+    """Return the member named in a lease key's value."""
     return None if lease is None else lease.decode(errors="replace").partition(" ")[0]
 
 

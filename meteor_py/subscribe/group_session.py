@@ -41,7 +41,7 @@ from meteor_py.subscribe.renewal_thread import Job, RenewalThread
 
 _log = logging.getLogger(__name__)
 
-#: Renewals per lease TTL. Two of them may fail.
+#: Renewals per lease TTL. The lease survives two failed ones.
 _RENEWALS = 3
 #: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
@@ -78,7 +78,7 @@ class Vacant:
 
     @property
     def to_release(self) -> str | None:
-        """The nonce with which this member may hold the lease; None if it cannot hold it."""
+        """The nonce with which this member may hold the lease; None if it cannot hold the lease."""
         return self.nonce if self.in_doubt else None
 
 
@@ -102,7 +102,7 @@ class Lapsed(Held):
 
 
 class _LettersInDoubt(Exception):
-    """Dead letters may be lost. The term must end, so that the group reads their records again."""
+    """Dead letters may have been lost. End the term, so that the group reads the records again."""
 
     def __init__(self, error: LeaseLost) -> None:
         self.error = error
@@ -115,16 +115,16 @@ class GroupSession:
         self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
     ) -> None:
         self.lease = lease
-        #: The time, by ``now()``, until which the lease is trusted. Read without a lock.
+        #: The time, on the ``now()`` clock, until which the lease is trusted. Read without a lock.
         self.valid_until = 0.0
-        #: When the application last showed that it is alive, by ``now()``, and whether it is
-        #: currently polling.
+        #: When the application last showed that it is alive, on the ``now()`` clock, and whether it
+        #: is currently polling.
         self.alive_at = now()
         self.polling = False
-        #: The position after the last fetch. Confirms carry its epoch.
+        #: The position after the last fetch. Confirms carry this position's epoch.
         self.read_in = Position(lease.incarnation, 0, 0)
         self._max_poll_interval_s = max_poll_interval_s
-        # Two attempts must fit into the TTL of a lease.
+        # Two attempts must fit into a lease's TTL.
         self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._connector = connector
         self.connection = SharedConnection(self._open_connection)
@@ -135,8 +135,8 @@ class GroupSession:
         self._pid = os.getpid()
         self._mode = _Mode.ACTIVE
         self._interrupted = False
-        self._leave_by: float | None = None  # by ``now()``; see ``start_closing``
-        # Never modify a state, replace it: a signal handler may run between any two statements.
+        self._leave_by: float | None = None  # on the ``now()`` clock; see ``start_closing``
+        # Never modify a state; replace it. A signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
         # Last offset of this term's dead letters on the group's server, by replication history.
         self._letters: dict[str, int] = {}
@@ -153,7 +153,7 @@ class GroupSession:
         max_poll_interval_s: float,
         above: int = 0,
     ) -> GroupSession:
-        """Join an existing group as ``member``, without acquiring its lease yet.
+        """Join an existing group as ``member``, without acquiring the lease yet.
 
         Args:
             confirmed: The group's next offset to process.
@@ -213,7 +213,7 @@ class GroupSession:
         return None
 
     def distrust(self) -> None:
-        """Make the next ``hold`` ask the server: the lease may be lost."""
+        """Make the next ``hold`` ask the server: the lease may have been lost."""
         with self.condition:
             self.valid_until = 0.0
 
@@ -224,12 +224,12 @@ class GroupSession:
 
     def _opened_before_fork(self) -> MeteorError:
         return MeteorError(
-            f"This subscriber of group {self.lease.group!r} belongs to the parent process. Open "
+            f"This subscriber in group {self.lease.group!r} belongs to the parent process. Open "
             "another in this process with stream.subscriber()."
         )
 
     def raise_refusal(self) -> None:
-        """Raise the error of a refused confirm whose Ack was never checked."""
+        """Raise the error from a refused confirm whose Ack was never checked."""
         self.confirms.raise_refusal()
 
     def _renew_or_acquire(self, connection: Connection) -> Term | None:
@@ -255,7 +255,7 @@ class GroupSession:
         if isinstance(reply, LeaseUnavailable):
             vacant.in_doubt = False
             if vacant.unavailable is None:
-                _log.info("Waiting for the lease of %s, held by %s.", self.lease, reply.owner)
+                _log.info("Waiting for the lease for %s, held by %s.", self.lease, reply.owner)
             vacant.unavailable = reply
             return None
         state = self._state
@@ -276,7 +276,7 @@ class GroupSession:
                 self._trust(reply, sent_at)
         self._events.close()
         start = reply.start.offset
-        _log.info("Acquired the lease of %s: term %d, offset %d.", self.lease, reply.number, start)
+        _log.info("Acquired the lease for %s: term %d, offset %d.", self.lease, reply.number, start)
         return self._state.term
 
     def _wait_for_lease(self, left_s: float) -> None:
@@ -365,7 +365,7 @@ class GroupSession:
     def start_closing(self, timeout_s: float) -> None:
         """Make the thread send the last confirm, within ``timeout_s``, and release the lease.
 
-        Does not wait, so that all sessions of a client leave their groups at the same time. Then
+        Does not wait, so that all of a client's sessions leave their groups at the same time. Then
         ``close`` joins each thread.
         """
         if self._pid != os.getpid():
@@ -402,7 +402,7 @@ class GroupSession:
             self._events.close()
 
     def interrupt(self) -> None:
-        """Interrupt another thread that waits for the lease, and end all later waits."""
+        """Interrupt a thread that is waiting for the lease, and make later waits end at once."""
         with self.condition:
             self._interrupted = True
             self.condition.notify_all()
@@ -416,7 +416,7 @@ class GroupSession:
     def abandon(self) -> None:
         """In a forked child: distrust the lease, and fail confirms that callers wait for."""
         self.valid_until = 0.0
-        self.condition = SignalSafeCondition()  # a thread of the parent may have held the lock
+        self.condition = SignalSafeCondition()  # a parent thread may have held the lock
         self.confirms.abandon(self.condition, self._opened_before_fork())
 
     def _enter(self, mode: _Mode) -> None:
@@ -436,13 +436,13 @@ class GroupSession:
             ended = self.condition.wait_for(lambda: self._thread is None, _JOIN_S)
         if not ended:
             raise TimeoutError(
-                f"The thread that renews the lease of {self.lease} did not end within {_JOIN_S:g} "
-                "seconds. Check that no done callback of a confirm's Ack blocks."
+                f"The thread that renews the lease for {self.lease} did not end within {_JOIN_S:g} "
+                "seconds. Check that no callback on a confirm's Ack is blocking."
             )
         thread.join(_JOIN_S)
 
     def _wait_until_left(self) -> None:
-        """After ``start_closing``, let the thread finish."""
+        """After ``start_closing``, wait for the thread to finish."""
         if self._leave_by is None or self.connection.is_mine():
             return  # in a signal handler; the thread waits for the interrupted call
         # Allow for a confirm that is still in flight at that time, and for the release after it.
@@ -498,7 +498,7 @@ class GroupSession:
         try:
             self.lease.release(connection, nonce)
         except MeteorError as error:
-            _log.info("Cannot release the lease of %s, so it will expire: %s", self.lease, error)
+            _log.info("Cannot release the lease for %s, so it will expire: %s", self.lease, error)
             return False
         return True
 
@@ -508,7 +508,7 @@ class GroupSession:
         """Return the job that is due, or the seconds to wait. The caller holds the lock.
 
         Args:
-            retry_at: The earliest time, by ``now()``, at which a job may run.
+            retry_at: The earliest time, on the ``now()`` clock, at which a job may run.
         """
         state = self._state
         at = now()
@@ -553,7 +553,7 @@ class GroupSession:
         """End a term that is over on the server.
 
         Ask the server about a confirm whose reply was lost: it may have taken effect. The answer
-        is final, because the server refuses all later confirms of this term.
+        is final, because the server refuses all later confirms from this term.
         """
         if self.confirms.in_doubt:
             confirmed = self.lease.confirmed_in(connection, term)
@@ -563,14 +563,14 @@ class GroupSession:
         self._end_term(term, error)
 
     def lapse(self, connection: Connection, term: Term) -> None:
-        """Release the lease because the application stopped polling, so that others can take it."""
+        """Release the lease for other members, because the application stopped polling."""
         with self.condition:
             if self.polling or now() < self.alive_at + self._max_poll_interval_s:
                 return  # the application has just shown that it is alive
             self._state = Lapsed(term, 0.0)
             self.valid_until = 0.0
         _log.warning(
-            "The subscriber of %s was not polled for %g seconds (max_poll_interval), so its lease "
+            "The subscriber in %s was not polled for %g seconds (max_poll_interval), so its lease "
             "was released.",
             *(self.lease, self._max_poll_interval_s),
         )
@@ -584,7 +584,7 @@ class GroupSession:
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
     def leave(self) -> None:
-        """At the end of the thread: send the last confirm, and release the lease."""
+        """When the thread ends, send the last confirm and release the lease."""
         try:
             if self._state.to_release is not None:
                 self.connection.use(self._leave_group)
@@ -600,7 +600,7 @@ class GroupSession:
             try:  # the subscriber was garbage-collected
                 self._send_confirm(connection, term)
             except MeteorError as error:
-                _log.warning("The last confirm of %s is lost: %s", self.lease, error)
+                _log.warning("The last confirm in %s was lost: %s", self.lease, error)
         self._release(connection)
 
     def _send_confirm(self, connection: Connection, term: Term) -> None:
@@ -623,12 +623,12 @@ class GroupSession:
             self.confirms.fail(error)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the reply is lost
+        except BaseException:  # Ctrl-C: the reply was lost
             self.confirms.doubt_sent()
             raise
 
     def _check_letters(self, connection: Connection) -> None:
-        """Raise if a failover may have lost dead letters of this term.
+        """Raise if a failover may have lost this term's dead letters.
 
         As long as the history is the same, every replica gets the letter before the confirm. If the
         history has changed, but the group's position is already after the record, then an earlier
@@ -657,7 +657,7 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """Trust the lease for longer, counted from ``sent_at``. The caller holds the lock."""
+        """Extend the trust in the lease, counted from ``sent_at``. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
         self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()

@@ -1,4 +1,4 @@
-"""The script calls for a group's lease, which decides which member reads for the group.
+"""Script calls for a group's lease. The member that holds the lease reads for the group.
 
 At most one member holds a group's lease. Acquiring it starts a *term*: a number that only increases
 and a nonce that only its owner knows. The group's hash keeps both until another member acquires the
@@ -36,7 +36,7 @@ TRUSTED_FRACTION = 0.9
 #: After a lease has expired, competitors wait a tenth of its TTL, at most this many seconds, so
 #: that an owner with a brief network problem can reclaim it.
 _GRACE_MAX_S = 0.8
-#: Events that may mean that a group's lease is free.
+#: Events after which a group's lease may be free.
 _FREEING = (b"released", b"sought", b"deleted")
 #: Maximum number of requests for one confirm. The epoch may change before each request.
 _ROUNDS = 10
@@ -48,7 +48,7 @@ def member_name() -> str:
 
 
 class Term(NamedTuple):
-    """One term of the lease, from its acquisition to its loss or release."""
+    """One term of the lease, from acquisition to loss or release."""
 
     number: int
     nonce: str
@@ -60,9 +60,12 @@ class Term(NamedTuple):
 
 
 class LeaseUnavailable(NamedTuple):
-    """The reply that another member holds the lease, or held it until it expired a moment ago."""
+    """The reply if the lease is not free.
 
-    #: When to ask again if no event arrives earlier, by ``now()``.
+    Another member holds the lease, or held it until it expired a moment ago.
+    """
+
+    #: When to ask again if no event arrives earlier, on the ``now()`` clock.
     retry_at: float
     #: The ID of the last event seen.
     event: bytes
@@ -73,7 +76,7 @@ class LeaseUnavailable(NamedTuple):
 
 @dataclass(eq=False)
 class Lease:
-    """One member's access to the lease of a group. Not thread-safe.
+    """One member's access to a group's lease. Not thread-safe.
 
     The caller keeps track of whether the member holds the lease.
     """
@@ -214,7 +217,7 @@ class Lease:
     def wait_event(
         self, connection: Connection, after: bytes, timeout_s: float
     ) -> tuple[bytes, bool]:
-        """Wait for events of the stream; return the last ID, and whether the lease may be free.
+        """Wait for stream events; return the last event ID, and whether the lease may be free.
 
         With a timeout of 0, only read the events that already exist.
         """

@@ -22,7 +22,7 @@ MERGE_S = 0.05
 #: Seconds after a request during which the background thread checks for confirms every ``MERGE_S``
 #: seconds. Waking the thread for each confirm would cost as much as sending the confirm.
 _WATCH_S = 1.0
-#: Seconds without a reply after which the Ack of a confirm fails. The thread still retries.
+#: Seconds without a reply after which a confirm's Ack fails. The thread still retries.
 TIMEOUT_S = 30.0
 
 
@@ -30,7 +30,7 @@ class Confirmation(Completion):
     """Confirms that are sent in one request, at once if a caller waits for any of them.
 
     Args:
-        send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
+        send: Called with a waiting caller's timeout. Sends the confirms in the caller's thread if
             that is possible within the timeout.
         hurry: Makes the background thread send the confirms at once.
     """
@@ -77,7 +77,7 @@ _DONE.settled = True
 
 
 class OffsetConfirms:
-    """The confirms of one session. The session's condition ``state`` guards all of them."""
+    """One session's confirms. The session's condition ``state`` guards all of them."""
 
     def __init__(
         self, state: SignalSafeCondition, confirmed: int, send: Callable[[float | None], None]
@@ -136,7 +136,10 @@ class OffsetConfirms:
 
     @property
     def due(self) -> float | None:
-        """When to send, by ``now()``; None if nothing is pending. The caller holds the lock."""
+        """When to send, on the ``now()`` clock; None if nothing is pending.
+
+        The caller holds the lock.
+        """
         if self.wanted <= self.confirmed:
             return None
         return 0.0 if self._urgent else self._send_at
@@ -215,7 +218,7 @@ class OffsetConfirms:
             self._refused = (error, [])
 
     def raise_refusal(self) -> None:
-        """Raise the error of a refused confirm whose Ack was never checked."""
+        """Raise the error from a refused confirm whose Ack was never checked."""
         with self._state:
             refused, self._refused = self._refused, None
         if refused is not None:

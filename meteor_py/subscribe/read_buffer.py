@@ -15,7 +15,7 @@ from meteor_py.subscribe.lease import Term
 
 
 class Gap(NamedTuple):
-    """Records that are gone. Stored instead of an error: its traceback would keep memory alive."""
+    """Records that are gone. Not an error object, because its traceback would keep memory alive."""
 
     first: int
     last: int
@@ -137,10 +137,10 @@ class ReadBuffer:
         return self._log.epoch_of(offset)
 
     def start_term(self, group: str, term: Term) -> None:
-        """Move to where a term of the group starts."""
+        """Move to the start of one of the group's terms."""
         self._log.start_term(term.start, term.end_offset, group, term.nonce)
         self._jump(term.start.offset, term.floating)
-        self.term = term  # set it last: until then, other threads confirm records of the old term
+        self.term = term  # set it last: until then, other threads confirm records from the old term
 
     def skip_to(self, offset: int) -> None:
         """Move to the first record at or after ``offset``; count missing records as a gap."""

@@ -60,7 +60,7 @@ class Receiver:
         acks: int,
     ) -> None:
         if not callable(handler):
-            raise TypeError("The handler of a receiver must be callable with one record.")
+            raise TypeError("A receiver's handler must be callable with one record.")
         self._letters: StreamHandle | None = None
         if isinstance(on_error, str):
             check_choice("on_error", on_error, ("stop", "skip", "retry"))
@@ -132,7 +132,7 @@ class Receiver:
             return  # called by the handler; the thread ends when the handler returns
         if not self.join(timeout):
             raise TimeoutError(
-                f"The handler of stream {self._stream!r} did not return within {timeout:g} "
+                f"The handler for stream {self._stream!r} did not return within {timeout:g} "
                 "seconds. Close again with a longer timeout."
             )
         if self._error is not None and not self._raised:
@@ -196,7 +196,7 @@ class Receiver:
                 if not left and not getattr(error, "retriable", False):
                     self._fail(error)
                     return
-                _log.warning("The receiver of stream %r will retry: %s", self._stream, error)
+                _log.warning("The receiver for stream %r will retry: %s", self._stream, error)
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
@@ -243,7 +243,7 @@ class Receiver:
             history = self._fetcher.run_blocking(letter)
             if session is not None and self._is_on_server(self._letters, history):
                 session.note_letter(raw.offset, history, self._fetcher.buffer.term)
-            fate = f"in stream {self._letters.name!r}"
+            fate = f"moved to stream {self._letters.name!r}"
         elif not self._skips:
             self._fail(error)
             return False
@@ -252,7 +252,7 @@ class Receiver:
             session.confirm_silently(raw.offset + 1, self._fetcher.buffer.term)
         self.failed += 1
         _log.warning(
-            "Record %d of stream %r failed %d times and is now %s.",
+            "Record %d of stream %r failed %d times and was %s.",
             *(raw.offset, self._stream, failures, fate),
             exc_info=error,
         )
@@ -268,7 +268,7 @@ class Receiver:
         return records.use(Connection.refresh_history) == history
 
     def _fail(self, error: BaseException) -> None:
-        _log.error("The receiver of stream %r has ended.", self._stream, exc_info=error)
+        _log.error("The receiver for stream %r has ended.", self._stream, exc_info=error)
         self._error = error
         self._stop.set()
 

@@ -1,4 +1,4 @@
-"""The background thread of a group session: renews the lease, and sends confirms."""
+"""A group session's background thread: renews the lease, and sends confirms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.5)
 
-#: A call to make on the session's connection, under its term.
+#: A call to make on the session's connection, in the session's term.
 Job: TypeAlias = "Callable[[Connection, Term], object]"
 
 
@@ -38,7 +38,7 @@ class RenewalThread(JoinableThread):
         super().__init__(self._work, f"{SESSION_PREFIX}-{lease.stream}-{lease.group}")
         self._session = session
         self._failures = 0  # consecutive failures
-        self._retry_at = 0.0  # by ``now()``
+        self._retry_at = 0.0  # on the ``now()`` clock
 
     def _work(self) -> None:
         session = self._session
@@ -52,9 +52,9 @@ class RenewalThread(JoinableThread):
                         continue
                 session.connection.use(partial(self._do, job))
         except BaseException as error:
-            _log.exception("The thread that renews the lease of %s failed.", session.lease)
+            _log.exception("The thread that renews the lease for %s failed.", session.lease)
             failure = MeteorError(
-                f"The thread that renews the lease of {session.lease} failed unexpectedly: "
+                f"The thread that renews the lease for {session.lease} failed unexpectedly: "
                 f"{error!r}."
             )
             failure.__cause__ = error
@@ -75,9 +75,9 @@ class RenewalThread(JoinableThread):
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
             if not self._failures:  # once per outage
-                _log.warning("Cannot renew the lease of %s; retrying: %s", session.lease, error)
+                _log.warning("Cannot renew the lease for %s; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # the group is gone, or access denied: a retry will not help
-            _log.warning("The lease of %s is lost: %s", session.lease, error)
+            _log.warning("Lost the lease for %s: %s", session.lease, error)
             session.give_up_term(connection, term, error)

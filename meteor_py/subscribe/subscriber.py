@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds that they wait at interpreter exit.
+#: The same limit at interpreter exit, in seconds.
 _EXIT_S = 1.0
 
 
@@ -156,7 +156,7 @@ class Subscriber(Closeable):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Record]:
-        # A generator of this object keeps the subscriber alive during a loop.
+        # The generator refers to this object, which keeps the subscriber alive during a loop.
         yield from self._fetcher.iterate(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class Subscriber(Closeable):
                 records returned by ``poll()``, or in a loop or a receiver, the current record.
 
         Returns:
-            An Ack whose ``result()`` is the offset after the record. It raises ``LeaseLost`` if the
-            confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
+            An Ack. Its ``result()`` is the offset after the record, and raises ``LeaseLost`` if the
+            confirm had no effect, or ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
             LeaseLost: This member has lost the lease. If it has not noticed yet, the Ack raises
@@ -191,7 +191,7 @@ class Subscriber(Closeable):
         if offset > self.position:
             if offset > self._fetcher.handed_out:
                 raise ValueError(
-                    f"Record {record} was not delivered yet: the position is {self.position}. "
+                    f"Record {record} has not been delivered yet: the position is {self.position}. "
                     "Confirm only records that this subscriber has delivered."
                 )
             raise LeaseLost(
@@ -283,7 +283,7 @@ class Subscriber(Closeable):
 
         Raises:
             LogTruncated: The server has lost records before that checkpoint.
-            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
             GroupError: The subscriber is in a group, which starts at its confirmed offset.
         """
         self._check_reader()
@@ -332,8 +332,8 @@ class Subscriber(Closeable):
                 record.
             on_error: What to do with a record for which the handler raises: "stop" the receiver,
                 "skip" the record, "retry" it, or a stream that takes it as a dead letter.
-            tries: How many times to call the handler with a record before ``on_error`` applies. The
-                default is 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
+            tries: Number of times to call the handler with a record before ``on_error`` applies.
+                Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no
                 failover can keep the confirm and lose the letter.
@@ -345,7 +345,7 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None:
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} already has a receiver. Open "
+                f"This subscriber for stream {self.stream.name!r} already has a receiver. Open "
                 "another subscriber."
             )
         self._receiver = Receiver(self, self._fetcher, self._codec, handler, on_error, tries, acks)
@@ -400,7 +400,7 @@ class Subscriber(Closeable):
         session = self._fetcher.session
         if session is None:
             raise NotGrouped(
-                f"{what} needs a group, but this subscriber of stream {self.stream.name!r} is not "
+                f"{what} needs a group, but this subscriber for stream {self.stream.name!r} is not "
                 "in one. Open it with stream.subscriber(group=...).",
                 stream=self.stream.name,
                 group=None,
@@ -412,14 +412,14 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None and not self._receiver.is_current_thread():
             raise MeteorError(
-                f"The records of this subscriber of stream {self.stream.name!r} go to its "
+                f"This subscriber for stream {self.stream.name!r} passes its records to a "
                 "receiver. Open another subscriber to read them yourself."
             )
 
     def _check_open(self) -> None:
         if self._closed:
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} is closed. Open another with "
+                f"This subscriber for stream {self.stream.name!r} is closed. Open another with "
                 "stream.subscriber()."
             )
         if self._fetcher.session is not None:
@@ -452,12 +452,12 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     for subscriber in subscribers:
         subscriber._fetcher.stop()
     # Subscribers that were just garbage-collected also have leases, and threads that interpreter
-    # exit would kill before they release them.
+    # exit would kill before they release the leases.
     join_named(SESSION_PREFIX, _EXIT_S)
 
 
 def _close_together(subscribers: Sequence[Subscriber]) -> None:
-    """Close the subscribers of a client under one deadline, then raise the first failure.
+    """Close a client's subscribers under one deadline, then raise the first failure.
 
     All of them leave their groups at the same time, so that waits for hung servers and handlers do
     not add up. Their own threads do the work. New threads could deadlock: this thread may be in a

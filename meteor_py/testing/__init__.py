@@ -1,17 +1,17 @@
-"""The testing kit: real servers for the tests of programs that use streams.
+"""The testing kit: real servers for testing programs that use streams.
 
     from meteor_py.testing import Server, eventually
 
     with Server("--appendonly", "yes") as server:
         with meteor_py.connect(server.url) as m: ...
         server.kill()
-        server.restart()        # same address, and the data that reached the disk
+        server.restart()        # keeps the address, and the data that reached the disk
 
 ``Cluster`` and ``Sentinels`` start several servers, and move slots and fail over between them.
 
-The pytest fixtures are in ``meteor_py.testing.fixtures``. No other module here needs pytest, except
-``store_contract``. ``Server`` does not depend on the client library, so the library's own tests use
-this kit too. See ``docs/testing.md`` for a guide.
+The pytest fixtures are in ``meteor_py.testing.fixtures``. Of the other modules here, only
+``store_contract`` needs pytest. ``Server`` does not depend on the client library, so the library's
+own tests use this kit too. See ``docs/testing.md`` for a guide.
 """
 
 from meteor_py.testing.cluster import Cluster, ClusterFactory

@@ -1,9 +1,9 @@
-"""Fixtures for pytest. List this module in the ``conftest.py`` at the root of your tests:
+"""Pytest fixtures. List this module in the ``conftest.py`` at the root of your tests:
 
     pytest_plugins = ["meteor_py.testing.fixtures"]
 
 ``meteor_server``           a real, empty server: one process for all tests
-``meteor_client``           a client of ``meteor_server``
+``meteor_client``           a client for ``meteor_server``
 ``meteor_private_server``   starts servers that a test may kill, pause and configure
 ``meteor_cluster``          a real, empty cluster of three primaries: one for all tests
 ``meteor_private_cluster``  starts clusters whose nodes a test may kill, and whose slots it may move
@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 
-#: Test servers deliberately keep nothing on disk. Ignore the warning about it, because users may
+#: Test servers deliberately keep nothing on disk. Ignore the warning about this, because users may
 #: turn warnings into errors.
 IGNORED = r"ignore:The server at \S+ loses its last records:meteor_py.DataSafetyWarning"
 
@@ -45,7 +45,7 @@ USE_SERVERS = {
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # A mark overrides `-W error`, but a setting does not. Mark only tests that use our servers.
+    # A mark overrides `-W error`; a setting does not. Mark only tests that use our servers.
     used = set(getattr(item, "fixturenames", ()))
     if used & USE_SERVERS:
         item.add_marker(pytest.mark.filterwarnings(IGNORED))
@@ -76,7 +76,7 @@ def meteor_server(_meteor_session_server: Server) -> Server:
 
 @pytest.fixture
 def meteor_client(meteor_server: Server) -> Iterator[meteor_py.Client]:
-    """A client of ``meteor_server``. It is closed after the test, with all its publishers."""
+    """A client for ``meteor_server``. It is closed after the test, with all its publishers."""
     with meteor_py.connect(meteor_server.url) as client:
         yield client
 
@@ -85,7 +85,7 @@ def meteor_client(meteor_server: Server) -> Iterator[meteor_py.Client]:
 def meteor_private_server() -> Iterator[ServerFactory]:
     """Starts servers for this test only: ``meteor_private_server("--appendonly", "yes")``.
 
-    Takes the arguments of ``meteor_py.testing.Server``. The servers are closed after the test.
+    Takes the same arguments as ``meteor_py.testing.Server``. The servers are closed after the test.
     """
     with ExitStack() as servers:
 
@@ -145,7 +145,7 @@ def meteor_private_sentinels() -> Iterator[SentinelsFactory]:
 
 @pytest.fixture
 def meteor_fake() -> Iterator[meteor_py.Client]:
-    """A client of a ``fake://`` server, which is in memory and exists for one test.
+    """A client for a ``fake://`` server, which lives in memory and exists for one test.
 
     Raises:
         ImportError: fakeredis is not installed. The message says how to install it.

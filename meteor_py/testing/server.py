@@ -27,11 +27,11 @@ SOCKET = "server.sock"
 #: Seconds within which a server must load its data and reply.
 START_S = 20.0
 
-#: Seconds between two stop signals, and how many are sent before SIGKILL.
+#: Seconds between stop signals, and the number of signals sent before SIGKILL.
 STOP_WAIT_S = 0.5
 STOP_TRIES = 40
 
-#: The longest path of a temporary directory, in bytes, that leaves room for our socket.
+#: The longest temporary directory path, in bytes, that leaves room for our socket.
 ROOT_MAX_BYTES = 64
 
 
@@ -58,15 +58,15 @@ class Server:
             args: Server options, as on the command line.
             program: The server program. None means ``$METEOR_SERVER`` or the bundled Valkey (see
                 ``meteor_py.server.find_server()``).
-            port: A TCP port of 127.0.0.1. 0 chooses a free port, and None uses a unix socket.
+            port: A TCP port on 127.0.0.1. 0 chooses a free port, and None uses a unix socket.
 
         Raises:
             ServerNotFound: No server program was found.
         """
         self.program = Path(program) if program is not None else find_server()
-        #: The server options, which each start reads. To use others, change them and restart.
+        #: The server options. Each start reads them, so you can change them and restart.
         self.args = args
-        # Do not use pytest's tmp_path: the path of a socket may have at most 103 bytes.
+        # Do not use pytest's tmp_path: a socket path is limited to 103 bytes.
         root = tempfile.gettempdir()
         root = root if len(os.fsencode(root)) <= ROOT_MAX_BYTES else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="meteor-test-", dir=root))
@@ -118,7 +118,7 @@ class Server:
         """Return a redis-py client that never retries a command. ``close()`` also closes it.
 
         Args:
-            options: Options of ``redis.Redis`` that override ours, such as ``socket_timeout=0.2``
+            options: ``redis.Redis`` options that override ours, such as ``socket_timeout=0.2``
                 (seconds).
         """
         client = plain_client(self.url, **options)
@@ -126,18 +126,18 @@ class Server:
         return client
 
     def info(self, section: str) -> dict[str, Any]:
-        """Return a section of ``INFO``."""
+        """Return one section of the server's ``INFO``."""
         with plain_client(self.url) as client:
             reply: dict[str, Any] = client.info(section)
             return reply
 
     def flush(self) -> None:
-        """Delete all data. Settings and scripts stay."""
+        """Delete all data, but keep settings and scripts."""
         with plain_client(self.url) as client:
             client.flushall()
 
     def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the server's log; empty if it never started."""
+        """Return the last lines of the server's log; empty if the server never started."""
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -166,7 +166,7 @@ class Server:
                     start_new_session=True,  # Ctrl-C must reach only the tests, not the server
                 )
         except OSError as error:
-            raise ServerStartFailed(f"{self} cannot be started: {error}.") from error
+            raise ServerStartFailed(f"Cannot start {self}: {error}.") from error
         self._watchdog.guard(self._process.pid)
         self._paused = False
         try:
@@ -177,7 +177,7 @@ class Server:
         return self
 
     def kill(self) -> None:
-        """Send SIGKILL. Writes that have not reached the kernel are lost.
+        """Send SIGKILL. Any writes that have not reached the kernel are lost.
 
         Does nothing if the server is not running.
         """
@@ -212,7 +212,7 @@ class Server:
             lambda: os.waitpid(pid, os.WUNTRACED | os.WNOHANG)[1], START_S, f"{self} did not stop"
         )
         if not os.WIFSTOPPED(status):
-            raise RuntimeError(f"{self} ended before it could be paused. See its log.")
+            raise RuntimeError(f"{self} exited before it could be paused. See its log.")
         self._paused = True
 
     def resume(self) -> None:
@@ -253,7 +253,7 @@ class Server:
 
     def _is_ready(self, probe: redis.Redis, pid: int) -> bool:
         if not self.running:
-            raise self._start_failed("ended while starting")
+            raise self._start_failed("exited while starting")
         try:
             info: dict[str, Any] = probe.info()
         except redis.AuthenticationError:
@@ -292,7 +292,7 @@ class Server:
 
 
 class ServerFactory(Protocol):
-    """The type of the fixture ``meteor_private_server``: starts a server for one test."""
+    """The type of the ``meteor_private_server`` fixture, which starts a server for one test."""
 
     def __call__(
         self, *args: str, program: str | Path | None = None, port: int | None = None
@@ -300,7 +300,7 @@ class ServerFactory(Protocol):
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that sends each command once, and no commands of its own."""
+    """Return a redis-py client that sends each command once, and sends nothing else."""
     settings: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": 10,

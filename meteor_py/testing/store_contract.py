@@ -1,12 +1,12 @@
-"""The contract of ``RingbufferStore`` as tests for your own store.
+"""The ``RingbufferStore`` contract, as tests for your own store.
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def open_store(self, tmp_path: Path) -> OpenStore:
             return lambda: MyStore(tmp_path)
 
-The content of a record depends only on its offset and its branch, so tests can compute the expected
-record for any offset. A branch is a number that tells conflicting writes apart.
+A record's content depends only on its offset and branch, so tests can compute the expected record
+for any offset. A branch is a number that distinguishes conflicting writes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ OpenStore = Callable[[], RingbufferStore]
 NEWEST = 2**62
 INCARNATION = "0a1b2c"
 OTHER = "f00d"
-#: Records per batch of the appended tables. Like an archiver's tables, they have many batches.
+#: Records per batch in the appended tables. Like an archiver's tables, they have many batches.
 BATCH = 7
 READERS = 3
 
 
 def appended_at(offset: int, branch: int = 0) -> int:
-    """Return the append time in ms. Three records share each time; later branches are later."""
+    """Return the append time in ms. Three records share each time; higher branches have later
+    times."""
     return 1_700_000_000_000 + branch * 1_000_000_000 + offset // 3 * 10
 
 
 def records(first: int, stop: int, branch: int = 0) -> pa.Table:
-    """Return records of a branch, with all combinations of missing and empty keys and headers."""
+    """Return a branch's records, with all combinations of missing and empty keys and headers."""
     batches = [_batch(range(at, min(at + BATCH, stop)), branch) for at in range(first, stop, BATCH)]
     return pa.Table.from_batches(batches, ARROW_SCHEMA)
 
@@ -97,14 +98,16 @@ class StoreContract:
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RingbufferStore:
-        """A claimed store, as after the creation of a stream."""
+        """A claimed store, as it is after a stream was created."""
         store = open_store()
         store.claim("its id")
         return store
 
     # Identity
 
-    def test_store_has_all_methods_and_a_url_or_none(self, store: RingbufferStore) -> None:
+    def test_store_has_all_methods_and_its_uri_is_a_url_or_none(
+        self, store: RingbufferStore
+    ) -> None:
         assert isinstance(store, RingbufferStore)
         assert store.uri is None or "://" in store.uri
 
@@ -118,7 +121,7 @@ class StoreContract:
 
     # Appending and reading
 
-    def test_reopened_store_has_everything(
+    def test_reopened_store_has_all_records(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         store.append(INCARNATION, 1, records(0, 10))
@@ -141,7 +144,7 @@ class StoreContract:
             assert batch.schema.equals(ARROW_SCHEMA)
             assert len(batch) > 0
 
-    def test_reader_may_stop_early(self, store: RingbufferStore) -> None:
+    def test_reader_can_stop_early(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.append(INCARNATION, 1, records(10, 20))
         for _ in range(3):
@@ -159,7 +162,7 @@ class StoreContract:
             assert read(store, n, n + 1).column("value").to_pylist() == [values[n]]
         assert read(store, 0, 5).equals(table)
 
-    def test_first_offset_may_be_large(self, store: RingbufferStore) -> None:
+    def test_first_offset_can_be_large(self, store: RingbufferStore) -> None:
         first = (1 << 53) - 12
         store.append(INCARNATION, 1, records(first, first + 10))
         check(store, first + 4, first + 7)
@@ -168,7 +171,7 @@ class StoreContract:
     @pytest.mark.parametrize(
         "columns", [("value",), ("appended", "offset"), ("headers", "key"), ()]
     )
-    def test_columns_are_read_without_the_others(
+    def test_only_requested_columns_are_read(
         self, store: RingbufferStore, columns: tuple[str, ...]
     ) -> None:
         store.append(INCARNATION, 1, records(0, 10))
@@ -188,7 +191,7 @@ class StoreContract:
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         if not isinstance(store, StatefulStore):
-            pytest.skip("Keeping states is optional, and this store does not.")
+            pytest.skip("Keeping states is optional, and this store does not keep them.")
         assert store.load_states(INCARNATION) == {}
         store.save_state(INCARNATION, 1, b"one")
         store.append(INCARNATION, 1, records(0, 10))
@@ -213,7 +216,7 @@ class StoreContract:
         check(store, 0, 20)
         assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
 
-    def test_append_may_be_repeated_with_more_records(self, store: RingbufferStore) -> None:
+    def test_append_can_be_repeated_with_more_records(self, store: RingbufferStore) -> None:
         for part in (records(0, 10), records(10, 20), records(10, 35), records(35, 40)):
             store.append(INCARNATION, 1, part)
         check(store, 0, 40)
@@ -221,7 +224,7 @@ class StoreContract:
 
     # Terms
 
-    def test_newer_term_replaces_all_from_its_first_offset(self, store: RingbufferStore) -> None:
+    def test_newer_term_replaces_all_records_from_its_start(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10, branch=1))
         store.append(INCARNATION, 1, records(10, 30, branch=1))
         store.append(INCARNATION, 2, records(14, 20, branch=2))
@@ -232,14 +235,16 @@ class StoreContract:
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         check(store, 14, 40, branch=2)
 
-    def test_newer_term_that_starts_at_the_end_continues(self, store: RingbufferStore) -> None:
+    def test_newer_term_that_starts_at_the_end_replaces_nothing(
+        self, store: RingbufferStore
+    ) -> None:
         for term in range(1, 5):
             store.append(INCARNATION, term, records(term * 10, term * 10 + 10))
         check(store, 10, 50)
         assert store.bounds(INCARNATION) == Bounds(10, 50, 4)
 
     @pytest.mark.parametrize("late", [(20, 30), (20, 60), (30, 40)])
-    def test_late_append_of_an_older_term_is_ignored(
+    def test_late_append_in_an_older_term_is_ignored(
         self, store: RingbufferStore, late: tuple[int, int]
     ) -> None:
         store.append(INCARNATION, 3, records(0, 20))
@@ -252,7 +257,7 @@ class StoreContract:
         store.append(INCARNATION, 5, records(30, 70))
         check(store, 0, 70)
 
-    def test_each_failover_may_go_further_back(self, store: RingbufferStore) -> None:
+    def test_each_failover_can_go_further_back(self, store: RingbufferStore) -> None:
         for term, first, stop in [(1, 0, 50), (2, 40, 60), (3, 20, 45), (4, 30, 33)]:
             store.append(INCARNATION, term, records(first, stop, branch=term))
         check(store, 0, 20, branch=1)
@@ -260,7 +265,7 @@ class StoreContract:
         check(store, 30, 33, branch=4)
         check_lost(store, 0, 60, first=33, last=59)
 
-    def test_newer_term_may_replace_a_whole_incarnation(self, store: RingbufferStore) -> None:
+    def test_newer_term_can_replace_a_whole_incarnation(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(5, 20, branch=1))
         store.append(INCARNATION, 2, records(5, 9, branch=2))
         check(store, 5, 9, branch=2)
@@ -292,7 +297,7 @@ class StoreContract:
 
     # Times
 
-    def test_time_is_located_in_any_range(self, store: RingbufferStore) -> None:
+    def test_locate_finds_a_time_in_any_range(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 11, 24]):
             store.append(INCARNATION, 1, records(first, stop))
         for start, stop in [(0, 24), (4, 20), (10, 11), (12, 24), (7, 7)]:
@@ -301,7 +306,7 @@ class StoreContract:
                 found = store.locate(INCARNATION, ms, start, stop)
                 assert found == next(late, stop), (ms, start, stop)
 
-    def test_times_of_replaced_records_are_ignored(self, store: RingbufferStore) -> None:
+    def test_locate_ignores_replaced_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(12, 20, branch=2))
         assert store.locate(INCARNATION, appended_at(9, 1), 0, 20) == 9
@@ -312,7 +317,7 @@ class StoreContract:
 
     # Incarnations and bounds
 
-    def test_unknown_incarnation_is_empty_and_may_be_deleted(self, store: RingbufferStore) -> None:
+    def test_unknown_incarnation_is_empty_and_can_be_deleted(self, store: RingbufferStore) -> None:
         store.delete(INCARNATION)
         store.delete(INCARNATION, 10)
         assert store.incarnations() == []
@@ -337,7 +342,7 @@ class StoreContract:
 
     # Maintenance
 
-    def test_verify_finds_no_flaw_in_an_intact_store(self, store: RingbufferStore) -> None:
+    def test_verify_finds_no_flaws_in_an_intact_store(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 20, 30]):
             store.append(INCARNATION, 1, records(first, stop))
         done: list[tuple[int, int]] = []
@@ -362,7 +367,7 @@ class StoreContract:
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         assert all(flaw.harmless for flaw in store.verify(INCARNATION, 0, 40))
 
-    def test_tidy_keeps_all_valid_records(self, store: RingbufferStore) -> None:
+    def test_tidy_keeps_all_live_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         store.append(INCARNATION, 2, records(40, 50, branch=2))
@@ -378,7 +383,7 @@ class StoreContract:
         for first, stop in pairwise([0, 10, 20, 30]):
             store.append(INCARNATION, 1, records(first, stop))
         store.delete(INCARNATION, 15)
-        first = store.bounds(INCARNATION).first  # a store may keep more
+        first = store.bounds(INCARNATION).first  # a store may keep more records
         assert first <= 15
         check(store, first, 30)
         if first:
@@ -396,7 +401,7 @@ class StoreContract:
         assert store.bounds(INCARNATION).end == 25
         check(store, max(first, 10), 25, branch=2)
 
-    def test_all_records_may_be_deleted(self, store: RingbufferStore) -> None:
+    def test_all_records_can_be_deleted(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.delete(INCARNATION, 10)
         bounds = store.bounds(INCARNATION)
@@ -404,7 +409,7 @@ class StoreContract:
         store.append(INCARNATION, 2, records(10, 20))
         check(store, 10, 20)
 
-    def test_delete_of_an_incarnation_keeps_the_others(self, store: RingbufferStore) -> None:
+    def test_deleting_an_incarnation_keeps_the_others(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.append(OTHER, 2, records(0, 10, branch=2))
         store.delete(INCARNATION)
@@ -414,7 +419,7 @@ class StoreContract:
         check(store, 0, 10, branch=2, incarnation=OTHER)
         assert store.identity() == "its id"
 
-    def test_another_incarnation_may_follow_a_deleted_one(
+    def test_another_incarnation_can_follow_a_deleted_one(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         store.append(INCARNATION, 1, records(0, 10))
@@ -437,7 +442,7 @@ class StoreContract:
             nonlocal end
             try:
                 for term in range(1, 7):
-                    # Two commits, and an append whose archiver dies before its commit.
+                    # Two committed appends, and one whose archiver dies before the commit.
                     for _ in range(2):
                         store.append(INCARNATION, term, records(end, end + 5))
                         end += 5

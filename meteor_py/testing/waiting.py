@@ -8,7 +8,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-#: Seconds between two checks. Pauses start short, because most conditions come true within
+#: Seconds between checks. Pauses start short, because most conditions become true within
 #: milliseconds, and grow, so that a long wait leaves the processor to the code under test.
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.01
@@ -20,14 +20,14 @@ POLL_SHARE = 1 / 20
 def eventually(
     condition: Callable[[], _T],
     timeout_s: float = 10,
-    message: str = "the condition did not come true",
+    message: str = "the condition did not become true",
 ) -> _T:
     """Call ``condition`` until its result is truthy, and return that result.
 
     Args:
         condition: Called at least once. An exception that it raises ends the wait.
         timeout_s: Maximum wait in seconds. Be generous: only a failing test waits that long.
-        message: The text of the error, to which the last result is added.
+        message: The error message. The last result is appended to it.
 
     Raises:
         AssertionError: The timeout expired.

@@ -1,4 +1,4 @@
-"""A small process that outlives the test process and kills the server that it left running."""
+"""A small process that outlives the test process and kills any server left running."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 # Standard input is a pipe from the test process. It ends when that process dies, even by SIGKILL.
-# The last line is the id of the process to kill then; an empty line means none. The program kills
-# the whole process group, because a server forks when it rewrites its append-only file.
+# The last line holds the id of the process to kill then; if it is empty, there is none. The program
+# kills the whole process group, because a server forks when it rewrites its append-only file.
 _PROGRAM = """
 pid=
 while read -r line; do pid=$line; done
@@ -27,7 +27,7 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # programs that read the tests' output must not wait for us
+            stdout=subprocess.DEVNULL,  # programs reading the tests' output must not wait for us
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must reach only the tests
         )

@@ -1,8 +1,8 @@
-"""meteor_py streams in Spark: ``spark.readStream.format("meteor")``, without registration.
+"""meteor_py streams in Spark: ``spark.readStream.format("meteor")``, no registration needed.
 
 To find data sources, Spark imports every module named ``pyspark_*`` and looks for a
 ``DefaultSource``. If one import fails, Spark gives up and finds no data source at all. So this
-module imports little, needs no server, and checks the version of PySpark only when it is used.
+module imports little, needs no server, and checks the PySpark version only when it is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The columns of a source, and the conversion of Arrow batches to them."""
+"""Defines a source's columns, and converts Arrow batches to them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def source_schema(options: ColumnOptions) -> StructType:
 
 
 def check_schema(requested: StructType, options: ColumnOptions) -> None:
-    """Check a schema that the user passed. It may select columns but not change their types.
+    """Check a schema that the user passed. It can select columns but not change their types.
 
     Raises:
-        ValueError: A column is unknown or has another type.
+        ValueError: A column is unknown or has the wrong type.
     """
     known = {f.name: f.dataType for f in source_schema(options)}
     for column in requested.fields:
@@ -48,12 +48,12 @@ def check_schema(requested: StructType, options: ColumnOptions) -> None:
             columns = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
             raise ValueError(
                 f"The schema has {column.name} {column.dataType.simpleString()}, but a stream has "
-                f"only {columns}. includeHeaders and valueFormat change these columns."
+                f"only {columns}. Use includeHeaders and valueFormat to change these columns."
             )
 
 
 class Columns:
-    """Converts records to Arrow batches with exactly the names, order and types of a schema."""
+    """Converts records to Arrow batches with exactly the names, order and types in a schema."""
 
     def __init__(self, schema: StructType) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
@@ -61,13 +61,13 @@ class Columns:
         self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
     def of_records(self) -> list[str]:
-        """Returns the columns that come from records: all but the name of the stream."""
+        """Returns the columns that come from records: all but the stream name."""
         return [name for name in self._schema.names if name != "stream"]
 
     def combine(self, stream: str, tables: Sequence[pa.Table]) -> list[pa.RecordBatch]:
-        """Returns the records of a stream as Arrow batches, usually one, and none of them empty.
+        """Returns a stream's records as Arrow batches: usually one, and none of them empty.
 
-        Spark needs time for each Arrow batch, so this copies the records of many frames into one.
+        Spark needs time for each Arrow batch, so this copies records from many frames into one.
         """
         import pyarrow as pa
 
@@ -92,7 +92,7 @@ class Columns:
         if column.type == field.type:
             return column
         if pa.types.is_string(field.type):
-            # Pass bytes that are not UTF-8 unchanged: Spark's own strings may contain such bytes.
+            # Pass invalid UTF-8 through unchanged: Spark's own strings may contain it.
             from pyarrow import compute
 
             return compute.cast(

@@ -1,4 +1,4 @@
-"""A listener that reports the lag of a session's streaming queries.
+"""A listener that reports how far a session's streaming queries lag behind.
 
 >>> from pyspark_meteor.listener import LagListener
 >>> spark.streams.addListener(LagListener())  # doctest: +SKIP
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lag:
-    """The lag of a query after a batch."""
+    """A query's lag after a batch."""
 
-    #: Id of the query, which stays the same after a restart, and its name, if any.
+    #: The query's id, which stays the same after a restart, and its name, if any.
     query: str
     name: str | None
     batch: int
@@ -41,7 +41,7 @@ class Lag:
 
 
 def log_lag(lag: Lag) -> None:
-    """Log the lag of a query."""
+    """Log a query's lag."""
     _log.info(
         "Query %s is %d records behind after batch %d: %s",
         *(lag.name or lag.query, lag.records, lag.batch, lag.streams),
@@ -51,7 +51,7 @@ def log_lag(lag: Lag) -> None:
 class LagListener(StreamingQueryListener):
     """Reports the lag of each query that reads meteor streams, after each of its batches.
 
-    ``lags`` has the last lag of each active query, for a metrics exporter. If a query reads a
+    ``lags`` holds the last lag of each active query, for a metrics exporter. If a query reads a
     stream with several ``load()`` calls, the largest lag counts.
 
     Args:
@@ -60,14 +60,14 @@ class LagListener(StreamingQueryListener):
 
     def __init__(self, report: Callable[[Lag], None] = log_lag) -> None:
         self._report = report
-        #: The last lag of each active query, by its id.
+        #: The last lag of each active query, by query id.
         self.lags: dict[str, Lag] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Does nothing: there is no lag to report before the first batch."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
-        """Report the lag of a query after a batch."""
+        """Report a query's lag after a batch."""
         progress = event.progress
         streams: dict[str, int] = {}
         for source in progress.sources:
@@ -82,12 +82,12 @@ class LagListener(StreamingQueryListener):
         """Does nothing: an idle query has read all records, and its last lag is already 0."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Forget the lag of a query that has ended."""
+        """Forget the lag when a query has ended."""
         self.lags.pop(str(event.id), None)
 
 
 def _lag_of(end: Any, latest: Any) -> dict[str, int]:
-    """Returns the lag of each stream of a source; empty if it is not a meteor source."""
+    """Returns the lag for each stream in a source; empty if it is not a meteor source."""
     known, ends = _positions(end), _positions(latest)
     return {
         name: max(stop["offset"] - known[name]["offset"], 0)

@@ -1,4 +1,4 @@
-"""Reading for a group: the driver of a query holds the group's lease and confirms records.
+"""Reads as a group member: a query's driver holds the group's lease and confirms records.
 
 The checkpoint decides where the query continues. The group shows the query's progress to other
 programs, keeps the archiver from expiring records that the query has not read, and determines where
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LEASE_S = 10.0
-#: Maximum seconds for a batch. The driver counts as alive for as long as its process runs.
+#: Maximum duration of a batch in seconds. The driver counts as alive while its process runs.
 _BUSY_S = 7 * 86_400.0
 #: Seconds to wait for the last confirm when a query ends.
 _CLOSE_S = 2.0
 
 
 def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
-    """Returns the group's position. Creates a missing group at the offset of ``resolve()``.
+    """Returns the group's position. Creates a missing group at the offset from ``resolve()``.
 
-    So a query keeps its start even if it crashes before its first batch.
+    As a result, a query keeps its start even if it crashes before its first batch.
     """
     try:
         return stream.group(group).confirmed
@@ -38,7 +38,7 @@ def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
 
 
 class Membership:
-    """The driver's membership in the group of one stream. Holds the lease. Not thread-safe.
+    """The driver's membership in one stream's group. Holds the lease. Not thread-safe.
 
     Args:
         start: The offset at which to create the group if it does not exist.
@@ -70,8 +70,8 @@ class Membership:
             raise GroupActive(
                 f"The query cannot read for group {group!r} of stream {stream.name!r}, because "
                 f"{owner} holds the lease. Stop that member, or read for another group. Each "
-                "load() is a member, even within one query. Load a stream once and use the frame "
-                "twice, or give each load() its own group.",
+                "load() is a separate member, even within one query. Load a stream once and use "
+                "the frame twice, or give each load() its own group.",
                 stream=stream.name,
                 group=group,
                 owner=owner,
@@ -79,7 +79,7 @@ class Membership:
         return term
 
     def confirm(self, position: Position) -> None:
-        """Confirm all records before this position. The confirmed offset never moves back.
+        """Confirm all records before this position. The confirmed offset never moves backwards.
 
         Raises:
             LeaseLost: Another member has taken over.
@@ -90,7 +90,7 @@ class Membership:
         if position.offset > session.confirmed:
             if session.term is not self._term:
                 raise LeaseLost(
-                    f"Another member now reads for group {self._group!r} of stream "
+                    f"Another member has taken over group {self._group!r} of stream "
                     f"{self._stream.name!r}.",
                     stream=self._stream.name,
                     group=self._group,

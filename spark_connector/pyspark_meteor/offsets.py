@@ -4,15 +4,15 @@
                             "path": "1:0,+1794836508123:10"}},
      "version": 1}
 
-A query without a checkpoint starts from an offset without streams, whose ``phase`` is "new". Its
+A query without a checkpoint starts from an offset without streams, whose ``phase`` is "new". The
 first batch reads no records. It only writes the positions at which the query starts to the
-checkpoint, with the phase "start". Otherwise Spark would repeat a failed first batch from positions
-that are determined again and may have moved. If a first batch lacks this phase, a release before
-0.2 planned it, and it reads records.
+checkpoint, with the phase "start". Otherwise, if the first batch failed, Spark would repeat it from
+positions that are determined again and may have moved. If a first batch lacks this phase, a release
+before 0.2 planned it, and it reads records.
 
 Spark compares offsets as text, so names are sorted. The incarnation distinguishes a recreated
 stream from the original. The epoch and its path distinguish a server that has lost records from one
-that only has more. Offsets written before version 0.2 have no path.
+that merely has more. Offsets written before version 0.2 have no path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Offsets = dict[str, Position]
 _VERSION = 1
 _NEW, _START = "new", "start"
 
-#: The offset before the first batch of a query.
+#: The offset before a query's first batch.
 INITIAL: dict[str, Any] = {"phase": _NEW, "streams": {}, "version": _VERSION}
 
 
 def to_spark(offsets: Offsets) -> dict[str, Any]:
-    """Returns offsets in the form that Spark writes to the checkpoint as JSON."""
+    """Converts offsets to the form that Spark writes to the checkpoint as JSON."""
     return {
         "streams": {
             name: {
@@ -47,7 +47,7 @@ def to_spark(offsets: Offsets) -> dict[str, Any]:
 
 
 def start_to_spark(offsets: Offsets) -> dict[str, Any]:
-    """Returns the end of the first batch of a query: the positions at which the query starts."""
+    """Returns the end of a query's first batch: the positions at which the query starts."""
     return {"phase": _START, **to_spark(offsets)}
 
 
@@ -65,12 +65,12 @@ def from_spark(stored: dict[str, Any]) -> Offsets:
     """Returns the offsets that Spark passes back, perhaps from an old checkpoint.
 
     Raises:
-        ValueError: Another version of this package, or another source, wrote them.
+        ValueError: A different version of this package, or a different source, wrote them.
     """
     if stored.get("version") != _VERSION:
         raise ValueError(
-            f"The checkpoint has offsets of version {stored.get('version')!r}, but this package "
-            f"reads version {_VERSION}. Use the release that wrote it, or a new checkpoint."
+            f"The checkpoint has offsets in version {stored.get('version')!r}, but this package "
+            f"reads version {_VERSION}. Use the release that wrote them, or a new checkpoint."
         )
     return {
         name: Position(found["incarnation"], found["epoch"], found["offset"], found.get("path", ""))

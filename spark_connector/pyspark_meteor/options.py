@@ -1,4 +1,4 @@
-"""The options of the source. All are checked before any record is read.
+"""Source options. All of them are checked before any record is read.
 
 Spark passes options as strings, with names in any case. Unknown options are refused, because a
 misspelled name would silently change which records are read.
@@ -20,14 +20,14 @@ from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
 T = TypeVar("T", int, None)
 
-#: Numbers that have a special meaning in the offsets of Kafka's source.
+#: Numbers that have a special meaning in offsets for Kafka's source.
 _KAFKA_OFFSETS = {-2: "earliest", -1: "latest"}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, None: 0.001}
 
 #: Explains why options are missing if a source was created as a table.
 NO_TABLES = (
-    "Spark does not pass the options of a table to a data source in Python. Use CREATE TEMPORARY "
+    "Spark does not pass table options to a data source written in Python. Use CREATE TEMPORARY "
     "VIEW name USING meteor OPTIONS (stream 'orders')."
 )
 _EVERYWHERE = (*SERVER_OPTIONS, "failOnDataLoss", "valueFormat")
@@ -54,7 +54,7 @@ class OffsetSpec:
 
 @dataclass(frozen=True)
 class OffsetSpecs:
-    """The specs of all streams: a default, and exceptions for particular streams."""
+    """The specs for all streams: a default, and exceptions for particular streams."""
 
     default: OffsetSpec
     by_stream: dict[str, OffsetSpec] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class OffsetSpecs:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a micro-batch."""
+    """Micro-batch limits."""
 
     max_records: int | None = None
     min_records: int = 0
@@ -86,7 +86,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class SourceOptions(ColumnOptions):
-    """All options of a source."""
+    """All options for a source."""
 
     server: ServerOptions
     streams: tuple[str, ...]
@@ -98,12 +98,12 @@ class SourceOptions(ColumnOptions):
     fail_on_data_loss: bool
     limits: Limits
     min_partitions: int
-    #: None means a default, with which frames are not split.
+    #: None means the default, with which frames are not split.
     max_records_per_partition: int | None
 
 
 def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
-    """Parse the options of a source.
+    """Parse source options.
 
     Raises:
         ValueError: An option is unknown, invalid, or contradicts another.
@@ -116,7 +116,7 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     kinds = {starting.default.kind, *(spec.kind for spec in starting.by_stream.values())}
     if not group and "group" in kinds:
         hint = "Pass the option group." if streaming else "Only readStream supports groups."
-        raise ValueError(f"startingOffsets=group starts at the position of a group. {hint}")
+        raise ValueError(f"startingOffsets=group starts at a group's position. {hint}")
     ending = _parse_specs(options, *_ENDING, "latest")
     for option, specs in (("startingOffsets", starting), ("endingOffsets", ending)):
         _check_names(option, specs, streams, pattern)
@@ -139,10 +139,10 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
 
 
 def parse_columns(given: Mapping[str, str]) -> ColumnOptions:
-    """Parse the options of a schema. At this point, the type of query is unknown.
+    """Parse schema options. At this point, the type of query is unknown.
 
     Raises:
-        ValueError: An option is unknown, or an option of the schema is invalid.
+        ValueError: An option is unknown, or a schema option is invalid.
     """
     options = RawOptions(given, (*_COMMON, *_STREAMING, *_ENDING))
     return ColumnOptions(
@@ -171,7 +171,7 @@ class RawOptions:
             option = names.get(name.lower())
             if option is None:
                 raise ValueError(
-                    f"The data source meteor has no option {name!r}. Use {', '.join(known)}."
+                    f"The meteor data source has no option {name!r}. Use {', '.join(known)}."
                 )
             if option not in known:
                 raise ValueError(f"The option {option} does not apply here. Leave it out.")
@@ -235,8 +235,8 @@ def _parse_limits(options: RawOptions) -> Limits:
         )
     if limits.max_records and limits.min_records > limits.max_records:
         raise ValueError(
-            "minOffsetsPerTrigger is greater than maxOffsetsPerTrigger. Lower it, or raise the "
-            "maximum."
+            "minOffsetsPerTrigger is greater than maxOffsetsPerTrigger. Lower the minimum, or "
+            "raise the maximum."
         )
     return limits
 
@@ -309,15 +309,15 @@ def _parse_time(option: str, text: str) -> int:
         return to_ms(int(text) if text.isdecimal() else datetime.fromisoformat(text))
     except ValueError:
         raise ValueError(
-            f"{option} must be ms since 1970, or a time with a zone such as 2026-11-16T14:30:00Z, "
-            f"not {text!r}."
+            f"{option} must be ms since 1970, or a time with a time zone, such as "
+            f"2026-11-16T14:30:00Z, not {text!r}."
         ) from None
 
 
 def _check_names(
     option: str, specs: OffsetSpecs, streams: tuple[str, ...], pattern: str | None
 ) -> None:
-    """Refuse the name of a stream that the query does not read: it is probably misspelled."""
+    """Refuse a stream name that the query does not read: it is probably misspelled."""
     for name in specs.by_stream:
         if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
             raise ValueError(
@@ -327,7 +327,7 @@ def _check_names(
 
 def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:
     names = sorted({*starting.by_stream, *ending.by_stream})
-    both = [(f" of stream {name!r}", starting[name], ending[name]) for name in names]
+    both = [(f" for stream {name!r}", starting[name], ending[name]) for name in names]
     for of, start, end in (*both, ("", starting.default, ending.default)):
         (scale, first), (other, last) = _rank(start), _rank(end)
         if scale == other and first > last:

@@ -1,7 +1,7 @@
-"""Waiting for a server that restarts, fails over, or is unreachable for a while.
+"""Waits for a server that restarts, fails over, or is unreachable for a while.
 
-Without this, each restart of the server would end every query: Spark does not retry calls to the
-driver of a source or sink, and in local mode it does not retry tasks either. Every call that
+Without this, each server restart would end every query: Spark does not retry calls that a source or
+sink makes on the driver, and in local mode it does not retry tasks either. Every call that
 ``outlast`` makes is safe to repeat: it only reads, or the server recognizes the repetition.
 """
 
@@ -49,7 +49,7 @@ def outlast(server: ServerOptions, work: Callable[[], _T]) -> _T:
                 raise
             if failures == 1:
                 _log.warning(
-                    "%s Waiting for the server up to %g seconds (serverTimeout).",
+                    "%s Waiting up to %g seconds for the server (serverTimeout).",
                     *(error, server.timeout_s),
                 )
             time.sleep(min(pause_s(failures, *_BACKOFF_S), deadline - at))

@@ -1,4 +1,4 @@
-"""Queries to the server on the driver: which streams exist, and where they begin and end."""
+"""Asks the server, on the driver, which streams exist and where they begin and end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pyspark_meteor.ranges import Range, cut
 if TYPE_CHECKING:
     from pyspark_meteor.options import OffsetSpec, SourceOptions
 
-#: Approximate default size of a partition in records: about a second of work.
+#: Approximate default partition size in records: about a second of work.
 RECORDS_PER_PARTITION = 500_000
-#: Minimum seconds between two searches for new streams. The engine may ask every few ms.
+#: Minimum seconds between searches for new streams. The engine may ask every few ms.
 LIST_S = 1.0
-#: Maximum number of streams whose ends one pipeline requests.
+#: Maximum number of streams whose ends are requested in one pipeline.
 _STREAMS_PER_REQUEST = 1000
 
 
 class Planner:
-    """Plans the reads of one query. Not thread-safe."""
+    """Plans the reads for one query. Not thread-safe."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -41,7 +41,7 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Returns the names of the streams to read: as given, or as matched at the last listing."""
+        """Returns the streams to read: the given names, or those that matched when last listed."""
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -62,7 +62,7 @@ class Planner:
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Returns the ends of all streams that exist."""
+        """Returns the ends of all existing streams."""
         ends: Offsets = {}
         names = self.names()
         for start in range(0, len(names), _STREAMS_PER_REQUEST):
@@ -89,7 +89,7 @@ class Planner:
         """Resolves a spec to its current position in the stream.
 
         Raises:
-            ValueError: The offset is beyond the end.
+            ValueError: The offset is beyond the stream's end.
         """
         stream = self.open(name)
         end = stream.end()
@@ -127,7 +127,7 @@ class Planner:
             self._checked[name] = checked  # the engine asks every few ms until the next batch
 
     def divide(self, ranges: list[Range]) -> list[Range]:
-        """Cut ranges into parts for tasks, at boundaries of frames or row groups if possible.
+        """Cut ranges into parts for tasks, at frame or row group boundaries if possible.
 
         If frames are too large for the number or size of the parts, the cuts may be inside frames.
         """

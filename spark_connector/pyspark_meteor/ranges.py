@@ -1,4 +1,4 @@
-"""Ranges of offsets: limiting a micro-batch, and cutting it into the parts that tasks read."""
+"""Offset ranges: limits a micro-batch, and cuts it into the parts that tasks read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pyspark_meteor.offsets import Offsets
 
 @dataclass(frozen=True)
 class Range(InputPartition):
-    """Consecutive records of one stream, which one task reads. Holds no secrets.
+    """Consecutive records in one stream, which one task reads. Holds no secrets.
 
     ``end`` has the incarnation and epoch in which the range was planned, so that the task detects
-    whether the server has lost records of the range since then.
+    whether the server has lost records in the range since then.
     """
 
     stream: str
@@ -30,7 +30,7 @@ class Range(InputPartition):
 
 
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
-    """Returns the records between two offsets of a query.
+    """Returns the records between two of a query's offsets.
 
     A new or recreated stream has no records in this batch. The query first stores the stream's
     beginning as its offset. The records belong to the next batch.

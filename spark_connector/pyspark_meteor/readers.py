@@ -1,4 +1,4 @@
-"""The readers of batch and streaming queries: they plan on the driver, and read in tasks.
+"""Readers for batch and streaming queries: they plan on the driver, and read in tasks.
 
 For each run of a streaming query, the engine keeps one reader alive in a process on the driver.
 Tasks get a copy that was pickled before the run, so they know only the options and their partition.
@@ -53,16 +53,16 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: A limit without any effect. The engine passes it to ``latestOffset``, which applies our limits.
+#: A limit that has no effect. The engine passes it to ``latestOffset``, which applies our limits.
 _UNLIMITED = 2**53
 
 
 class BatchReader(DataSourceReader):
-    """The reader of one batch query.
+    """The reader for one batch query.
 
-    It deliberately has no ``pushFilters``. Spark 4.3 keeps the plan that results from pushed
-    filters for all uses of a frame: after ``frame.where("offset = 7")``, ``frame.count()`` would
-    be 1.
+    It deliberately has no ``pushFilters``. Spark 4.3 reuses the plan that results from pushed
+    filters whenever the frame is used again: after ``frame.where("offset = 7")``,
+    ``frame.count()`` would be 1.
     """
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -100,7 +100,7 @@ class BatchReader(DataSourceReader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of one streaming query. The constructor never raises or contacts the server."""
+    """The reader for one streaming query. The constructor never raises or contacts the server."""
 
     def __init__(self, given: dict[str, str], schema: StructType) -> None:
         self._given = given
@@ -109,7 +109,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The engine would hide an error raised here, so a later call raises it.
         with suppress(Exception):
             _ = self._options
-        #: The ends of the streams when the engine last asked.
+        #: The streams' ends when the engine last asked.
         self._ends: Offsets = {}
         #: The ends when a run with Trigger.AvailableNow began.
         self._target: Offsets | None = None
@@ -157,22 +157,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxRows(limits.max_records or _UNLIMITED) if limits else ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Returns the last known ends of the streams, from which the engine computes the lag."""
+        """Returns the streams' last known ends, from which the engine computes the lag."""
         return to_spark(self._ends) if self._ends else None
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Record the ends of the streams, at which this run will stop."""
+        """Record the streams' ends, at which this run will stop."""
         self._target = self._outlast(self._find_ends)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Returns the ranges that the tasks of a batch read."""
+        """Returns the ranges for a batch's tasks to read."""
         return self._outlast(lambda: self._find_partitions(start, end))
 
     def _find_partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Range]:
         known = from_spark(start)
         if is_initial(start) and not is_start(end):
             self._ends = self._find_ends()
-            known = self._find_start()  # as in the older release that planned this batch
+            known = self._find_start()  # as did the older release that planned this batch
         return self._planner.divide(ranges_between(known, from_spark(end)))
 
     def commit(self, end: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             sys.exit(0)
 
     def _find_ends(self) -> Offsets:
-        """Returns the ends of the streams. Warns once if one is missing, perhaps misspelled."""
+        """Returns the streams' ends. Warns once if a stream is missing, perhaps misspelled."""
         ends = self._planner.ends()
         if not self._missing_logged:
             for name in self._options.streams:
@@ -279,7 +279,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Check whether the server has lost records that the query has read.
 
         Returns:
-            If failOnDataLoss is false: the positions to go back to, where other records have
+            If failOnDataLoss is false, the positions to go back to, where other records have
             replaced the lost ones.
         """
         back: Offsets = {}
@@ -321,7 +321,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._member(name, group, position).confirm(position)
             except LeaseLost as error:
                 # A failover may have lost the term. If another member has taken over, this raises.
-                _log.warning("%s The query rejoins the group.", error)
+                _log.warning("%s Rejoining the group.", error)
                 self._leave(name)
                 self._member(name, group, position).confirm(position)
 
@@ -337,7 +337,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             try:
                 member.close()
             except MeteorError as error:
-                _log.warning("The query could not leave its group of stream %r: %s", name, error)
+                _log.warning("The query could not leave its group for stream %r: %s", name, error)
 
     def _apply_limits(self, start: Offsets, end: Offsets) -> Offsets:
         """Returns ``end`` within the batch limits, or ``start`` if there are too few records."""
@@ -373,7 +373,7 @@ def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
 
 
 def _cap(end: Offsets, target: Offsets, start: Offsets) -> Offsets:
-    """Returns ``end``, limited to the target of the run, but never before ``start``."""
+    """Returns ``end``, limited to the run's target, but never before ``start``."""
     capped: Offsets = {}
     for name, position in end.items():
         known, goal = start.get(name), target.get(name)

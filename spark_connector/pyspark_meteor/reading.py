@@ -1,4 +1,4 @@
-"""The work of a source task: read one range of a stream, from the ring or the store, as Arrow."""
+"""What a source task does: read one range of a stream, from the ring or the store, as Arrow."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records in the first batch and in later batches. The first is small, so that ``show()`` and
-#: ``limit()`` finish early.
+#: Number of records in the first batch and in later batches. The first is small, so that ``show()``
+#: and ``limit()`` finish early.
 _FIRST_RECORDS, _RECORDS = 1_000, 65_536
 #: Bytes of records after which a batch is complete.
 _BYTES = 8 * 1024 * 1024
@@ -40,12 +40,12 @@ _POLL_S = 1.0
 def read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the records of a range, from the ring or, if the ring has dropped them, the store.
+    """Yields the records in a range, from the ring or, if the ring has dropped them, the store.
 
     Raises:
         RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and
             failOnDataLoss is true.
-        LogTruncated: The server has lost some of them, or the stream was recreated.
+        LogTruncated: The server has lost some of the records, or the stream was recreated.
         StreamNotFound: The stream was deleted.
     """
     columns = Columns(schema)
@@ -145,7 +145,7 @@ def _skip_gap(
         raise loss
     first, last = max(loss.first, wanted.first), min(loss.last, wanted.end.offset - 1)
     _log.warning(
-        "Skipping %d lost records, %d to %d of stream %r, because failOnDataLoss is false.",
+        "Skipping %d lost records (%d to %d) in stream %r, because failOnDataLoss is false.",
         *(last - first + 1, first, last, wanted.stream),
     )
     if isinstance(loss, CorruptFrame):  # a subscriber does not treat existing bytes as a gap

@@ -1,8 +1,8 @@
-"""The server of a source or sink, and one connection to it per process.
+"""The server that a source or sink uses, and one connection to it per process.
 
 Spark sends options to other machines and shows them in logs and plans, so they must not contain a
 password. Each process reads the password from its own environment or from a file. The driver
-determines the address of the server, because executors have a different environment and might find
+determines the server's address, because executors have a different environment and might find
 another server.
 """
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 #: Default and largest value of serverTimeout, in seconds.
 _AWAY_S, _AWAY_MAX_S = 60.0, 3600.0
-#: Matches names of settings whose values Spark hides (the default of spark.redaction.regex).
+#: Matches names of settings whose values Spark hides (the default for spark.redaction.regex).
 _REDACTED = re.compile(r"secret|password|token|access[.]?key|credential", re.IGNORECASE)
 _lock = threading.Lock()
 _clients: dict[tuple[int, ServerOptions], meteor_py.Client] = {}
@@ -43,7 +43,7 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The address of the server, and where to find its password."""
+    """The server's address, and where to find its password."""
 
     #: The URL without a password. None means that each process uses its own ``$METEOR_URL``, which
     #: contains a password.
@@ -55,7 +55,7 @@ class ServerOptions:
 
     @classmethod
     def parse(cls, options: RawOptions) -> ServerOptions:
-        """Parse the options of a source or sink, on the driver.
+        """Parse the options for a source or sink, on the driver.
 
         Raises:
             ValueError: The URL contains a password, or passwordEnv or passwordFile is misused.
@@ -78,10 +78,10 @@ class ServerOptions:
         return cls(url, env, file, options.seconds("serverTimeout", _AWAY_S, most=_AWAY_MAX_S))
 
     def connect(self) -> meteor_py.Client:
-        """Returns the client of this process, which stays open for the next task.
+        """Returns this process's client, which stays open for the next task.
 
         Raises:
-            ValueError: The password cannot be read from the place that the options name.
+            ValueError: The password cannot be read from where the options say it is.
         """
         key = (os.getpid(), self)
         with _lock:
@@ -102,8 +102,8 @@ class ServerOptions:
         """Check that the server never evicts keys, which exactly-once writing requires.
 
         Raises:
-            ServerRefused: The server may evict keys, among them staged rows. A commit that has
-                begun could then neither be finished nor undone.
+            ServerRefused: The server may evict keys, including staged rows. A commit that has begun
+                could then neither be finished nor undone.
         """
         policies = self.connect()._connector.use_each(eviction_policy)
         policy = next((policy for policy in policies if policy is not None), None)
@@ -111,7 +111,7 @@ class ServerOptions:
             raise meteor_py.ServerRefused(
                 f"The server at {self.connect().address} evicts keys when it is full "
                 f"(maxmemory-policy {policy}), so a commit could lose rows or write them twice. "
-                "Set maxmemory-policy noeviction. A streaming query may use delivery=atLeastOnce "
+                "Set maxmemory-policy noeviction. A streaming query can use delivery=atLeastOnce "
                 "instead."
             )
 
@@ -126,7 +126,7 @@ class ServerOptions:
         password = self._password()
         if password is None:
             return meteor_py.connect(self.url, timeout=_TIMEOUT_S)
-        # Do not make the password a part of the URL, which errors and logs may show.
+        # Do not make the password part of the URL, which errors and logs may show.
         found = address.parse(self.url)
         found = replace(found, options=found.options | {"password": password})
         return meteor_py.Client(found, _TIMEOUT_S)
@@ -144,7 +144,7 @@ class ServerOptions:
             try:
                 return Path(self.password_file).read_text().strip()
             except OSError as error:
-                raise ValueError(f"The passwordFile cannot be read: {error}.") from None
+                raise ValueError(f"Cannot read the passwordFile: {error}.") from None
             except UnicodeDecodeError:
                 raise ValueError(f"The passwordFile {self.password_file} is not UTF-8.") from None
         return None
@@ -159,7 +159,7 @@ def _default_url() -> str | None:
 
 
 def _has_password(url: str) -> bool:
-    """Returns whether a URL contains a password, or something that may be one."""
+    """Returns whether a URL contains a password, or something that could be one."""
     try:
         parts = urlsplit(url)
         if parts.password is not None:

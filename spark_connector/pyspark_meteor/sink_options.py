@@ -1,4 +1,4 @@
-"""The options of the sink. All are checked before any row is written."""
+"""Sink options. All of them are checked before any row is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 _COMMON = (*SERVER_OPTIONS, "stream", "path", "capacity", "commitDurability")
 _BATCH = ("txnId", "txnVersion")
 _STREAMING = ("delivery", "failOnDataLoss")
-#: Options of Spark itself, which it also passes to the sink.
+#: Spark's own options, which it also passes to the sink.
 _ASYNC = "asyncProgressTrackingEnabled"
 _SPARK = ("checkpointLocation", "queryName", _ASYNC)
 _COLUMNS: dict[str, tuple[DataType, ...]] = {
@@ -34,25 +34,26 @@ _COLUMNS: dict[str, tuple[DataType, ...]] = {
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """All options of a sink."""
+    """All options for a sink."""
 
     server: ServerOptions
-    #: The stream to write to. None means that each row has a column ``stream`` with its stream.
+    #: The stream to write to. None means that each row names its stream in a ``stream`` column.
     stream: str | None
     exactly_once: bool
-    #: Identifies a batch write, so that a retry has no further effect. If None, every write is new.
+    #: Identifies a batch write, so that a retry has no additional effect. If None, every write is
+    #: new.
     txn_id: str | None
     txn_version: int
     #: Number of replicas that must have a batch before it counts as written.
     replicas: int
     #: Whether a batch fails if the stream has a batch with the same number but different rows.
     fail_on_data_loss: bool
-    #: Ring capacity of streams that the sink creates. None means the library's default.
+    #: Ring capacity for streams that the sink creates. None means the library's default.
     capacity: int | None
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
-    """Parse the options of a sink, and check the columns of the rows.
+    """Parse sink options, and check the rows' columns.
 
     Raises:
         ValueError: An option is unknown, invalid, or contradicts another.
@@ -61,16 +62,16 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     options = RawOptions(given, (*_COMMON, *known), other)
     if options.flag(_ASYNC, False):
         raise ValueError(
-            f"With {_ASYNC}, batch numbers are not reliable, but exactly-once writing needs them. "
-            "Leave the option out, or use another sink."
+            f"With {_ASYNC}, batch numbers are not reliable, but exactly-once writing needs "
+            "reliable ones. Leave the option out, or use another sink."
         )
     stream, path = options.text("stream"), options.text("path")
     if stream and path:
-        raise ValueError("Both the option stream and save() set the stream. Set it once.")
+        raise ValueError("Both the stream option and save() set the stream. Set it only once.")
     check_columns(schema, named=bool(stream or path))
     delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
     if options.text("txnVersion") and not options.text("txnId"):
-        raise ValueError("txnVersion numbers the writes of a txnId. Pass a txnId as well.")
+        raise ValueError("txnVersion numbers the writes under a txnId. Pass a txnId as well.")
     return SinkOptions(
         server=ServerOptions.parse(options),
         stream=stream or path,
@@ -84,10 +85,10 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
 
 
 def check_columns(schema: StructType, *, named: bool) -> None:
-    """Check that rows of this schema can be written as records.
+    """Check that rows with this schema can be written as records.
 
     Raises:
-        ValueError: A column is missing, unknown, or has another type.
+        ValueError: A column is missing, unknown, or has the wrong type.
     """
     for column in schema.fields:
         kinds = _COLUMNS.get(column.name, ())
@@ -97,14 +98,14 @@ def check_columns(schema: StructType, *, named: bool) -> None:
                 for name, kinds in _COLUMNS.items()
             )
             raise ValueError(
-                f"Column {column.name} of type {column.dataType.simpleString()} cannot be written "
-                f"to a stream. Supported columns: {known}."
+                f"Cannot write column {column.name} of type {column.dataType.simpleString()} to a "
+                f"stream. Supported columns: {known}."
             )
     names = schema.fieldNames()
     if "value" not in names:
         raise ValueError("A record needs a value. Select or cast a column as value.")
     if not named and "stream" not in names:
-        raise ValueError("Set the stream to write to with the option stream or a column stream.")
+        raise ValueError("Set the stream to write to with the stream option or a stream column.")
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:

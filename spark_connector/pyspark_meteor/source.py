@@ -1,4 +1,4 @@
-"""The data source ``meteor``: Spark's entry point to the readers and writers of this package."""
+"""The ``meteor`` data source: Spark's entry point to the readers and writers in this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_version() -> None:
     """Raise ``ImportError`` if PySpark is too old."""
     if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _REQUIRED:
         raise ImportError(
-            f"The data source meteor needs PySpark {_REQUIRED[0]}.{_REQUIRED[1]} or newer, for "
+            f"The meteor data source needs PySpark {_REQUIRED[0]}.{_REQUIRED[1]} or newer, for "
             f"rate limits and Trigger.AvailableNow, but this is {pyspark.__version__}. Install it "
             "with: pip install 'meteor-py[spark]'"
         )
@@ -27,7 +27,7 @@ try:
         DataSourceStreamWriter,
         DataSourceWriter,
     )
-except ModuleNotFoundError:  # PySpark before 4.0, which cannot load data sources in Python
+except ModuleNotFoundError:  # PySpark before 4.0, which cannot load data sources written in Python
     check_version()
     raise
 
@@ -96,13 +96,13 @@ class MeteorDataSource(DataSource):
 def _check_append(overwrite: bool) -> None:
     if overwrite:
         raise ValueError(
-            'Streams are append-only. Write with mode("append") or output mode append. For output '
-            "mode update, write in foreachBatch (docs/spark.md)."
+            'Streams are append-only. Write with mode("append") or outputMode("append"). For '
+            'outputMode("update"), write in foreachBatch (docs/spark.md).'
         )
 
 
 def register(spark: SparkSession) -> None:
-    """Register the format ``meteor`` with a session that did not discover it.
+    """Register the ``meteor`` format with a session that did not discover it.
 
     This is needed if the package was installed after the session first searched for data sources,
     or was shipped with ``--py-files``.

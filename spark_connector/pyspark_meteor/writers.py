@@ -1,16 +1,16 @@
 """The sinks: tasks stage rows, and the driver commits them.
 
 Spark may run a task twice, even at the same time, and an attempt does not learn which one won. So
-tasks only stage their rows, each attempt under a unique name. The driver commits the stages of the
-attempts that Spark reports as successful.
+tasks only stage their rows, each attempt under a unique name. The driver commits the stages from
+the attempts that Spark reports as successful.
 
 If the driver dies after a commit, Spark repeats the batch. The stream already has it, so the tasks
-stage nothing and only count their rows. A different number of rows means that the checkpoint was
-restored and this is a different batch. The commit checks the number. It also checks that the stream
+stage nothing and only count their rows. A different row count means that the checkpoint was
+restored and this is a different batch. The commit checks the count. It also checks that the stream
 still has the batch, since a failover may have lost it.
 
-The object that commits a batch is in a different process from the objects that wrote it. It has
-only the content of their messages.
+The object that commits a batch runs in a different process from the objects that wrote it. It knows
+only what their messages contain.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: The local property with the id of the query's run: Spark runs its jobs in a group of that name.
+#: The local property with the query's run id: Spark runs its jobs in a group with that name.
 _RUN = "spark.jobGroup.id"
-#: Seconds for which the stream remembers a txnId after its last write, even a repeated one.
+#: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
 
 
 @dataclass
 class Written(WriterCommitMessage):
-    """The result of a task. Contains only names and numbers."""
+    """A task's result. Contains only names and numbers."""
 
     writer: str
     partition: int
     stages: dict[str, Staged] = field(default_factory=dict)
-    #: Rows that the task only counted, because the stream had the batch. None if it staged them.
+    #: Number of rows that the task only counted, because the stream already had the batch. None if
+    #: it staged them.
     counted: int | None = None
 
 
@@ -79,7 +80,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._options = options
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage the rows of a task. With ``delivery=atLeastOnce``, publish them instead."""
+        """Stage a task's rows. With ``delivery=atLeastOnce``, publish them instead."""
         context = TaskContext.get()
         assert context is not None, "in a task"
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
@@ -88,8 +89,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
             return Written("", context.partitionId())
         if not query or batch is None:
             raise RuntimeError(
-                "Spark did not pass the ids of the query and the batch, so the batch cannot be "
-                "written exactly once. Use delivery=atLeastOnce."
+                "Spark did not pass the query and batch ids, so the batch cannot be written "
+                "exactly once. Use delivery=atLeastOnce."
             )
         try:
             done = stream_has(self._options, query, int(batch))
@@ -109,7 +110,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 raise _differs(error) from None
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """On the driver, discard staged rows. Stages of tasks that sent no message expire."""
+        """On the driver, discard staged rows. If a task sent no message, its stages expire."""
         discard_all(self._options, messages)
 
 
@@ -123,7 +124,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._owner = StageOwner(self._writer, options.txn_version, run)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage the rows of a task, unless the stream has this version of the ``txnId``."""
+        """Stage a task's rows, unless the stream has this version of the ``txnId``."""
         context = TaskContext.get()
         assert context is not None, "in a task"
         options, writer, partition = self._options, self._writer, context.partitionId()
@@ -160,7 +161,7 @@ class BatchWriter(DataSourceArrowWriter):
 def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
     """Returns whether the stream has a version, so that a task need not stage its rows.
 
-    Returns False if a column names the streams, because they are not known before the rows.
+    Returns False if a column names the streams, because they are not known until the rows arrive.
     """
     if options.stream is None:
         return False
@@ -184,7 +185,7 @@ def _write(
     *,
     done: bool,
 ) -> Written:
-    """Stage the rows of a task, or only count them if the stream has them."""
+    """Stage a task's rows, or only count them if the stream already has them."""
     if done:
         return Written(owner.writer, partition, counted=sum(batch.num_rows for batch in batches))
     # Attempt numbers restart with each driver, so they do not make a name unique.
@@ -200,7 +201,7 @@ def commit_all(
     again: bool = False,
     lifetime_s: float | None = None,
 ) -> list[StreamHandle]:
-    """Commit the stages of all tasks, for each stream in the order of the partitions.
+    """Commit the stages from all tasks. Within each stream, keep the partition order.
 
     Each stream is written exactly once. A batch may become visible in one stream before another.
 
@@ -210,7 +211,7 @@ def commit_all(
         lifetime_s: Seconds for which the streams remember the writer. None means forever.
 
     Returns:
-        The streams of the batch.
+        The streams that the batch writes to.
 
     Raises:
         VersionPassed: A stream has a later version.
@@ -254,13 +255,13 @@ def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
     try:
         let_expire(stream, writer, lifetime_s)
     except AccessDenied as error:  # the user's ACL is from an older release
-        _log.warning("The stream will remember the txnId forever: %s", error)
+        _log.warning("The stream will never forget the txnId: %s", error)
 
 
 def _divide(
     options: SinkOptions, written: list[Written], some_done: bool
 ) -> list[tuple[StreamHandle, list[Staged], int]]:
-    """Returns each stream of a batch, with its stages and its number of records."""
+    """Returns each stream in a batch, with its stages and its record count."""
     by_stream = _stages_by_stream(written)
     if some_done:
         assert options.stream is not None, "stream_has is false without it"
@@ -283,7 +284,7 @@ def discard_all(
     messages: list[WriterCommitMessage | None],
     drop: Callable[[StreamHandle, str, list[str]], None] = discard,
 ) -> None:
-    """Delete the stages of tasks.
+    """Delete the stages that tasks wrote.
 
     Args:
         drop: ``discard`` keeps a commit that has begun, so that a repeated batch can finish it.
@@ -308,9 +309,9 @@ _NEW_CHECKPOINT = (
 def _passed(error: VersionPassed) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"already has its batch {error.known}, and Spark repeats only the last batch. Either the "
-        "checkpoint was restored or copied, or an older driver of the query is still running. Stop "
-        f"that driver, or {_NEW_CHECKPOINT}.",
+        f"already has batch {error.known} of the query, and Spark repeats only the last batch. "
+        "Either the checkpoint was restored or copied, or an older driver for the query is still "
+        f"running. Stop that driver, or {_NEW_CHECKPOINT}.",
         stream=error.stream,
     )
 
@@ -318,7 +319,7 @@ def _passed(error: VersionPassed) -> PublishError:
 def _differs(error: VersionDiffers) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"already has a batch {error.version} of this query, with {error.known} rows instead of "
+        f"already has a batch {error.version} from this query, with {error.known} rows instead of "
         f"{error.records}, so it is a different batch. If the query produces different rows each "
         "time, or rows that it reads are gone, set failOnDataLoss=false to treat the batch as "
         f"written. If the checkpoint was restored or copied, {_NEW_CHECKPOINT}.",

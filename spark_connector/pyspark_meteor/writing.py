@@ -1,4 +1,4 @@
-"""The work of a sink task: convert Arrow batches to frames, and stage or publish them."""
+"""What a sink task does: convert Arrow batches to frames, and stage or publish them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum size of a record in bytes. There is no option for it.
+#: Maximum record size in bytes. There is no option for it.
 _MAX_RECORD_BYTES = 32 * 1024 * 1024
-#: Minimum seconds that a publisher waits for the server.
+#: Minimum delivery timeout for a publisher, in seconds.
 _DELIVERY_S = 1.0
-#: Maximum bytes of a key or value in an error message.
+#: Maximum number of bytes that an error message shows of a key or value.
 _EXCERPT_BYTES = 40
 
 
@@ -41,12 +41,12 @@ def open_stream(options: SinkOptions, name: str) -> Stream:
         pass
     try:
         stream = m.stream(name, capacity=options.capacity, create=True)
-    except StreamConfigMismatch:  # another client has just created it with another capacity
+    except StreamConfigMismatch:  # another client just created it with a different capacity
         return m.stream(name, create=False)
     if options.capacity is None:
         _log.warning(
-            "Created stream %r, which did not exist, with a ring of %d records. Set the size with "
-            "the option capacity.",
+            "Created stream %r, which did not exist, with a ring capacity of %d records. To set "
+            "another, use the capacity option.",
             *(name, stream.config.capacity),
         )
     return stream
@@ -59,7 +59,7 @@ def _open(options: SinkOptions, name: str) -> Stream:
 def stage_all(
     options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str, owner: StageOwner
 ) -> dict[str, Staged]:
-    """Stage the rows of a task. The stages in all streams have this name."""
+    """Stage a task's rows. The stages in all streams have this name."""
     retry = partial(outlast, options.server)
     retry(options.server.require_no_eviction)
     stages: dict[str, tuple[Stage, RecordValidator]] = {}
@@ -67,7 +67,7 @@ def stage_all(
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
                 stream = _open(options, stream_name)
-                if owner.run:  # free memory that a dead driver left in use
+                if owner.run:  # free memory that a dead driver still occupies
                     retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
                 validator = RecordValidator(
@@ -86,7 +86,7 @@ def stage_all(
 
 
 def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None:
-    """Publish the rows of a task as they arrive. A retry of the task publishes them again."""
+    """Publish a task's rows as they arrive. If the task is retried, they are published again."""
     publishers: dict[str, Publisher] = {}
     timeout_s = max(options.server.timeout_s, _DELIVERY_S)
     try:
@@ -112,7 +112,7 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None
 def _by_stream(
     options: SinkOptions, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yields rows of one stream at a time, in the order in which they arrive."""
+    """Yields rows for one stream at a time, in the order in which they arrive."""
     from pyarrow import compute
 
     for batch in batches:
@@ -126,14 +126,14 @@ def _by_stream(
         for name in compute.unique(column):
             if not name.is_valid:
                 raise ValueError(
-                    "A row has no stream: its column stream is null. Fill the column, or set the "
-                    "option stream."
+                    "A row has no stream: its stream column is null. Fill the column, or set the "
+                    "stream option."
                 )
             yield name.as_py(), rows.filter(compute.equal(column, name))
 
 
 def _arguments(rows: pa.Table) -> dict[str, Any]:
-    """Returns the columns as arguments of ``publish_many``."""
+    """Returns the columns as arguments for ``publish_many``."""
     values = rows.column("value")
     if values.null_count:
         raise ValueError(
@@ -156,7 +156,7 @@ def _headers(rows: pa.Table) -> list[dict[str, bytes] | None]:
             for name, value in (pairs or {}).items():
                 if value is None:
                     raise ValueError(
-                        f"In the column headers, {name!r} is null in the row with the "
+                        f"In the headers column, {name!r} is null in the row with the "
                         f"{_describe(rows, row)}, but a header needs a value. Remove it with "
                         "map_filter, or replace it."
                     )

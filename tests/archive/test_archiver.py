@@ -195,7 +195,7 @@ def test_second_archiver_takes_over_at_once_when_the_first_closes(
     stored.check(end)
 
 
-def test_second_archiver_takes_over_when_the_lease_of_a_killed_archiver_expires(
+def test_second_archiver_takes_over_when_a_killed_archivers_lease_expires(
     stored: StoredStream,
 ) -> None:
     first = stored.process(lease_ttl=SHORT_S)
@@ -387,7 +387,9 @@ def test_ring_never_drops_unarchived_records(url: str, tmp_path: Path) -> None:
 # Deleted and recreated streams
 
 
-def test_archiver_of_a_deleted_stream_ends_and_leaves_nothing_behind(stored: StoredStream) -> None:
+def test_archiver_ends_and_leaves_nothing_behind_if_its_stream_is_deleted(
+    stored: StoredStream,
+) -> None:
     end = stored.fill(300)
     archiver = stored.archiver(segment_age=LONG_S)
     eventually(lambda: archiver._archive_term is not None and archiver._archive_term.records == end)
@@ -464,7 +466,7 @@ def test_damaged_frame_is_reported_after_everything_before_it_is_archived(
     assert archiver.error is None
 
 
-# Outages of the server
+# Server outages
 
 
 @pytest.mark.parametrize("answer", ["answered", "unanswered"])

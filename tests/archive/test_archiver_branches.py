@@ -50,7 +50,7 @@ def values(stream: meteor.Stream) -> list[bytes]:
     return [value for batch in stream.read(0) for value in batch.values()]
 
 
-def test_late_segments_of_an_old_primary_do_not_count(split: Split) -> None:
+def test_late_segments_from_an_old_primary_do_not_count(split: Split) -> None:
     split.publish(split.new, b"new", 200)  # 300 to 499
     split.archive(split.new)
     split.publish(split.old, b"late", 300)  # 600 to 899
@@ -65,7 +65,7 @@ def test_late_segments_of_an_old_primary_do_not_count(split: Split) -> None:
     assert [flaw for flaw in split.new.store.verify() if not flaw.harmless] == []
 
 
-def test_archiver_of_an_old_primary_stops_when_the_new_primary_has_archived(
+def test_archiver_on_an_old_primary_stops_when_the_new_primary_has_archived(
     split: Split,
 ) -> None:
     with split.old.archiver(lease_ttl=5, segment_records=100).start() as archiver:

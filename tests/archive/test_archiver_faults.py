@@ -39,8 +39,8 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 # Killed
 
-#: Steps of a commit of 25,000 records, which takes three calls of advance. For each, the number of
-#: segments and the archived offset after a kill at that step.
+#: Steps in a commit of 25,000 records, which takes three calls to advance. For each step, the
+#: number of segments and the archived offset after a kill at that step.
 KILLS = {
     "before fsync": (0, 0),  # the folder exists
     "before fsync 2": (0, 0),  # the state is written, but not synced
@@ -149,7 +149,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     other.mkdir()
     with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
         stored.process(bind={str(stored.root): str(other)}).ready()
-    with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed the folder
+    with meteor.connect("fake://") as elsewhere:  # its stream claims the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
     with pytest.raises(Refused, match=r"StoreMismatch.*history of another"):
@@ -340,7 +340,7 @@ def test_reader_ahead_of_the_store_gets_log_truncated_after_a_resume(stored: Sto
     stored.check(1100)
 
 
-def test_resume_of_an_existing_stream_changes_nothing(stored: StoredStream) -> None:
+def test_resuming_an_existing_stream_changes_nothing(stored: StoredStream) -> None:
     end = stored.fill(500)
     stored.archive()
     before = everything(stored.redis), stored.files()
@@ -358,7 +358,7 @@ def test_without_resume_a_new_incarnation_starts_and_old_files_stay(
     stored.redis.flushall()
     stored.open()
     assert stored.stream.incarnation != incarnation
-    assert "holds 1000 records of an earlier stream" in caplog.text
+    assert "holds 1000 records from an earlier stream" in caplog.text
     assert stored.stream.bounds() == (0, 0)
     stored.archiver()
     stored.check(stored.fill(200))

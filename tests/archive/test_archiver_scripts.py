@@ -192,7 +192,7 @@ def test_advance_after_a_release_is_refused(lua: ArchiveScripts) -> None:
     assert lua.archived == 0
 
 
-def test_advance_keeps_all_digits_of_large_offsets(lua: ArchiveScripts) -> None:
+def test_advance_keeps_all_digits_in_large_offsets(lua: ArchiveScripts) -> None:
     start = OFFSET_MAX - 40
     lua.begin(next=start, archived=start)
     lua.fill(*[5] * 8)
@@ -322,7 +322,7 @@ def test_expire_moves_forward_only_and_not_past_the_archived_offset(lua: Archive
     assert lua.archived == 20
 
 
-def test_expire_keeps_all_digits_of_large_offsets(lua: ArchiveScripts) -> None:
+def test_expire_keeps_all_digits_in_large_offsets(lua: ArchiveScripts) -> None:
     lua.begin(next=OFFSET_MAX, archived=OFFSET_MAX - 1)
     assert lua.drop_below(OFFSET_MAX - 2) == ("OK", OFFSET_MAX - 2)
     assert lua.meta_field("expired") == str(OFFSET_MAX - 2)

@@ -32,7 +32,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 
 def write(stream: meteor.Stream, version: int, *frames: str) -> bool:
-    """Commit a version of the writer w; returns whether this call wrote anything."""
+    """Commit a version from writer w; return whether this call wrote anything."""
     staged = stage(stream, f"{version}", *frames)
     return commit(stream._handle, "w", version, [staged], records=staged.records)
 
@@ -97,7 +97,7 @@ def test_half_archived_transaction_is_reported_after_a_resume(
     stored.archive()
     lose_server(stored)
     assert contents(stored.stream) == "a b"
-    with pytest.raises(meteor.PublishError, match="1 of 2 frames are in the log"):
+    with pytest.raises(meteor.PublishError, match="1 of the 2 frames in version 1 are in the log"):
         write(stored.stream, 1, "b", "c")
     assert contents(stored.stream) == "a b"
 
@@ -242,7 +242,7 @@ def test_closing_an_archiver_saves_the_last_confirms(stored: StoredStream) -> No
 # Epochs
 
 
-def test_resumed_stream_keeps_its_table_of_epochs(stored: StoredStream) -> None:
+def test_resumed_stream_keeps_its_epoch_table(stored: StoredStream) -> None:
     stored.fill(100)
     stored.archive()
     (before,) = stored.fields("epochs")
@@ -253,10 +253,10 @@ def test_resumed_stream_keeps_its_table_of_epochs(stored: StoredStream) -> None:
     assert epochs == before + b",+" + epoch + b":100"
 
 
-def test_two_resumes_of_one_archive_begin_different_epochs(
+def test_two_streams_resumed_from_one_archive_begin_different_epochs(
     stored: StoredStream, tmp_path: Path
 ) -> None:
-    """A position of the first resumed stream is refused by the second, even if their clocks agree.
+    """The second resumed stream refuses the first one's positions, even if their clocks agree.
 
     The archive's last epoch is ahead of both clocks, so that both resumes derive their epoch number
     from it.
@@ -291,7 +291,7 @@ def test_store_without_a_state_is_resumed_with_a_warning(
     write(stored.stream, 0, "a b")
     stored.stream.seek_group("g", 1)
     stored.archive()
-    for path in states(stored):  # like a store of an earlier version
+    for path in states(stored):  # like a store from an earlier version
         path.unlink()
     with caplog.at_level(logging.WARNING):
         lose_server(stored)
@@ -378,12 +378,12 @@ def test_state_at_the_end_of_the_records_is_chosen() -> None:
     assert choose(9, {5: 0}, saved) is None
 
 
-def test_state_of_a_writer_that_wrote_between_two_snapshots_is_in_doubt() -> None:
+def test_writer_that_wrote_between_two_snapshots_is_in_doubt() -> None:
     saved = {5 * TERMS + 1: [at(10, v="7:1:1:1", w="1:2:2:3"), at(20, v="7:1:1:1", w="3:1:2:3")]}
     assert choose(15, {5: 0}, saved) == (10, {"v": "7:1:1:1", "w": f"3:0:{IN_DOUBT}:0"})
 
 
-def test_state_of_a_lost_branch_is_not_chosen() -> None:
+def test_state_from_a_lost_branch_is_not_chosen() -> None:
     saved = {
         5 * TERMS + 1: [at(10, w="1:2:2:3"), at(30, w="9:2:2:3")],
         6 * TERMS + 1: [at(40, "5:0,+6:20", w="4:2:2:3")],
@@ -412,7 +412,7 @@ def test_groups_are_moved_back_to_the_end_of_the_records() -> None:
 # Removing states
 
 
-def test_states_of_earlier_terms_are_removed_once_a_later_term_has_records(
+def test_states_from_earlier_terms_are_removed_once_a_later_term_has_records(
     stored: StoredStream,
 ) -> None:
     for _ in range(3):

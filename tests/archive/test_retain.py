@@ -69,7 +69,7 @@ def test_records_that_a_group_has_not_confirmed_are_kept(m: meteor.Client, tmp_p
         eventually(lambda: is_expired_to(stream, 90), 10, "the rest did not expire")
 
 
-def test_retain_is_a_setting_of_the_stream(m: meteor.Client, tmp_path: Path) -> None:
+def test_retain_is_a_stream_setting(m: meteor.Client, tmp_path: Path) -> None:
     stream = kept(m, tmp_path, retain=86_400, retain_bytes=10**12)
     found = m.stream(NAME, create=False).describe().config
     assert (found.retain, found.retain_bytes) == (86_400, 10**12)

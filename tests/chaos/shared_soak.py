@@ -28,6 +28,19 @@ def test_200_000_records_in_200_keys_survive_kills_and_pauses(
         assert fleet.done["killed"] + fleet.done["paused"] > 5
 
 
+@pytest.mark.parametrize("run", range(5))
+def test_50_000_records_survive_lost_replies_short_visits_and_poison(
+    url: str, rng: random.Random, run: int
+) -> None:
+    """Consumers come and go, die of some records, and lose replies together with their leases."""
+    with Fleet(url, rng, consumers=6, lease_ttl=0.5, visits=True, lossy=True) as fleet:
+        fleet.publish(50_000, poison=rng.sample(range(50_000), 5))
+        fleet.work_off(every_s=0.1)
+        fleet.check()
+        assert fleet.done["killed"] + fleet.done["paused"] > 20
+        assert fleet.done["cut off"]
+
+
 @pytest.mark.parametrize("number", range(100))
 def test_long_random_walks_match_the_model(url: str, rng: random.Random, number: int) -> None:
     walk(url, f"{rng.randrange(1 << 32)}", 300)

@@ -291,7 +291,7 @@ def test_visible_store_must_be_available(builder: StoreHistoryBuilder) -> None:
 
 
 def test_files_must_be_listable_except_during_a_merge(builder: StoreHistoryBuilder) -> None:
-    builder.unavailable(f"The store currently cannot be listed: a file {MERGING}")
+    builder.unavailable(f"The store cannot be listed at the moment: a file {MERGING}")
     builder.finish(0, 2, 4)
     assert builder.kinds() == {ViolationKind.UNEXPECTED}
     builder.add("compacted", who="a1")

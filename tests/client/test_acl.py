@@ -1,4 +1,4 @@
-"""The roles of docs/acl.md can do their work and nothing else.
+"""The roles in docs/acl.md can do their work and nothing else.
 
 test_acl_groups.py has the roles for shared groups and peer groups.
 """
@@ -58,7 +58,7 @@ def test_a_subscriber_can_list_groups_but_not_join_one(guarded: Server) -> None:
     assert contents(guarded) == before
 
 
-def test_description_of_the_server_is_empty_for_a_role_without_info(
+def test_server_description_is_empty_for_a_role_without_info(
     guarded: Server,
 ) -> None:
     with connect(guarded, "subscriber") as m:
@@ -307,7 +307,7 @@ def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
 
 
 @pytest.mark.parametrize("part", ["log", "index", "meta"])
-def test_only_admin_and_archiver_may_delete_or_trim_the_keys_of_a_stream(
+def test_only_admin_and_archiver_may_delete_or_trim_a_streams_keys(
     guarded: Server, part: str
 ) -> None:
     key = f"meteor:{{orders}}:{part}"
@@ -328,8 +328,8 @@ def test_only_admin_and_archiver_may_delete_or_trim_the_keys_of_a_stream(
 
 
 @pytest.mark.parametrize("role", [role for role in roles() if role not in ("default", "admin")])
-def test_no_role_but_admin_may_use_another_stream_or_the_server(guarded: Server, role: str) -> None:
-    """Each of these 27 commands is denied to each of the 8 roles: 216 attempts per server."""
+def test_only_admin_may_use_another_stream_or_server_commands(guarded: Server, role: str) -> None:
+    """Each of the 27 commands is denied to each of the 8 roles: 216 attempts per server."""
     other = "meteor:{other}:meta"
     commands = [
         "ACL LIST", "ACL SETUSER x on", "BGSAVE", "CLIENT KILL ID 1", "CONFIG GET *",
@@ -348,7 +348,7 @@ def test_no_role_but_admin_may_use_another_stream_or_the_server(guarded: Server,
 
 def test_a_subscriber_cannot_write(guarded: Server) -> None:
     with connect(guarded, "subscriber") as m, warnings.catch_warnings():
-        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role cannot call INFO
         stream = m.stream("orders", create=False)
         with pytest.raises(meteor.AccessDenied):
             stream.configure(capacity=1)
@@ -358,7 +358,7 @@ def test_a_subscriber_cannot_write(guarded: Server) -> None:
         assert client.xlen("meteor:{orders}:log") == 0
 
 
-def test_the_loader_can_load_scripts_only(guarded: Server) -> None:
+def test_the_loader_can_only_load_scripts(guarded: Server) -> None:
     with connect(guarded, "loader") as m, pytest.raises(meteor.AccessDenied):
         m.stream("orders", create=False)
 

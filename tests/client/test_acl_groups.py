@@ -1,4 +1,4 @@
-"""The roles of docs/acl.md for shared and peer groups can do their work and nothing else."""
+"""The roles in docs/acl.md for shared and peer groups can do their work and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def grouped(guarded: Server, tmp_path: Path) -> Server:
-    """A server whose stream has groups and a store; no archiver runs."""
+    """A server whose stream has groups and a store; no archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, ordering_key="key", store=tmp_path, archive=False)
@@ -78,7 +78,7 @@ def test_a_consumer_can_neither_publish_configure_delete_nor_join_an_exclusive_g
 ) -> None:
     before = contents(grouped)
     with connect(grouped, "consumer") as m, warnings.catch_warnings():
-        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role cannot call INFO
         stream = m.stream("orders", create=False)
         with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
             pub.publish(b"x").result()

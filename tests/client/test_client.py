@@ -133,7 +133,7 @@ def test_unnamed_fakes_are_separate_and_named_ones_are_shared() -> None:
         assert two.streams() == other.streams() == []
 
 
-def test_client_offers_a_redis_client_of_the_same_server(any_url: str) -> None:
+def test_client_offers_a_redis_client_for_the_same_server(any_url: str) -> None:
     with meteor.connect(any_url) as m:
         use(m)
         with m.redis as plain:
@@ -156,7 +156,7 @@ def test_an_embedded_server_offers_a_redis_client() -> None:
         assert plain.ping() is True
 
 
-# Descriptions of servers
+# Server descriptions
 
 
 def test_a_server_is_described_by_product_memory_clients_and_role(
@@ -291,7 +291,7 @@ def test_no_repr_warning_or_error_shows_a_password(private_server: ServerFactory
         ("Cannot reach gs://b/d?sig=hush: token=hush", "Cannot reach gs://b/d?sig=*** token=***"),
     ],
 )
-def test_mask_shows_only_parts_that_are_known_to_be_harmless(url: str, shown: str) -> None:
+def test_mask_shows_only_parts_known_to_be_harmless(url: str, shown: str) -> None:
     assert mask(url) == shown
 
 
@@ -396,7 +396,7 @@ def test_a_replica_can_be_read_but_not_written(private_server: ServerFactory, ki
 # Closing and forking
 
 
-def test_every_call_of_a_closed_client_raises(any_url: str) -> None:
+def test_every_call_on_a_closed_client_raises(any_url: str) -> None:
     m = meteor.connect(any_url)
     use(m)
     stream = m.stream("s", create=True)
@@ -426,7 +426,7 @@ def test_after_a_fork_parent_and_child_use_the_client_independently(url: str, wh
         assert in_child(lambda: use(m, "child")) == 0
         use(m, "parent")
         assert m.streams() == ["before", "child", "parent"]
-        assert in_child(m.close) == 0  # closes no connection of the parent
+        assert in_child(m.close) == 0  # closes none of the parent's connections
         use(m, "after")
 
 
@@ -507,7 +507,7 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
     assert not issubclass(meteor.MeteorError, redis.RedisError)
 
 
-def test_the_traceback_of_an_uncaught_error_is_short() -> None:
+def test_an_uncaught_errors_traceback_is_short() -> None:
     code = "import meteor_py; meteor_py.connect('redis://:secret@127.0.0.1:1').stream('s')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

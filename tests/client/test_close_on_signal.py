@@ -159,7 +159,7 @@ def test_publishers_send_their_records_and_printed_lines_appear(url: str, start:
     assert values(url) == [b"%d" % n for n in range(10)]
 
 
-def test_unresponsive_server_delays_the_exit_by_the_timeout_at_most(
+def test_unresponsive_server_delays_the_exit_by_at_most_the_timeout(
     private_server: ServerFactory, start: Start
 ) -> None:
     server = private_server()
@@ -237,7 +237,7 @@ def test_ctrl_c_still_raises_after_everything_is_closed(url: str, start: Start) 
     assert len(values(url)) == 10
 
 
-def test_threads_of_the_program_do_not_keep_it_running(url: str, start: Start) -> None:
+def test_program_threads_do_not_keep_the_process_running(url: str, start: Start) -> None:
     script = """
 meteor.close_on_signal()
 m = meteor.connect(url)
@@ -305,7 +305,7 @@ time.sleep(60)
     assert values(url) == [b"child", b"parent"]
 
 
-def test_process_1_of_a_container_exits_with_status_143(url: str, tmp_path: Path) -> None:
+def test_process_1_in_a_container_exits_with_status_143(url: str, tmp_path: Path) -> None:
     namespace = ["unshare", "--pid", "--fork"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("PID namespaces are not permitted here.")

@@ -21,7 +21,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[bytes]]]:
-    """The server's connections, except for those of the client itself."""
+    """The server's connections, except for the client's own."""
     with plain_client(url) as plain:
         client.streams()
 
@@ -46,7 +46,7 @@ def test_closing_a_shared_subscriber_closes_its_connections(
     eventually(lambda: not connections(), 3, f"{sub!r} keeps a connection")
 
 
-def test_closing_an_archiver_closes_the_connections_of_its_term(
+def test_closing_an_archiver_closes_its_terms_connections(
     client: meteor.Client, connections: Callable[[], set[bytes]], tmp_path: Path
 ) -> None:
     stream = client.stream("s", store=tmp_path, archive=False)

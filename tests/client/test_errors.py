@@ -13,7 +13,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import errors
 
-#: A value for each parameter of an error that has no default.
+#: A value for each error parameter without a default.
 ARGUMENTS: dict[str, object] = {
     "problem": "What happened.",
     "message": "What happened.",
@@ -74,7 +74,7 @@ def test_a_copied_or_pickled_error_keeps_its_type_text_and_fields(
     assert repr(vars(copied)) == repr(vars(error))
 
 
-def test_a_fresh_copy_of_an_error_has_its_cause_but_no_traceback() -> None:
+def test_a_fresh_copy_of_an_error_keeps_the_cause_but_not_the_traceback() -> None:
     kept = meteor.OutcomeUnknown("Who knows?", stream="orders")
     try:
         raise kept from ConnectionResetError()

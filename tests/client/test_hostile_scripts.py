@@ -1,6 +1,6 @@
 """Scripts do bounded work and lose no record, whatever data or arguments a client sends.
 
-On real servers, each attack uses the role of docs/acl.md that has the rights for it.
+On real servers, each attack uses the role in docs/acl.md that has the required rights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.conftest import ServerFactory
 from tests.support.acl_server import connect, guard
 
 NAME = "orders"
-#: The keys of publish.lua for a stream with an ordering key.
+#: The keys for publish.lua in a stream with an ordering key.
 INDEXED_KEYS = [
     keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
 ]  # fmt: skip
 
 
 class Parties:
-    """Clients of one server, each with a different role."""
+    """Clients for one server, each with a different role."""
 
     def __init__(self, connect: Callable[[str], meteor.Client]) -> None:
         self._connect = connect
@@ -57,7 +57,7 @@ class Parties:
 
 @pytest.fixture(params=["valkey", "redis", "fake"])
 def parties(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Parties]:
-    """Clients of a server with roles, or of a fake server, which has none."""
+    """Clients for a server with roles, or for a fake server, which has none."""
     if request.param == "fake":
         found = Parties(lambda _: meteor.connect("fake://hostile-scripts"))
     else:
@@ -98,7 +98,7 @@ def test_a_malformed_stage_is_not_moved(parties: Parties, entry: str) -> None:
     assert stream.end().offset == 0
 
 
-def test_finding_split_points_of_large_frames_takes_several_calls(parties: Parties) -> None:
+def test_finding_split_points_in_large_frames_takes_several_calls(parties: Parties) -> None:
     parties.create()
     with parties.stream("publisher").publisher() as publisher:
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_publish_refuses_index_entries_that_do_not_match_the_frame(
     assert stream.end().offset == 0
 
 
-#: Keys of an index entry that no publisher of ours writes.
+#: Keys in an index entry that none of our publishers writes.
 MALFORMED = {
     "not MessagePack": b"\xc1",
     "cut off": b"\xdc\xff\xff\xa1a",
@@ -135,7 +135,7 @@ MALFORMED = {
     "a long key": b"\x91\xda\x03\xe8" + b"k" * 1_000,
     "too few": b"\x90",
 }
-#: Fields of an index entry that a client writes to the index without a script.
+#: Fields in an index entry that a client writes to the index without a script.
 FOREIGN = {
     "old and empty": (b"", b""),
     "old with wild numbers": (b"\xff" * 6, b""),

@@ -74,7 +74,7 @@ def test_after_script_flush_every_script_is_sent_again(
     use_everything(client, server.client().script_flush)
 
 
-def test_a_loaded_script_is_called_by_its_hash_only(client: meteor.Client, server: Server) -> None:
+def test_a_loaded_script_is_called_only_by_its_hash(client: meteor.Client, server: Server) -> None:
     plain = server.client()
     use_everything(client, lambda: None)
     plain.config_resetstat()
@@ -124,7 +124,7 @@ def test_every_script_has_a_header_and_is_loaded_by_load_scripts() -> None:
     }
 
 
-def test_all_keys_of_a_stream_are_in_one_slot_of_a_cluster() -> None:
+def test_all_of_a_streams_keys_are_in_one_cluster_slot() -> None:
     for name in ("s", "a.b", "x" * 128):
         own = [keys.log(name), keys.meta(name), keys.producer(name, "p")]
         own += [keys.stage(name, "{a}"), keys.plan(name, "{b}"), keys.fences(name)]
@@ -140,7 +140,7 @@ def fill_up(plain: redis.Redis) -> None:
     plain.config_set("maxmemory", 1)
 
 
-def test_on_a_full_server_a_repeat_gets_its_reply_and_a_new_frame_leaves_no_trace(
+def test_on_a_full_server_a_retry_gets_its_reply_and_a_new_frame_leaves_no_trace(
     client: meteor.Client, server: Server
 ) -> None:
     plain = server.client()

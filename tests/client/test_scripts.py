@@ -123,12 +123,12 @@ def test_publish_remembers_a_producer_for_its_ttl(lua: StreamScripts) -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "another incarnation": ({"incarnation": "second"}, ("INCARNATION",)),
     "another history": ({"history": "g" * 40}, ("HISTORY", HISTORY)),
-    "a producer of a former epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
+    "a producer in a former epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
     "a later epoch that does not begin at 0": ({"epoch": 4, "seq": 2}, ("OUTOFSEQ", 0)),
     "an unknown producer that does not begin at 0": ({"producer": "q"}, ("NOPRODUCER",)),
     "a sequence number that is too high": ({"seq": 3}, ("OUTOFSEQ", 2)),
     "a sequence number that is too low": ({"seq": 1, "fingerprint": 8}, ("OUTOFSEQ", 2)),
-    "a repeat with other records": ({"seq": 1, "n": 2}, ("OUTOFSEQ", 2)),
+    "a retry with other records": ({"seq": 1, "n": 2}, ("OUTOFSEQ", 2)),
 }
 
 
@@ -184,7 +184,7 @@ def test_publish_checks_in_the_documented_order(lua: StreamScripts) -> None:
 # publish: exactly once
 
 
-def test_a_repeat_of_one_of_the_last_eight_batches_gets_its_first_reply(lua: StreamScripts) -> None:
+def test_retrying_one_of_the_last_eight_batches_returns_its_first_reply(lua: StreamScripts) -> None:
     lua.create()
     replies = [lua.publish(seq, 1 + seq % 3, fingerprint=seq) for seq in range(20)]
     before = lua.snapshot()
@@ -437,7 +437,7 @@ def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     assert lua.meta_field("epochs").count(",+") == 4
 
 
-def test_the_table_of_epochs_is_bounded_and_errs_on_the_safe_side(lua: StreamScripts) -> None:
+def test_the_epoch_table_is_bounded_and_errs_on_the_safe_side(lua: StreamScripts) -> None:
     table = ",".join(f"{number}:{number * 10}" for number in range(1, 1001))
     lua.create(next=20_000, epoch=1000, epochs=table)
     for number, seen in enumerate("abc"):

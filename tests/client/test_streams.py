@@ -79,7 +79,7 @@ def test_readers_do_not_create_a_stream_and_their_error_suggests_similar_names(
     assert all_keys(client) == before
 
 
-def test_the_first_publisher_creates_the_stream_also_for_objects_opened_earlier(
+def test_the_first_publisher_also_creates_the_stream_for_objects_opened_earlier(
     client: meteor.Client,
 ) -> None:
     early, late = client.stream("s"), client.stream("s")
@@ -143,7 +143,7 @@ def test_a_setting_that_differs_from_the_stream_is_refused_by_name(
     assert client.stream("s", create=True).config == meteor.StreamConfig()
 
 
-def test_of_two_creators_with_different_settings_one_wins_completely(any_url: str) -> None:
+def test_one_of_two_creators_with_different_settings_wins_completely(any_url: str) -> None:
     def create(capacity: int) -> int | None:
         with meteor.connect(any_url) as m:
             try:
@@ -164,7 +164,7 @@ def test_with_create_false_nothing_is_created(client: meteor.Client) -> None:
     assert all_keys(client) == []
 
 
-def test_list_of_streams_is_sorted_and_omits_names_without_a_stream(client: meteor.Client) -> None:
+def test_stream_list_is_sorted_and_omits_names_without_a_stream(client: meteor.Client) -> None:
     assert client.streams() == []
     for name in ("b", "a.1", "a"):
         client.stream(name, create=True)
@@ -219,7 +219,7 @@ def test_read_stops_where_the_stream_ended_when_read_was_called(client: meteor.C
     assert [offset for batch in batches for offset in batch.offsets] == [0, 1, 2, 3, 4]
 
 
-def test_read_of_dropped_records_raises(client: meteor.Client) -> None:
+def test_reading_dropped_records_raises(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=5)
     fill(stream, 5, 5)
     assert offsets(stream) == [5, 6, 7, 8, 9]
@@ -298,7 +298,7 @@ def test_a_time_between_two_milliseconds_is_rounded_up(client: meteor.Client) ->
     assert stream.offset_at(at(1001)) == 1
 
 
-def test_seeking_the_time_of_a_record_finds_its_frame(client: meteor.Client) -> None:
+def test_seeking_a_records_time_finds_its_frame(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     fill(stream, 3)
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -441,7 +441,7 @@ def test_an_old_handle_cannot_delete_a_recreated_stream(client: meteor.Client) -
         ("msgpack", [None, 1.5, {"a": [1, b"x"]}, b"bytes"]),
     ],
 )
-def test_the_codec_of_a_stream_encodes_and_decodes(
+def test_a_streams_codec_encodes_and_decodes(
     client: meteor.Client, codec: CodecName, values: list[Any]
 ) -> None:
     stream = client.stream("s", codec=codec)
@@ -505,7 +505,7 @@ def test_fake_server_wakes_waiting_readers() -> None:
             drain(sub)
 
 
-def test_an_old_handle_of_a_recreated_stream_raises(client: meteor.Client) -> None:
+def test_an_old_handle_for_a_recreated_stream_raises(client: meteor.Client) -> None:
     old = client.stream("s", create=True)
     old.delete()
     client.stream("s", create=True)

@@ -1,4 +1,4 @@
-"""TLS: each option that a `rediss://` address may have, against a real server."""
+"""TLS: each option that a `rediss://` address can have, against a real server."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tls_url(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def old_url(folder: Path) -> Iterator[str]:
-    """A server that offers TLS 1.2 only, with one cipher."""
+    """A server that offers only TLS 1.2, with one cipher."""
     cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
     server, url = start(
         *(folder, "--tls-auth-clients", "no", "--tls-protocols", "TLSv1.2"),
@@ -120,11 +120,11 @@ def refusal(client: meteor.Client) -> str:
     return str(caught.value)
 
 
-def test_file_of_certificate_authorities_is_trusted(tls_url: str, folder: Path) -> None:
+def test_certificate_authority_file_is_trusted(tls_url: str, folder: Path) -> None:
     use(connect(tls_url, ssl_ca_certs=folder / "ca.pem"))
 
 
-def test_directory_of_certificate_authorities_is_trusted(tls_url: str, folder: Path) -> None:
+def test_certificate_authority_directory_is_trusted(tls_url: str, folder: Path) -> None:
     use(connect(tls_url, ssl_ca_path=folder / "authorities"))
 
 
@@ -225,7 +225,7 @@ def test_connection_lost_after_a_reply_is_not_blamed_on_certificates(folder: Pat
                 connection.call("PING")
 
 
-def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) -> None:
+def test_password_decrypts_the_clients_key(strict_url: str, folder: Path) -> None:
     own = {
         "ssl_ca_certs": folder / "ca.pem",
         "ssl_certfile": folder / "client.pem",

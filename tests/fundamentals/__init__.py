@@ -1,1 +1,1 @@
-"""The promises of the product, one per file, written to be read as documentation."""
+"""The product's promises, one per file, written to be read as documentation."""

@@ -1,4 +1,4 @@
-"""Fixtures for these tests: a client of an empty server."""
+"""Fixtures for these tests: a client for an empty server."""
 
 from __future__ import annotations
 

@@ -21,5 +21,5 @@ def values(stream: meteor.Stream) -> list[bytes]:
 
 
 def numbers(stream: meteor.Stream) -> list[int]:
-    """Returns all values of a stream of numbers."""
+    """Returns all values in a stream of numbers."""
     return [int(value) for value in values(stream)]

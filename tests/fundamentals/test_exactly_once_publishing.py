@@ -46,7 +46,7 @@ def test_lost_reply_does_not_duplicate_a_record(
 ) -> None:
     with far.publisher() as pub:
         pub.publish(b"first").result(10)
-        network.cut_after_request(match=PUBLISH)  # appended, but the reply is lost
+        network.cut_after_request(match=PUBLISH)  # appended, but the reply gets lost
         assert pub.publish(b"second").result(10) == 1
         assert pub.publish(b"third").result(10) == 2
     assert network.counters.cuts == 1

@@ -1,7 +1,7 @@
-"""Exactly-once sink: a batch of several workers appears once, even if they die or repeat it.
+"""Exactly-once sink: a batch from several workers appears once, even if they die or repeat it.
 
 Workers *stage* their part of a batch outside the stream, where readers do not see it. Then a
-committer commits all parts as one version of a writer. If the committer dies half-way, the next
+committer commits all parts as one version from one writer. If the committer dies halfway, the next
 committer finishes its work. Committing a version again changes nothing. Spark's sink is built on
 this.
 """
@@ -55,7 +55,7 @@ def test_batch_that_is_written_and_committed_again_appears_once(stream: meteor.S
 
 @pytest.mark.parametrize("dies", ["before", "after"])
 @pytest.mark.parametrize("request_number", [1, 2])
-def test_commit_of_a_dead_committer_is_finished_once(
+def test_dead_committers_commit_is_finished_once(
     stream: meteor.Stream, network: Proxy, dies: str, request_number: int
 ) -> None:
     parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
@@ -70,7 +70,7 @@ def test_commit_of_a_dead_committer_is_finished_once(
     assert numbers(stream) == [0, 1, 2, 3]
 
 
-def test_concurrent_committers_of_the_same_batch_write_it_once(url: str, m: meteor.Client) -> None:
+def test_concurrent_committers_write_the_same_batch_once(url: str, m: meteor.Client) -> None:
     stream = m.stream("results", create=True)
     start = threading.Barrier(3)
     wrote: list[bool] = []
@@ -89,7 +89,7 @@ def test_concurrent_committers_of_the_same_batch_write_it_once(url: str, m: mete
     assert numbers(stream) == [0, 1, 2]
 
 
-def test_late_committer_of_an_old_batch_is_refused(stream: meteor.Stream) -> None:
+def test_late_commit_of_an_old_batch_is_refused(stream: meteor.Stream) -> None:
     late = stage(stream, "slow worker", 0)
     commit(stream._handle, "query", 1, [stage(stream, "worker-a", 0)])
     commit(stream._handle, "query", 2, [stage(stream, "worker-b", 1)])

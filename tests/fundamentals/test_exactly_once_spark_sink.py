@@ -1,4 +1,4 @@
-"""Exactly-once sink, in Spark: each row of ``df.writeStream`` is in the stream exactly once.
+"""Exactly-once sink, in Spark: each row from ``df.writeStream`` is in the stream exactly once.
 
 Spark repeats a micro-batch if the driver dies before it has recorded the commit. The stream
 identifies the batch by its query and number, so the repeated batch adds nothing.
@@ -23,7 +23,7 @@ def test_micro_batch_that_spark_repeats_appears_once(
     publish(m.stream("source", create=True), range(100))
 
     def run_query() -> StreamingQuery:
-        """Copy all new records of the stream "source" to the stream "results"."""
+        """Copy all new records from the stream "source" to the stream "results"."""
         sink = stream_of(spark, url, stream="source").select("value").writeStream.format("meteor")
         sink = sink.option("url", url).option("stream", "results")
         sink = sink.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)

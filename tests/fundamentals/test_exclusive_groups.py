@@ -1,8 +1,9 @@
-"""Exclusive groups: one member reads at a time, and another takes over if it stops.
+"""Exclusive groups: one member reads at a time, and another takes over if that member stops.
 
-A group is a reliable queue over a stream. The member that holds the lease gets the records; the
-others wait. If it closes, another takes over at once. If it dies or hangs, another takes over when
-the lease expires. The next member continues at the confirmed offset, so no record is skipped.
+A group is a reliable queue over a stream. The member that holds the lease, the owner, gets the
+records; the others wait. If the owner closes, another takes over at once. If it dies or hangs,
+another takes over when the lease expires. The next member continues at the confirmed offset, so no
+record is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def test_next_member_continues_at_once_when_a_member_closes(m: meteor.Client) ->
         assert list(two.poll(5).offsets) == [3, 4]
 
 
-def test_next_member_continues_when_the_lease_of_a_killed_member_expires(
+def test_next_member_continues_when_a_killed_members_lease_expires(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)

@@ -3,8 +3,8 @@
 Each time a member acquires the lease, a new term with a higher number begins. The server checks the
 term of every confirm. If a member was cut off, paused or replaced and has not noticed yet, its
 confirm raises ``LeaseLost`` and changes nothing. If a confirm took effect before the member lost
-its lease, it is reported as successful, even if its reply was lost. Confirmed offsets never
-decrease.
+the lease, the confirm is reported as successful, even if its reply was lost. Confirmed offsets
+never decrease.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One log: with a store, a stream keeps every record, and readers need not know where it is.
+"""One log: with a store, a stream keeps every record, and readers need not know where records are.
 
-The archiver writes records to Parquet files before the ring may drop them. Readers and groups see
+The archiver writes records to Parquet files before the ring drops them. Readers and groups see
 one log from offset 0 to the newest record: they read the old part from the files, and the rest from
 the ring. If the archiver falls behind, publishers wait and then fail; the ring drops no record that
 is not in the store.
@@ -67,7 +67,7 @@ def test_ring_drops_nothing_that_is_not_in_the_store(m: meteor.Client, tmp_path:
     assert numbers(stream) == list(range(21))
 
 
-def test_files_of_the_store_are_plain_parquet(stream: meteor.Stream) -> None:
+def test_store_files_are_plain_parquet(stream: meteor.Stream) -> None:
     table = pyarrow.dataset.dataset(stream.store.files()).to_table()
     assert sorted(int(value) for value in table["value"].to_pylist()) == list(range(95))
     assert sorted(table["offset"].to_pylist()) == list(range(95))

@@ -1,8 +1,8 @@
 """Order: a stream is one sequence of records, and every reader sees them in that order.
 
-Records have the offsets 0, 1, 2... without holes. The records of one publisher stay in the order in
+Records have the offsets 0, 1, 2... without holes. Each publisher's records stay in the order in
 which it published them, no matter how many publishers are active. Shared subscribers work in
-parallel, but the records of one ordering key are processed in order, by one consumer at a time.
+parallel, but records with the same ordering key are processed in order, by one consumer at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_all_subscribers_see_the_same_sequence(m: meteor.Client) -> None:
     assert sequences[0] == sequences[1] == sequences[2] == values(stream)
 
 
-def test_records_of_one_key_are_processed_in_order_by_one_consumer_at_a_time(
+def test_records_with_one_key_are_processed_in_order_by_one_consumer_at_a_time(
     m: meteor.Client,
 ) -> None:
     stream = m.stream("carts", ordering_key="key")
@@ -74,7 +74,7 @@ def test_records_of_one_key_are_processed_in_order_by_one_consumer_at_a_time(
     at_work: set[bytes | None] = set()
 
     def handle(record: meteor.SharedRecord) -> None:
-        assert record.key not in at_work, "two consumers have records of one key"
+        assert record.key not in at_work, "two consumers have records with the same key"
         at_work.add(record.key)
         done[record.key].append(int(record.value))
         at_work.remove(record.key)

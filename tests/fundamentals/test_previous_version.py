@@ -7,13 +7,21 @@ where they left off, on Valkey and Redis, even if members died or were alive whe
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
 from meteor_py.publish.transaction import Staged, commit, is_done
+from meteor_py.redis.connector import Connector
+from meteor_py.redis.scripts import SHARED_CONVERT, Script
 from tests.support.previous_version import PreviousVersion, dump
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
@@ -31,7 +39,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def m(any_url: str, store: Path) -> Iterator[meteor.Client]:
-    """A client of a server that holds data written by version 0.1."""
+    """A client for a server that holds data written by version 0.1."""
     V0_1.load(any_url, store=store)
     with meteor.connect(any_url) as m:
         yield m
@@ -197,7 +205,7 @@ def process(sub: meteor.SharedSubscriber, count: int) -> list[meteor.SharedRecor
 
 
 def offsets_by_key(records: list[meteor.SharedRecord]) -> dict[bytes | None, list[int]]:
-    """Returns the offsets of each key in the order of delivery."""
+    """Returns each key's offsets in delivery order."""
     return {key: [r.offset for r in records if r.key == key] for key in {r.key for r in records}}
 
 
@@ -234,6 +242,58 @@ def test_key_that_0_1_parked_stays_parked_until_it_is_resumed(m: meteor.Client) 
         assert sub.resume("cart-4")
         assert offsets_by_key(process(sub, 1)) == {b"cart-4": [7]}
     assert group.confirmed == 13
+
+
+def test_interrupted_conversion_of_a_0_1_shared_group_is_continued_by_another_consumer(
+    m: meteor.Client, any_url: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion stops after 1, 2, 3... portions, as if its process had died there."""
+    source = SHARED_CONVERT.source.replace(b"PORTION, PER_KEY = 500,", b"PORTION, PER_KEY = 17,")
+    assert source != SHARED_CONVERT.source
+    monkeypatch.setattr(SHARED_CONVERT, "source", source)
+    monkeypatch.setattr(SHARED_CONVERT, "sha", hashlib.sha1(source).hexdigest())
+    group = m.stream("carts", create=False).shared_group("billing")
+    expected = group.describe(), group.keys()
+    for portions in count(1):
+        with plain_client(any_url) as plain:
+            plain.flushall()
+        shutil.rmtree(store)
+        V0_1.load(any_url, store=store)
+        with meteor.connect(any_url) as first, monkeypatch.context() as patch:
+            died = die_after(patch, portions)
+            with suppress(Died):
+                first.stream("carts", create=False).shared_group("billing")
+        with meteor.connect(any_url) as second:
+            carts = second.stream("carts", create=False)
+            with carts.shared_subscriber("billing", prefetch=1):
+                group = carts.shared_group("billing")
+                assert group.fsck() == []
+                assert replace(group.describe(), consumers=()) == expected[0]
+                assert group.keys() == expected[1]
+        if not died:
+            break
+    print(f"stopped after each of {portions} portions")
+    assert portions > 6
+
+
+class Died(Exception):
+    """The process died."""
+
+
+def die_after(patch: pytest.MonkeyPatch, portions: int) -> list[int]:
+    """Make the conversion end after so many portions; the list tells whether it has."""
+    real, died, left = Connector.run, list[int](), portions
+
+    def run(self: Connector, script: Script, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        if script is SHARED_CONVERT and not left:
+            died.append(portions)
+            raise Died
+        left -= script is SHARED_CONVERT
+        return real(self, script, *args, **options)
+
+    patch.setattr(Connector, "run", run)
+    return died
 
 
 def test_shared_group_written_by_0_1_is_consistent(m: meteor.Client) -> None:
@@ -312,7 +372,7 @@ def test_archiver_continues_where_0_1_stopped(m: meteor.Client, store: Path) -> 
     assert values(trades) == [b"trade %d" % n for n in range(60)]
 
 
-def test_stream_of_0_1_is_resumed_from_its_store_after_its_server_was_lost(
+def test_stream_written_by_0_1_is_resumed_from_its_store_after_its_server_was_lost(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     m.redis.flushall()

@@ -3,8 +3,8 @@
 A ring drops its oldest records. A reader that is too slow gets ``RecordsLost`` with the first and
 last offset that it missed. A server that crashes may restart without the records that it
 acknowledged last. A client that has seen them gets ``LogTruncated`` with the first and last offset
-that the server has lost. Readers raise the error until ``skip_gap()`` is called; no record is
-skipped silently.
+that the server has lost. A reader's calls raise the error until ``skip_gap()`` is called; no record
+is skipped silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """After any sequence of operations, the log matches a simple model.
 
 Hypothesis drives a real server (AOF, every write on disk) through publishing by several producers,
-repeats, stale producers, new producer epochs, trims, kill -9 with restart, deleting and recreating,
+retries, stale producers, new producer epochs, trims, kill -9 with restart, deleting and recreating,
 and reads at any offset. The model is a few lists. A failure is shrunk to the shortest sequence.
 """
 
@@ -38,7 +38,7 @@ names = count()
 
 @dataclass
 class Sent:
-    """One batch of a producer: the request and its reply."""
+    """One of a producer's batches: the request and its reply."""
 
     count: int
     name: str

@@ -1,4 +1,4 @@
-"""``stream.repair()`` removes entries from a log that no publisher wrote.
+"""``stream.repair()`` removes log entries that no publisher wrote.
 
 A foreign entry beyond the end stops publishing, even after it is deleted. A repair keeps every
 frame with its offset, while publishers and subscribers stay open.
@@ -119,7 +119,7 @@ def test_log_with_only_foreign_entries_becomes_empty(client: meteor.Client, plai
     assert values(stream) == TEN
 
 
-def test_index_of_ordering_keys_is_repaired_with_the_log(client: meteor.Client, plain: Any) -> None:
+def test_ordering_key_index_is_repaired_with_the_log(client: meteor.Client, plain: Any) -> None:
     stream = client.stream("s", ordering_key="key")
     publish(stream, 10)
     plain.xadd(keys.index("s"), {"user": "1"})
@@ -138,7 +138,7 @@ def test_index_of_ordering_keys_is_repaired_with_the_log(client: meteor.Client, 
     assert stream.repair().healthy
 
 
-def test_repair_of_many_frames_takes_many_steps_and_leaves_no_copy(
+def test_repairing_many_frames_takes_many_steps_and_leaves_no_copy(
     client: meteor.Client, plain: Any
 ) -> None:
     stream = client.stream("s", create=True)
@@ -217,7 +217,7 @@ def test_repair_that_dies_at_any_step_changes_nothing(
     assert stream.bounds() == (0, 1_100)
 
 
-def test_copy_of_a_killed_repair_expires(stream: meteor.Stream, plain: Any) -> None:
+def test_copy_left_by_a_killed_repair_expires(stream: meteor.Stream, plain: Any) -> None:
     publish(stream, 2_000)
     copy = keys.repair("s", "1")
     args = [stream.incarnation, "log", "0-0", "0", "3600000"]
@@ -246,7 +246,7 @@ def test_repair_on_a_full_server_changes_nothing(private_server: ServerFactory) 
         assert values(stream) == TEN
 
 
-def test_repair_of_a_deleted_stream_says_that_it_is_gone(stream: meteor.Stream) -> None:
+def test_repairing_a_deleted_stream_reports_that_it_is_gone(stream: meteor.Stream) -> None:
     stream.client.stream("s", create=True).delete()
     with pytest.raises(meteor.StreamNotFound):
         stream.repair()

@@ -1,4 +1,4 @@
-"""Retention of the ring by age and by bytes: ``max_age`` and ``max_bytes`` of a stream.
+"""Ring retention by age and by bytes: a stream's ``max_age`` and ``max_bytes`` settings.
 
 Publishing drops records that exceed a limit, in any mix of frames. It keeps the newest frame and
 records that are not archived. New limits also apply to records that are already in the ring.
@@ -113,7 +113,7 @@ def test_frame_larger_than_max_bytes_is_kept_until_others_fill_the_ring(
     assert ring_bytes(client, stream) <= 1_000 + 42
 
 
-def test_index_of_ordering_keys_is_trimmed_with_the_log(client: meteor.Client) -> None:
+def test_ordering_key_index_is_trimmed_with_the_log(client: meteor.Client) -> None:
     stream = client.stream("s", ordering_key="key", max_bytes=1_000)
     publish_each(stream, 100)
     log: Any = client.redis.xrange(keys.log("s"))

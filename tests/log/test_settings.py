@@ -30,7 +30,7 @@ RECORDS, CAPACITY = 900, 100
 
 
 def archive(client: meteor.Client, store: Path, **settings: object) -> None:
-    """Create the stream, and archive its records. The ring keeps the last ones only."""
+    """Create the stream, and archive its records. The ring keeps only the last ones."""
     stream = client.stream("orders", capacity=CAPACITY, store=store, **settings)  # type: ignore[arg-type]
     with stream.publisher() as pub:
         pub.publish_many([b"honest"] * RECORDS).result()
@@ -38,7 +38,7 @@ def archive(client: meteor.Client, store: Path, **settings: object) -> None:
 
 
 def forge(folder: Path, incarnation: str, epoch: int) -> dict[str, str | int]:
-    """Write a store with forged records; return the fields of ``meta`` that name it."""
+    """Write a store with forged records; return the ``meta`` fields that name it."""
     forged = ParquetStore(folder, "orders")
     forged.claim("ab" * 8)
     row = {"timestamp": 0, "appended": 0, "key": None, "value": b"forged", "headers": None}
@@ -145,10 +145,10 @@ def test_only_an_admin_may_write_settings(guarded: Server) -> None:
         assert plain.execute_command("ACL", "DRYRUN", "admin", *commands[0]) == b"OK"
 
 
-# Streams of older releases
+# Streams from older releases
 
 
-def test_a_stream_of_an_older_release_is_converted_by_the_first_client_that_may(
+def test_a_stream_from_an_older_release_is_converted_by_the_first_client_with_permission(
     any_url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -173,7 +173,7 @@ def test_a_converted_stream_is_never_converted_again(url: str, tmp_path: Path) -
             both = [META, SETTINGS]
             m._connector.run(scripts.CONVERT_SETTINGS, both, script_args)
         assert m.redis.hget(SETTINGS, "store_uri") == (tmp_path / "store").as_uri().encode()
-        # The settings of one incarnation are not trusted for another.
+        # One incarnation's settings are not trusted for another.
         other = m.stream("orders", create=False)
         assert (other.incarnation, other.config.store) == ("other", None)
 
@@ -218,7 +218,7 @@ def test_without_the_right_to_convert_an_archiver_does_not_apply_retain(
         assert (stream.config.retain, stream.config.retain_bytes) == (None, None)
 
 
-def test_acl_of_an_older_release_still_permits_publishing(guarded: Server, stored: Path) -> None:
+def test_acl_from_an_older_release_still_permits_publishing(guarded: Server, stored: Path) -> None:
     with guarded.client() as plain:
         rules = [rule for rule in roles()["publisher"] if not rule.endswith(":settings")]
         plain.execute_command("ACL", "SETUSER", "publisher", "reset", *rules)

@@ -80,7 +80,7 @@ def by_a_receiver(stream: meteor.Stream) -> list[int]:
 
 
 @pytest.mark.parametrize("read", [by_polling, by_a_group, by_a_loop, by_a_receiver, read_all])
-def test_all_of_25_records_are_read_from_a_ring_of_ten_and_a_store(
+def test_all_25_records_are_read_from_a_ring_of_ten_and_a_store(
     any_url: str, tmp_path: Path, read: Callable[[meteor.Stream], list[int]]
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -96,7 +96,7 @@ def test_all_of_25_records_are_read_from_a_ring_of_ten_and_a_store(
         assert read(stream) == list(range(25))
 
 
-def test_all_records_are_read_from_a_ring_and_a_store_in_memory(any_url: str) -> None:
+def test_all_records_are_read_from_a_ring_and_an_in_memory_store(any_url: str) -> None:
     with meteor.connect(any_url) as m:
         store = meteor.MemoryStore(NAME)
         stream = m.stream(NAME, capacity=10, store=store)
@@ -156,7 +156,7 @@ def test_a_batch_from_the_store_can_be_sliced_and_iterated(
     assert not batch[4:4]
 
 
-# Records of every shape
+# Records in every shape
 
 
 def publish_every_shape(stream: meteor.Stream, rng: random.Random) -> None:
@@ -290,7 +290,7 @@ def test_times_are_found_in_the_store_in_the_ring_and_where_they_meet(
         check_times(stream)
 
 
-def test_times_are_found_in_a_store_in_memory(url: str) -> None:
+def test_times_are_found_in_an_in_memory_store(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=4, store=meteor.MemoryStore(NAME), archive=False)
         spread_out(stream, 1, 4, 2, 3, 4)
@@ -377,7 +377,7 @@ def test_only_readers_of_archived_records_notice_that_the_store_is_gone(
             assert drain(sub) == list(range(17, 28))
 
 
-def test_a_store_in_the_memory_of_another_process_cannot_be_found(url: str) -> None:
+def test_in_memory_store_in_another_process_cannot_be_found(url: str) -> None:
     with meteor.connect(url) as m, meteor.connect(url) as other:
         store = meteor.MemoryStore(NAME)
         stream = m.stream(NAME, capacity=10, store=store, archive=False)

@@ -1,7 +1,7 @@
-"""A sequential reader of a store prefetches the next batch and nothing beyond it.
+"""A reader that goes through a store sequentially prefetches only the next batch.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
-close or a change of the stream.
+close or a change to the stream.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_an_error_while_prefetching_is_raised_when_its_batch_is_due(
         assert drain(sub) == list(range(10, END))
 
 
-def test_two_subscribers_of_one_stream_object_do_not_interfere(
+def test_two_subscribers_on_one_stream_object_do_not_interfere(
     stream: meteor.Stream, rng: random.Random
 ) -> None:
     subs = [stream.subscriber(initial_offset="earliest") for _ in range(2)]
@@ -326,7 +326,7 @@ def test_after_a_fork_parent_and_child_continue_despite_a_prefetched_batch(
 
 
 class CountingFile(io.FileIO):
-    """A file that adds the bytes read to the total of all files."""
+    """A file that adds the bytes read to the total for all files."""
 
     total = 0
 
@@ -338,7 +338,7 @@ class CountingFile(io.FileIO):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of opened segments, appended at each open; see also ``Counted``."""
+    """The paths of opened segments, appended at each open; see also ``CountingFile``."""
     paths: list[str] = []
 
     def open_counted(folder: LocalStorage, path: str) -> Any:

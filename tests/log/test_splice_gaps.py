@@ -1,7 +1,7 @@
-"""Missing, damaged and unavailable records of a store are distinguished and reported by offset.
+"""Missing, damaged and unavailable records in a store are distinguished and reported by offset.
 
 Expired or removed records are a gap, as in the ring. Damaged records are reported and can be
-skipped. Readers wait for an unavailable store, and never take it for an empty one.
+skipped. Readers wait for an unavailable store, and never mistake it for an empty one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_gap_after_an_expiry_ends_at_the_ring_at_the_latest(stream: meteor.Strea
 
 
 @pytest.mark.parametrize("way", ["expired", "removed"])
-def test_records_in_the_ring_beyond_its_capacity_are_no_gap(
+def test_records_in_the_ring_beyond_its_capacity_are_not_a_gap(
     stream: meteor.Stream, tmp_path: Path, way: str
 ) -> None:
     stream.configure(capacity=4)  # the frame of 40 to 49 stays whole
@@ -150,7 +150,7 @@ def test_records_fetched_before_they_expired_are_still_delivered(
         assert drain(sub) == list(range(40, 50))
 
 
-def test_only_the_records_of_a_missing_file_are_a_gap(stream: meteor.Stream, segment: Path) -> None:
+def test_only_the_records_in_a_missing_file_are_a_gap(stream: meteor.Stream, segment: Path) -> None:
     segment.unlink()
     with stream.subscriber(initial_offset="earliest") as sub:
         assert check_values(sub.poll(timeout=0)) == list(range(10))
@@ -184,7 +184,7 @@ def test_a_file_removed_after_it_was_listed_is_a_gap(
         assert range_lost(sub) == (10, 19)
 
 
-def test_a_file_that_compaction_replaces_while_it_is_read_is_no_gap(
+def test_a_file_that_compaction_replaces_while_it_is_read_is_not_a_gap(
     stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -203,7 +203,7 @@ Damage = Callable[[Path, random.Random], None]
 
 
 def flip(path: Path, rng: random.Random, group: int = 0, name: str = "value") -> None:
-    """Flip one bit at the end of a column of a row group."""
+    """Flip one bit at the end of a column in a row group."""
     metadata = pq.read_metadata(path)
     column = metadata.row_group(group).column(metadata.schema.names.index(name))
     data = bytearray(path.read_bytes())
@@ -278,7 +278,7 @@ def test_seeking_a_time_in_a_damaged_segment_raises_a_clear_error(
 # Expiring
 
 
-def test_unconfirmed_records_of_a_group_expire_only_by_force(
+def test_a_groups_unconfirmed_records_expire_only_by_force(
     stream: meteor.Stream,
 ) -> None:
     stream.seek_group("slow", 13)
@@ -330,7 +330,7 @@ def test_reading_from_earliest_works_if_the_first_record_expires_before_it_is_re
         assert sub.skipped == 0
 
 
-def test_a_store_in_memory_expires_to_the_exact_record(url: str) -> None:
+def test_an_in_memory_store_expires_to_the_exact_record(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=10, store=meteor.MemoryStore(NAME), archive=False)
         fill_segments(stream, *[10] * 5)
@@ -433,7 +433,7 @@ def test_a_store_that_returns_during_the_check_is_not_considered_empty(
 
 
 @pytest.mark.parametrize("way", ["with its history", "while the history is unavailable"])
-def test_reading_the_store_of_a_deleted_stream_raises_stream_not_found(
+def test_reading_a_deleted_streams_store_raises_stream_not_found(
     url: str, stream: meteor.Stream, tmp_path: Path, way: str
 ) -> None:
     with meteor.connect(url) as other:
@@ -449,7 +449,7 @@ def test_reading_the_store_of_a_deleted_stream_raises_stream_not_found(
                 sub.poll(timeout=0)
 
 
-def test_a_recreated_stream_does_not_return_archived_records_of_the_deleted_stream(
+def test_a_recreated_stream_does_not_return_the_deleted_streams_archived_records(
     client: meteor.Client, stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:

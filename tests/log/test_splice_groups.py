@@ -40,10 +40,10 @@ def stored(url: str, tmp_path: Path) -> Iterator[GroupHarness]:
         yield harness
 
 
-# Positions of groups
+# Group positions
 
 
-def test_a_new_group_begins_with_the_first_record_of_the_store(stored: GroupHarness) -> None:
+def test_a_new_group_begins_with_the_first_record_in_the_store(stored: GroupHarness) -> None:
     stored.stream.store.expire(offset=20)
     sub = stored.subscriber()
     assert sub.position == 20
@@ -150,7 +150,7 @@ def test_two_processes_read_everything_while_the_ring_is_trimmed(
             publish_all(harness.stream, rng)
             found = [tuple(map(int, reader.read(60).split())) for reader in readers]
         assert [end for end, _ in found] == [END, END]
-        # How often one reader changes depends on the scheduler.
+        # How often a reader switches sources depends on the scheduler.
         assert sum(changes for _, changes in found) > 1, "from the store to the ring, and back"
         assert len(list(tmp_path.rglob("*.parquet"))) > 50
 
@@ -259,7 +259,7 @@ def test_records_that_the_server_lost_are_not_read_from_the_store(
         assert [flaw for flaw in stream.store.verify() if not flaw.harmless] == []
 
 
-def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(
+def test_reader_that_has_read_lost_archived_records_learns_of_the_loss_and_continues(
     lagging: ReplicatedStream,
 ) -> None:
     with ExitStack() as stack:
@@ -279,7 +279,7 @@ def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(
             assert read_to(sub, 200) == numbered("b", 50, 200)
 
 
-def test_a_failover_does_not_affect_a_reader_of_older_archived_records(
+def test_a_failover_does_not_affect_a_reader_still_at_older_archived_records(
     lagging: ReplicatedStream,
 ) -> None:
     with ExitStack() as stack:

@@ -37,7 +37,7 @@ MILLION = 1_000_000
 
 @pytest.fixture(scope="module")
 def million(tmp_path_factory: pytest.TempPathFactory) -> Iterator[meteor.Stream]:
-    """A ring of 10,000 records at the end of a million, whose values are their offsets."""
+    """A stream of a million records, whose values are their offsets, with a ring of 10,000."""
     root = tmp_path_factory.mktemp("million")
     with Server(binaries()["valkey"]) as server, meteor.connect(server.url) as m:
         stream = m.stream("million", capacity=10_000, store=root, archive=False)
@@ -124,7 +124,7 @@ class Model:
 
 
 class Machine(RuleBasedStateMachine):
-    """Runs with a store in files or in memory."""
+    """Runs with a file-based or in-memory store."""
 
     url: str
     in_files: bool

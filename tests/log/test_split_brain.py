@@ -1,4 +1,4 @@
-"""After a split brain, clients of the lost branch learn which records are gone."""
+"""After a split brain, clients on the lost branch learn which records are gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AHEAD = 4_000_000_000_000
 
 @dataclass
 class Split:
-    """Clients of a lost branch, whose next call reaches the surviving branch.
+    """Clients on a lost branch, whose next call reaches the surviving branch.
 
     Both branches have the same first 100 records. Then the lost branch gets 10 more. The
     surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
@@ -93,7 +93,7 @@ def publish(client: meteor.Client, value: bytes, count: int) -> None:
             publisher.publish(value).result(10)
 
 
-def test_every_client_of_the_lost_branch_learns_which_records_are_gone(split: Split) -> None:
+def test_every_client_on_the_lost_branch_learns_which_records_are_gone(split: Split) -> None:
     with pytest.raises(meteor.LogTruncated) as reader:
         eventually(lambda: split.reader.poll(timeout=1))
     error = split.publisher.publish(b"next").exception(10)
@@ -140,7 +140,7 @@ def test_a_position_is_valid_up_to_the_end_of_its_last_shared_epoch(
     assert diverged_at(Position("i", epoch, offset, known), KEPT, 130) == expected
 
 
-def test_epoch_tables_of_earlier_versions_are_compared_by_epoch_number() -> None:
+def test_epoch_tables_from_earlier_versions_are_compared_by_epoch_number() -> None:
     table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two, without empty epochs
     assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was dropped
     assert diverged_at(Position("i", 3, 51), table, 130) == 50

@@ -21,7 +21,7 @@ def stream(any_url: str) -> meteor.Stream:
     return stream
 
 
-def test_the_split_point_of_a_record_is_the_end_of_its_frame(stream: meteor.Stream) -> None:
+def test_a_records_split_point_is_the_end_of_its_frame(stream: meteor.Stream) -> None:
     assert split_points(stream._handle, [3, 4, 5, 7]) == [4, 8, 8, 8]
     assert split_points(stream._handle, []) == []
 
@@ -61,7 +61,7 @@ def test_reading_continues_at_a_stored_position(url: str) -> None:
             assert sub.poll().values() == [b"2", b"3", b"4"]
 
 
-def test_a_position_of_an_older_incarnation_is_refused(url: str) -> None:
+def test_a_position_from_an_older_incarnation_is_refused(url: str) -> None:
     with meteor.connect(url) as m:
         kept = m.stream("orders", create=True).end()
         m.stream("orders", create=True).delete()

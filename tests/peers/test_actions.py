@@ -1,4 +1,4 @@
-"""Timed actions: a group agrees on an action, and its members run it at one instant."""
+"""Timed actions: a group agrees on an action, and its members run it at the same moment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outcome_of(future: Future[Outcome]) -> Outcome:
 
 
 def done_by(processes: list[Voters], count: int = 1) -> list[list[dict[str, Any]]]:
-    """Wait until each process has run ``count`` actions; return them."""
+    """Wait until each process has run ``count`` actions, and return the actions."""
     for process in processes:
         eventually(partial(_has_done, process, count), RESULT_S, f"{process.name} did not act")
     return [process.ask("actions") for process in processes]
@@ -52,7 +52,7 @@ def _has_done(process: Voters, count: int) -> bool:
 # -- running
 
 
-def test_five_processes_act_at_one_instant_within_their_error_bounds(
+def test_five_processes_act_at_the_same_moment_within_error_bounds(
     url: str, record_property: Any
 ) -> None:
     with Panel(url) as panel:
@@ -87,7 +87,7 @@ def _delays(found: list[dict[str, Any]], at: float) -> float:
     return max(float(one["true"] - at - one["late"]) for one in found)
 
 
-def test_any_member_may_propose_an_action_repeatedly(url: str) -> None:
+def test_any_member_can_propose_an_action_repeatedly(url: str) -> None:
     with Panel(url) as panel:
         one, two = panel.members(2)
         done: list[Action] = []
@@ -120,7 +120,7 @@ def test_rejected_action_does_not_run(url: str) -> None:
         assert {action.name for action in done} == {"b"}
 
 
-def test_outvoted_member_acts_and_member_that_was_not_asked_does_not(url: str) -> None:
+def test_outvoted_member_acts_but_member_that_was_not_asked_does_not(url: str) -> None:
     with Panel(url) as panel:
         one, two, three = panel.members(3)
         done: list[str] = []
@@ -171,7 +171,9 @@ def test_named_member_acts_after_restart(url: str) -> None:
         assert one["late"] >= -one["error_bound"]
 
 
-def test_slow_or_failing_action_delays_no_other(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_or_failing_action_does_not_delay_others(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(action: Action) -> None:
         raise RuntimeError("the breaker is stuck")
 
@@ -202,11 +204,11 @@ def test_member_votes_yes_only_to_actions_it_has_handlers_for(url: str) -> None:
         )
         outcome = outcome_of(future)
         assert (outcome.yes, outcome.no) == ((able.id,), (unable.id,))
-        assert outcome.missing == (blank.id,)  # has no handlers yet, so its vote stays open
+        assert outcome.missing == (blank.id,)  # it has no handlers yet, so its vote stays open
         assert not outcome.passed
 
 
-def test_vote_on_action_ends_before_its_time_whatever_the_timeout(url: str) -> None:
+def test_vote_on_action_ends_before_the_action_whatever_the_timeout(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         asked: list[Proposal] = []
@@ -229,7 +231,7 @@ def test_vote_on_action_ends_before_its_time_whatever_the_timeout(url: str) -> N
         assert not missed
 
 
-def test_vote_on_action_ends_before_its_time_even_if_extended(url: str) -> None:
+def test_vote_on_action_ends_before_the_action_even_if_extended(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         panel.members(1)
         at = panel.peer_group.now() + 1
@@ -258,7 +260,7 @@ def test_pending_action_is_refused_until_it_is_over(url: str) -> None:
         member.on_vote(hold)
         group = panel.peer_group
         first = group.propose_action("go", at=group.now() + 1.5)
-        with pytest.raises(ActionRefused, match="is already pending, by poll"):
+        with pytest.raises(ActionRefused, match=r"is already pending \(poll"):
             group.propose_action("go", at=group.now() + 9)  # the vote is open
         hold.go()
         assert outcome_of(first).passed
@@ -268,7 +270,7 @@ def test_pending_action_is_refused_until_it_is_over(url: str) -> None:
         assert outcome_of(group.propose_action("go", at=group.now() + 1)).passed
 
 
-def test_rejected_action_may_be_proposed_again(url: str) -> None:
+def test_rejected_action_can_be_proposed_again(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(False))
@@ -331,7 +333,7 @@ def test_process_that_sleeps_through_an_action_misses_it(url: str) -> None:
         assert sleeper.ask("actions") == []
 
 
-def test_late_handler_runs_coming_actions_and_reports_no_past_one_as_missed(
+def test_handler_added_late_runs_upcoming_actions_and_misses_no_past_ones(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Panel(url) as panel:
@@ -363,7 +365,7 @@ def test_proposer_with_uncertain_clock_is_refused(url: str) -> None:
             panel.peer_group.propose_action("go", at=at, max_error=1e-9)
 
 
-def test_voter_with_uncertain_clock_says_no(private_server: ServerFactory) -> None:
+def test_voter_with_uncertain_clock_votes_no(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes")
     with Panel(server.url) as panel, Proxy(HOST, server.port) as proxy:
         near = panel.process()
@@ -378,7 +380,7 @@ def test_voter_with_uncertain_clock_says_no(private_server: ServerFactory) -> No
 
 
 def read(clock: GroupClock, server: float, trip: float = 0.002, age: float = 0.0) -> float:
-    """Add a reading to the clock; return its time by ``now()``."""
+    """Add a reading to the clock; return when it was taken, on the ``now()`` clock."""
     at = now() - age
     clock.read(at - trip / 2, at + trip / 2, server)
     return at
@@ -393,7 +395,7 @@ def test_clock_uses_its_best_reading() -> None:
     assert 0.001 <= clock.error_bound < 0.4
 
 
-def test_error_bound_grows_with_the_age_of_the_reading() -> None:
+def test_error_bound_grows_as_the_reading_ages() -> None:
     clock = GroupClock()
     read(clock, 1000.0, age=100.0)
     assert clock.error_bound >= 0.001 + 100 * 100e-6
@@ -455,7 +457,7 @@ def test_member_that_changed_its_id_since_the_vote_misses_the_action(open_group:
     assert not done
 
 
-def test_handler_of_an_action_sees_its_own_vote(open_group: Open) -> None:
+def test_action_handler_sees_its_members_vote(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     votes: dict[str, bool | None] = {"yes": True, "no": False, "none": None}
     seen: dict[str, bool | None] = {}
@@ -466,6 +468,6 @@ def test_handler_of_an_action_sees_its_own_vote(open_group: Open) -> None:
     at = group.now() + 1.5
     assert group.propose_action("go", at=at, kind=1, timeout=60).result(SOON_S).passed
     eventually(lambda: "yes" in seen and "no" in seen and "none" in seen, SOON_S)
-    assert seen["yes"] is True  # the others may not have voted before it was decided
+    assert seen["yes"] is True  # the others may not have voted before the decision
     assert seen["no"] in (False, None)
     assert seen["none"] is None

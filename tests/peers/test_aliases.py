@@ -1,6 +1,6 @@
-"""Each documented call of Atomix and RIAPS has a counterpart that works.
+"""Each documented Atomix or RIAPS call has a counterpart that works.
 
-docs/peer-group-words.md has the tables; the tests are in the order of the documents.
+The tables are in docs/peer-group-words.md; the tests follow the order of the original documents.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_our_calls_in_the_tables_exist() -> None:
 
 
 def known_names(kind: type) -> set[str]:
-    """The attributes of a class and of its instances."""
+    """The attributes of a class and its instances."""
     given = set(re.findall(r"self\.(\w+)", inspect.getsource(kind)))
     return {*dir(kind), *given, *inspect.get_annotations(kind)}
 
@@ -141,7 +141,7 @@ def _member(group: DistributedGroup, name: str) -> GroupMember:
     return member
 
 
-def test_atomix_direct_message_is_acknowledged_failed_or_replied_to(post: Post) -> None:
+def test_atomix_direct_message_can_be_acked_failed_or_replied_to(post: Post) -> None:
     group, other = atomix(post), atomix(post)
     consumer = other.join("foo").messaging().consumer("bar")
     messaging = _member(group, "foo").messaging()
@@ -154,7 +154,7 @@ def test_atomix_direct_message_is_acknowledged_failed_or_replied_to(post: Post) 
     assert isinstance(failure(sync.send("baz")), HandlerFailed)
 
 
-def test_atomix_asynchronous_message_is_done_when_it_is_stored(post: Post) -> None:
+def test_atomix_asynchronous_message_completes_when_it_is_stored(post: Post) -> None:
     group, other = atomix(post), atomix(post)
     other.join("foo")
     producer = _member(group, "foo").messaging().producer("bar", execution=Execution.ASYNC)
@@ -163,7 +163,7 @@ def test_atomix_asynchronous_message_is_done_when_it_is_stored(post: Post) -> No
     seen: list[Any] = []
     future.add_done_callback(seen.append)  # thenAccept, thenRun
     assert seen == [future]
-    assert len(future.result()) > 0  # get: the id of the message
+    assert len(future.result()) > 0  # get: the message id
 
 
 @pytest.mark.parametrize("execution", Execution)
@@ -233,7 +233,7 @@ def test_atomix_serializer_assigns_numbers_to_types(post: Post) -> None:
     assert got.bodies == [1 + 2j]
 
 
-def test_atomix_contradicting_options_are_refused(post: Post) -> None:
+def test_atomix_conflicting_options_are_refused(post: Post) -> None:
     group = atomix(post)
     group.join("foo")
     member = _member(group, "foo")
@@ -313,7 +313,7 @@ def test_riaps_leader_queries_and_events(post: Post) -> None:
     group.on_elected(lambda leader, term: elected.append(leader.id))  # handleLeaderElected
     group.on_resigned(lambda leader, term, reason: exited.append(leader))  # handleLeaderExited
     first = group.join("first")
-    assert _leader_id(group) is None  # hasLeader: two are needed
+    assert _leader_id(group) is None  # hasLeader: two members are needed
     assert isinstance(failure(first.leader_proxy.tell("leader")), NoLeader)
     second = group.join("second")
     eventually(lambda: first.term is not None)  # isLeader
@@ -396,7 +396,7 @@ def test_riaps_action_votes(post: Post) -> None:
     at = group.now() + 1.0
     outcome = result(members[0].propose_action("open", {"relay": 3}, at=at))  # requestActionVote
     assert outcome.passed
-    eventually(lambda: len(done) == 2, message="not both members ran the action")
+    eventually(lambda: len(done) == 2, message="the action did not run on both members")
     assert [action.params for action in done] == [{"relay": 3}] * 2
 
 

@@ -1,4 +1,4 @@
-"""Messages that wait in one process share calls, in order, each stored once and settled once."""
+"""Waiting messages in one process share calls. Each is stored and settled once, in order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_repeated_call_returns_the_same_results_and_stores_nothing(peers: Peers)
     assert inbox(peers, "a") == ["m1", "m2", "m3"]
 
 
-def test_call_ends_after_enough_work_and_says_how_far_it_got(build: Build) -> None:
+def test_call_ends_after_enough_work_and_reports_its_progress(build: Build) -> None:
     peers = build(max_inbox=100_000)
     for number in range(3):
         peers.join(f"m{number}")
@@ -74,7 +74,7 @@ def test_send_after_a_clock_step_asks_for_a_heartbeat_first(peers: Peers) -> Non
     assert batch(peers, 1, "m1", to="any") == ["OK", "OK\na"]
 
 
-# A body that many members get
+# A body shared by many receivers
 
 
 def test_long_broadcast_is_stored_once_and_deleted_with_its_last_reader(peers: Peers) -> None:
@@ -128,7 +128,7 @@ def test_long_broadcast_arrives_whole_at_every_member(post: Post) -> None:
 # Handing over
 
 
-def test_messages_move_in_portions_of_bytes(url: str) -> None:
+def test_messages_move_in_portions_limited_by_size(url: str) -> None:
     with meteor.connect(url) as client:
         peers = Peers(client)
         peers.join("a")
@@ -154,7 +154,7 @@ def count_scripts(group: Any) -> int:
     return int(stats["cmdstat_evalsha"]["calls"])
 
 
-def test_messages_that_wait_share_calls(post: Post) -> None:
+def test_waiting_messages_share_calls(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     gate, got = Gate(), Record()
     me = other.join("a")
@@ -170,7 +170,7 @@ def test_messages_that_wait_share_calls(post: Post) -> None:
     eventually(lambda: inbox_length(group, "a") == 1)
     gate.open.set()
     assert got.bodies == list(range(1_000))
-    assert count_scripts(group) - before < 1_000, "each message took calls of its own"
+    assert count_scripts(group) - before < 1_000, "each message took a separate call"
 
 
 def test_order_is_kept_across_lost_replies_and_partial_calls(
@@ -195,7 +195,7 @@ def test_order_is_kept_across_lost_replies_and_partial_calls(
         assert [len(body[1]) for body in got.bodies] == sizes
 
 
-def test_messages_of_an_expelled_sender_stay_in_order(post: Post) -> None:
+def test_messages_from_an_expelled_sender_stay_in_order(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     got = Record()
     other.join("a").on("q")(got)
@@ -211,7 +211,7 @@ def test_messages_of_an_expelled_sender_stay_in_order(post: Post) -> None:
     assert got.bodies == list(range(200))
 
 
-def test_message_that_was_told_before_leaving_is_stored(post: Post) -> None:
+def test_message_sent_with_tell_before_leaving_is_stored(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     other.join("a")
     for number in range(20):
@@ -224,7 +224,7 @@ def test_message_that_was_told_before_leaving_is_stored(post: Post) -> None:
     assert inbox_length(other, "a") == 21
 
 
-def test_callback_of_a_future_that_blocks_delays_no_other_message(post: Post) -> None:
+def test_blocking_future_callback_does_not_delay_other_messages(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     other.join("a").on("q")(lambda message: message.body)
     entered, leave = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Codecs of peer groups: registered types, and bodies of unknown types."""
+"""Peer group codecs: registered types, and bodies with unknown types."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_registered_type_survives_encoding(format: Format, value: object) -> Non
     assert codec.decode(kind, data) == value
 
 
-def test_type_may_have_its_own_encode_and_decode() -> None:
+def test_type_can_have_its_own_encode_and_decode() -> None:
     codec = PeerCodec("bytes")
     codec.register(
         User,
@@ -73,7 +73,7 @@ def test_type_may_have_its_own_encode_and_decode() -> None:
     assert codec.decode("1", b"Ada:36") == User("Ada", 36)
 
 
-def test_contradicting_registrations_are_refused() -> None:
+def test_conflicting_registrations_are_refused() -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     for type_, number in ((Point, 1), (User, 2)):
@@ -211,7 +211,7 @@ def test_reply_of_unknown_type_fails_for_the_sender(post: Post) -> None:
     other.join("a").on("q")(lambda message: User("Ada", 36))
     error = failure(group.member("a").ask("q"))
     assert isinstance(error, HandlerFailed)
-    assert "cannot be read" in str(error)
+    assert "Cannot decode the reply" in str(error)
 
 
 class Odd(Exception):
@@ -258,7 +258,7 @@ def test_reply_that_cannot_be_encoded_fails_the_message(open_group: Open, answer
 def test_body_that_cannot_be_encoded_raises_value_error(value: object) -> None:
     codec = PeerCodec("msgpack")
     codec.register(Thing, id=1, encode=Thing.encode, decode=lambda data: Thing(KeyError()))
-    with pytest.raises(ValueError, match="cannot be encoded") as info:
+    with pytest.raises(ValueError, match="Cannot encode") as info:
         codec.encode(value)
     assert info.value.__cause__ is not None
 

@@ -1,5 +1,5 @@
-"""Peer groups whose members constantly join and leave, in several processes: all see the same
-events, there is always a leader, and no message is lost or reaches a member that has left.
+"""Peer groups whose members constantly join and leave, in several processes. All processes see the
+same events, there is always a leader, and no message is lost or reaches a member that has left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.support.peering import GROUP, LONG_S, Open, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: Errors with which a request may end while members come and go. A timeout is not one of them: a
-#: member must report the failure.
+#: Errors that a request may raise while members come and go. A timeout is not one of them: a member
+#: must report the failure.
 ERRORS = {"NoLeader", "MemberUnknown", "MemberLeft", "MembershipLost"}
 
 
@@ -51,8 +51,8 @@ def test_all_processes_see_the_same_events_while_members_join_and_leave(
 
 
 def check_leaders(events: list[Event]) -> None:
-    """Whenever there is a member, there is a leader: the event after the loss of one elects
-    another, unless all remaining members are about to leave. Terms only increase."""
+    """Check that there is a leader whenever there is a member: the event after the group loses its
+    leader elects another, unless all remaining members are about to leave. Terms only increase."""
     members: set[str | None] = set()
     leader: str | None = None
     terms = [0]
@@ -79,7 +79,7 @@ def check_leaders(events: list[Event]) -> None:
 
 
 def leaves_next(events: list[Event], member: str | None) -> bool:
-    """Whether the next event of a member is that it leaves."""
+    """Whether a member's next event is that it leaves."""
     return next((event.kind for event in events if event.member == member), None) == "left"
 
 
@@ -109,7 +109,7 @@ def test_roaming_members_always_have_a_leader_and_get_no_message_after_leaving(
     assert sorted(ids(group)) == sorted(those[-1] for those in members)
 
 
-def test_each_request_ends_with_a_reply_or_a_named_error_while_members_come_and_go(
+def test_each_request_gets_a_reply_or_a_specific_error_while_members_come_and_go(
     nodes: Nodes, open_group: Open, rng: random.Random
 ) -> None:
     group = open_group(ttl=LONG_S)
@@ -143,7 +143,7 @@ def test_each_request_ends_with_a_reply_or_a_named_error_while_members_come_and_
 
 
 def check_goodbye(processes: list[Node], events: list[Event], told: list[str]) -> None:
-    """Check that after the load every member gets the last message of each process."""
+    """Check that, after the load, every member gets each process's last message."""
     for number, process in enumerate(processes):
         told.append(f"last-{number}")
         process.ask("tell_all", GROUP, [told[-1]])
@@ -160,7 +160,7 @@ def check_handled(
 ) -> Counter[tuple[str, str]]:
     """Check that members handled only messages that were sent, once each, and before they left.
 
-    By the server's clock, each message was sent while its receiver was a member. Also checks the
+    On the server's clock, each message was sent while its receiver was a member. Also checks the
     leaders.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Elections of peer groups: the leader, its successor, and leader tasks.
+"""Peer group elections: the leader, its successor, and leader tasks.
 
-Several handles in one process.
+The tests use several handles in one process.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def test_group_without_elections_has_members_and_no_leader(open_group: Open) -> 
         pass
 
 
-def test_random_election_has_a_leader_in_rising_terms_until_all_have_left(open_group: Open) -> None:
+def test_random_election_elects_leaders_in_rising_terms_until_all_have_left(
+    open_group: Open,
+) -> None:
     group = open_group(ttl=LONG_S, election="random")
     here = {name: group.join(name) for name in "abcd"}
     led, terms = [], []
@@ -242,7 +244,7 @@ def test_leader_task_is_called_in_each_term_without_overlap(open_group: Open) ->
     numbers = [number for _, number in calls]
     assert numbers == sorted(set(numbers))
     group.close()
-    assert not running  # its threads have ended
+    assert not running  # the task's threads have ended
 
 
 def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> None:
@@ -257,7 +259,8 @@ def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> 
     def lead(term: Term) -> None:
         begun.set()
         term.lost.wait(30)
-        threading.Event().wait(0.3)  # finishes its work
+        threading.Event().wait(0.3)  # as if it were finishing its work
+
         order.append("ended")
 
     assert begun.wait(10)

@@ -1,6 +1,6 @@
-"""Elections by the scripts of peer groups, under a clock that the test sets.
+"""Elections by the peer group scripts, with a clock that the test sets.
 
-The tests run on all kinds of servers and never wait.
+The tests run on every kind of server and never wait.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_higher_priority_leads_next_but_does_not_replace_the_leader(peers: Peers
     assert peers.leader == "b"
 
 
-def test_resigned_leader_moves_to_the_end_of_the_order(peers: Peers) -> None:
+def test_resigned_leader_moves_to_the_end_of_the_election_order(peers: Peers) -> None:
     for member in "abc":
         peers.join(member)
     leaders = []
@@ -97,7 +97,7 @@ def test_term_after_a_resignation_is_above_every_term_known_to_the_member(peers:
     assert peers.term == above + 1
 
 
-def test_random_election_reaches_every_candidate_of_the_highest_priority(
+def test_random_election_reaches_every_candidate_with_the_highest_priority(
     build: Build, rng: random.Random
 ) -> None:
     peers = build(election="random")

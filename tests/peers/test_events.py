@@ -1,4 +1,4 @@
-"""Events of peer groups: all handles see the same ones, and recover from missed ones."""
+"""Peer group events: all handles see the same ones, and recover from missed ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_handles_see_the_same_events_while_members_join_and_leave(
     errors: list[BaseException] = []
 
     def storm(number: int) -> None:
-        """Let five members join and leave, on a handle that another thread uses too."""
+        """Make five members join and leave, on a handle that another thread also uses."""
         mine, group = random.Random(seeds[number]), handles[number % 5]
         here: list[Any] = [None] * 5
         try:
@@ -93,7 +93,7 @@ def test_all_handles_see_the_same_events_while_members_join_and_leave(
     assert terms == sorted(set(terms))  # type: ignore[type-var]
 
 
-def test_observer_that_missed_trimmed_events_misses_no_member(open_group: Open) -> None:
+def test_observer_that_missed_trimmed_events_still_learns_of_all_members(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     heard = Heard(two)
     with watching(two) as events:
@@ -126,7 +126,7 @@ def test_observer_that_missed_trimmed_events_misses_no_member(open_group: Open) 
     eventually(lambda: heard.count("join", "after") == 1)
 
 
-def test_callback_that_exits_is_logged_and_the_next_is_called(
+def test_callback_that_raises_system_exit_is_logged_and_the_next_is_called(
     open_group: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = open_group(ttl=LONG_S, election=None)
@@ -136,4 +136,4 @@ def test_callback_that_exits_is_logged_and_the_next_is_called(
     group.join("a")
     group.join("b")
     eventually(lambda: told == ["a", "b"], SOON_S)
-    assert "A callback of a group failed" in caplog.text
+    assert "A peer group callback raised an exception" in caplog.text

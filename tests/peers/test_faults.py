@@ -1,5 +1,5 @@
-"""Peer groups whose members are processes that are killed, paused, forked or terminated; and
-servers with outages or clock steps. Times are the server's, from its events.
+"""Peer groups whose member processes are killed, paused, forked or terminated, and whose servers
+have outages or clock steps. Times are the server's, taken from its events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.peering import open_group as open_group
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
-#: A ttl that expires during a test, and one that even a busy machine can meet.
+#: A ttl that expires during a test, and one that even a busy machine can renew in time.
 SHORT_S = 1.0
 STEADY_S = 1.5
 #: Tolerance in seconds for a busy machine.
@@ -42,7 +42,7 @@ Start = Callable[..., Peer]
 
 @pytest.fixture
 def start(url: str) -> Iterator[Start]:
-    """Starts processes with a handle of the group, and stops them after the test."""
+    """Starts processes that open the group, and stops them after the test."""
     with ExitStack() as stack:
 
         def started(at: str = "", **settings: Any) -> Peer:
@@ -54,7 +54,7 @@ def start(url: str) -> Iterator[Start]:
 
 
 def find(events: list[Event], kind: str, member: str) -> Event:
-    """Wait for the event of a kind about a member."""
+    """Wait for an event of this kind about a member."""
     found: list[Event] = []
 
     def there() -> bool:
@@ -107,7 +107,7 @@ def test_some_process_leads_however_often_the_leader_is_killed(
     assert len(terms) >= 3
 
 
-def test_leader_paused_too_long_knows_at_once_and_cannot_write(
+def test_leader_paused_too_long_notices_at_once_and_cannot_write(
     start: Start, open_group: Open
 ) -> None:
     group = open_group(ttl=SHORT_S)
@@ -170,9 +170,7 @@ def test_named_member_continues_in_another_process_and_leads_again(
     eventually(lambda: again.ask("state")["term"] == group.term)
 
 
-def test_forked_child_cannot_use_the_membership_of_its_parent(
-    start: Start, open_group: Open
-) -> None:
+def test_forked_child_cannot_use_its_parents_membership(start: Start, open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     parent = start()
     member = parent.ask("join", "a")
@@ -197,7 +195,7 @@ def test_forked_child_cannot_use_the_membership_of_its_parent(
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_server_outage_of_two_ttls_expels_no_member(
+def test_server_outage_lasting_two_ttls_expels_no_member(
     private_server: ServerFactory, start: Start, open_group: Open, how: str
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
@@ -214,7 +212,7 @@ def test_server_outage_of_two_ttls_expels_no_member(
         assert all(peer.ask("state")["term"] is None for peer in peers)
         bring_back(server, how)
         eventually(lambda: peers[0].ask("state")["term"] == number, 20)
-        # One whole ttl later, all members are still alive.
+        # A full ttl later, all members are still alive.
         begun = now()
         eventually(lambda: now() > begun + 1.1 * STEADY_S)
         last = group.join("last")
@@ -256,7 +254,7 @@ def test_clock_step_expels_no_member_and_deaths_are_still_detected(
     assert not any(event.member == "a" for event in events)
 
 
-def test_leader_of_a_server_that_restarts_empty_must_be_reelected(
+def test_leader_must_be_reelected_after_the_server_restarts_empty(
     private_server: ServerFactory, open_group: Open
 ) -> None:
     server = private_server("--save", "")

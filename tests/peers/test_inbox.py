@@ -1,4 +1,4 @@
-"""Inboxes of members: order, backlogs, settling, handlers that misbehave, and their threads."""
+"""Member inboxes: order, backlogs, settling, handlers that misbehave, and their threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def threads() -> list[str]:
 # Order and priority
 
 
-def test_messages_of_one_sender_arrive_in_order(post: Post) -> None:
+def test_messages_from_one_sender_arrive_in_order(post: Post) -> None:
     group, other = post.group(), post.group()
     got = Record()
     other.join("a").on("q")(got)
@@ -86,7 +86,7 @@ def test_several_workers_handle_messages_in_parallel(post: Post) -> None:
 # Backlogs
 
 
-def test_queue_without_a_handler_keeps_its_messages_and_delays_no_other(post: Post) -> None:
+def test_queue_without_a_handler_keeps_its_messages_without_delaying_others(post: Post) -> None:
     group = post.group()
     me = group.join("a")
     me.on("busy")(lambda message: message.body)
@@ -146,7 +146,7 @@ def test_backlog_beyond_the_held_bytes_arrives_complete_and_in_order(
         result(group.member("a").tell("q", f"{n:1000}"))
     gate.wait_until_entered()
     state = me._handle.inbox()._queues["q"]
-    eventually(lambda: not state.live, message="it keeps reading although it holds too much")
+    eventually(lambda: not state.live, message="the inbox keeps reading although it is full")
     assert 5 < len(state.held) <= 11
     assert state.bytes < 12_000
     gate.open.set()
@@ -207,13 +207,13 @@ def test_message_is_settled_once(post: Post) -> None:
     assert result(future) == 1
 
 
-def test_auto_handler_may_settle_explicitly(post: Post) -> None:
+def test_auto_handler_can_settle_explicitly(post: Post) -> None:
     group = post.group()
     group.join("a").on("q")(lambda message: message.reply("mine") and "not this")
     assert result(group.member("a").ask("q")) == "mine"
 
 
-def test_retried_message_returns_after_its_delay_and_others_go_first(post: Post) -> None:
+def test_retried_message_returns_after_its_delay_and_others_are_handled_first(post: Post) -> None:
     group = post.group()
 
     def again(message: Message) -> Any:
@@ -255,9 +255,7 @@ def test_reply_can_be_repeated_after_an_encoding_error(post: Post) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(3)])
-def test_handler_that_raises_continues_with_the_next_message(
-    post: Post, error: BaseException
-) -> None:
+def test_handler_that_raises_still_gets_the_next_message(post: Post, error: BaseException) -> None:
     group = post.group()
 
     def picky(message: Message) -> Any:
@@ -311,7 +309,7 @@ def test_wrong_arguments_and_a_second_handler_are_refused(post: Post) -> None:
     for wrong in ({"workers": 0}, {"priority": 0}, {"ack": "no"}, {"timeout": 0}):
         with pytest.raises(ValueError, match="must be"):
             me.on("other", **wrong)(lambda message: None)
-    with pytest.raises(ValueError, match="take turns"):
+    with pytest.raises(ValueError, match="share one thread"):
         me.on("other", workers=2, priority=1)(lambda message: None)
     with pytest.raises(ValueError, match="cannot be the name"):
         me.on("a b")(lambda message: None)
@@ -377,7 +375,7 @@ def test_no_thread_runs_before_the_first_handler_and_none_after_leaving(post: Po
         me.on("other")
 
 
-def test_handler_may_leave_the_group(post: Post) -> None:
+def test_handler_can_leave_the_group(post: Post) -> None:
     group, other = post.group(), post.group()
     me = other.join("a")
     me.on("q")(lambda message: me.leave())
@@ -386,7 +384,7 @@ def test_handler_may_leave_the_group(post: Post) -> None:
     eventually(lambda: threads() == [])
 
 
-def test_members_of_one_handle_have_separate_queues(post: Post) -> None:
+def test_members_on_one_handle_have_separate_queues(post: Post) -> None:
     group = post.group()
     for name in ("a", "b"):
         group.join(name).on("q")(lambda message, name=name: name)
@@ -405,7 +403,7 @@ def test_instances_of_a_group_do_not_share_messages(post: Post) -> None:
         assert got[two.name].bodies == [2]
 
 
-def test_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) -> None:
+def test_inbox_reader_waits_for_the_remaining_handler_timeout(open_group: Open) -> None:
     me = open_group(ttl=LONG_S).join()
     inbox = Inbox(me._handle)
     timeout = inbox._connection.block_max_s / 2
@@ -423,7 +421,7 @@ def test_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) 
 @pytest.mark.parametrize(
     "entry", [{b"\xff": b"\xff"}, {"id": "x", "queue": "jobs"}, {"id": "x", "queue": b"\xff"}]
 )
-def test_an_entry_that_is_not_a_message_is_skipped(post: Post, entry: dict[Any, Any]) -> None:
+def test_entry_that_is_not_a_message_is_skipped(post: Post, entry: dict[Any, Any]) -> None:
     group = post.group()
     group.join("me").on("jobs")(lambda message: message.body)
     assert result(group.any.ask("jobs", 1)) == 1

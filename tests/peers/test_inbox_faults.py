@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("how", ["takeover", "close", "crash"])
-def test_unsettled_messages_of_a_named_member_reach_its_successor(post: Post, how: str) -> None:
+def test_unsettled_messages_to_a_named_member_reach_its_successor(post: Post, how: str) -> None:
     group, first, second = post.group(ttl=0.5), post.group(), post.group()
     me, gate = first.join("a"), Gate(lambda message: "first")
     me.on("q")(gate)
@@ -52,7 +52,7 @@ def test_unsettled_messages_of_a_named_member_reach_its_successor(post: Post, ho
         assert {message.id for message in gate.messages} <= {m.id for m in got.messages}
 
 
-def test_reply_of_a_replaced_member_is_refused_and_logged(
+def test_reply_from_a_replaced_member_is_refused_and_logged(
     post: Post, caplog: pytest.LogCaptureFixture
 ) -> None:
     group, first, second = post.group(), post.group(), post.group()
@@ -105,9 +105,9 @@ def test_member_presumed_dead_handles_no_message_before_older_ones(post: Post, b
         result(group.member("a").tell("q", n))
     gate.open.set()
     reads = me._handle.inbox()
-    eventually(lambda: reads._fenced_until > now(), message="it has not noticed")
+    eventually(lambda: reads._fenced_until > now(), message="the inbox has not noticed")
     result(group.member("a").tell("q", 4))
-    assert gate.bodies in ([], [0])  # the others may be another process's
+    assert gate.bodies in ([], [0])  # the others may belong to another process
     quiet.clear()
     heartbeat.hurry()
     eventually(lambda: 4 in gate.bodies, 30)
@@ -143,7 +143,7 @@ with meteor.connect(sys.argv[1]) as m, m.peer_group(sys.argv[2]) as group:
 
 
 @pytest.mark.parametrize("to", ["member", "any"])
-def test_messages_of_a_killed_process_are_handled_by_another(post: Post, to: str) -> None:
+def test_messages_to_a_killed_process_are_handled_by_another(post: Post, to: str) -> None:
     group, other = post.group(ttl=0.5), post.group()
     arguments = [sys.executable, "-c", _HOLDER, post.url, NAME]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
@@ -214,7 +214,7 @@ def test_no_message_is_lost_while_a_member_is_expelled_and_disconnected(
         proxy.heal()
         assert set(got.bodies) == set(range(200))
         held = me._handle.inbox()._queues["q"].held
-        eventually(lambda: not held, message="a message is never released")
+        eventually(lambda: not held, message="a message was never released")
         assert inbox_length(direct, "a") == 0
 
 

@@ -1,4 +1,4 @@
-"""A member that leaves a peer group finishes its work, and gets no new work meanwhile.
+"""A member that leaves a peer group finishes its current work, and gets no new work.
 
 A process that is interrupted while it joins leaves nothing behind. Messages that are sent twice, or
 to a group that is deleted, are neither lost nor duplicated.
@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """Yields a running handler of the member, and the future of its reply."""
+    """Yields one of the member's running handlers, and the future for its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)
@@ -58,10 +58,10 @@ def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[An
 
 @contextmanager
 def leaving(member: Membership, how: Callable[[], None] | None = None) -> Iterator[None]:
-    """Let the member leave, in a thread that waits for its handlers."""
+    """Make the member leave, in a thread that waits for its handlers."""
     thread = threading.Thread(target=how or member.leave)
     thread.start()
-    eventually(lambda: member._handle.announced, SOON_S, "the leave was not announced")
+    eventually(lambda: member._handle.announced, SOON_S, "the departure was not announced")
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def test_running_handlers_reply_before_their_member_leaves(post: Post, how: str)
     eventually(lambda: not any(member.alive for member in group.members))
 
 
-def test_running_handler_may_send_while_its_handle_closes(post: Post) -> None:
+def test_running_handler_can_send_while_its_handle_closes(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     group.join("b").on("price")(lambda message: 12)
     me, entered, released = other.join("a"), threading.Event(), threading.Event()
@@ -147,7 +147,7 @@ def test_vote_does_not_wait_for_a_leaving_member(post: Post) -> None:
         gate.open.set()
 
 
-def test_another_member_leads_while_handlers_of_a_leaving_leader_run(post: Post) -> None:
+def test_another_member_leads_while_a_leaving_leaders_handlers_run(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me = other.join("a")
     with busy(group, me) as (gate, _), leaving(me):
@@ -160,7 +160,7 @@ def test_another_member_leads_while_handlers_of_a_leaving_leader_run(post: Post)
         gate.open.set()
 
 
-def test_another_member_leads_when_the_leader_task_has_ended_before_handlers(post: Post) -> None:
+def test_another_member_leads_once_the_leader_task_ends_before_handlers_do(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me, you = other.join("a"), group.join("b")
     stop, at_work = threading.Event(), threading.Event()
@@ -306,7 +306,7 @@ def check_calm(server: Server, ttl: float, handles: int) -> None:
     assert scripts_run(server) - before < handles * 5 * heartbeats
 
 
-def test_signal_handler_may_set_an_event_at_any_time(post: Post) -> None:
+def test_signal_handler_can_set_an_event_at_any_time(post: Post) -> None:
     me = post.group(ttl=LONG_S).join()
     eventually(lambda: me.term is not None)
     term = me.term
@@ -357,7 +357,7 @@ def test_repeat_of_a_finished_message_stores_nothing(server: Server, url: str) -
         result(group.member("a").tell("q", "twice"))
         result(group.member("a").tell("q", 1))  # also reports finished messages
         assert inbox_length(other, "a") == 3
-        # The first try of an earlier call may still arrive.
+        # The first attempt of an earlier call may still arrive.
         session = group._handle.reply_session
         args = ["late", "", "", "q", "tell", "member", "a", 0, "", 128, 1000, "", b""]
         protocol = group._handle.protocol
@@ -415,7 +415,7 @@ def test_group_recreated_during_a_forced_delete_is_listed(
     assert peer_groups(group) == [group.name]
 
 
-def test_recreated_group_has_the_settings_of_its_creator(post: Post) -> None:
+def test_recreated_group_has_its_creators_settings(post: Post) -> None:
     group, other = post.group(ttl=LONG_S, max_inbox=5), post.group()
     group.join("a")
     group.delete(force=True)
@@ -443,7 +443,7 @@ def test_message_to_any_member_goes_to_a_member_with_room(post: Post) -> None:
     assert isinstance(failure(group.any.tell("q")), meteor.InboxFull)
 
 
-def test_all_members_of_a_handle_leave_even_if_handlers_are_busy(
+def test_all_members_on_a_handle_leave_even_if_handlers_are_busy(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all members together
@@ -465,7 +465,8 @@ def test_all_members_of_a_handle_leave_even_if_handlers_are_busy(
 
 
 def close_beside_a_callback(url: str, callback_s: float) -> tuple[float, bool]:
-    """Close a group while a callback runs; return the seconds, and whether the callback ended."""
+    """Close a group while a callback runs; return how many seconds that took, and whether the
+    callback ended."""
     begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
     with meteor.connect(url) as client:
         group = client.peer_group("callbacks", election=None)
@@ -503,4 +504,4 @@ def test_close_does_not_wait_forever_for_a_callback(
     took_s, in_time = close_beside_a_callback(url, callback_s=30.0)
     assert not in_time
     assert 0.7 < took_s < 5
-    assert "A thread of group 'callbacks' did not end in time" in caplog.text
+    assert "A thread for group 'callbacks' did not end in time" in caplog.text

@@ -1,7 +1,8 @@
-"""Membership of peer groups: joining, leaving, refusals, and events about them.
+"""Peer group membership: joining, leaving, refusals, and the events that report them.
 
-Several handles in one process, each with its own client. This file and its neighbours also cover
-what Atomix and RIAPS test about their groups; a T or V with a number marks some of these tests.
+The tests use several handles in one process, each with its own client. This file and its neighbours
+also cover what Atomix and RIAPS test about their groups; a T or V with a number marks some of these
+tests.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def test_own_join_is_reported_after_join_has_finished(open_group: Open) -> None:
     assert told.wait(10)
 
 
-def test_callback_may_join_and_leave(open_group: Open) -> None:
+def test_callback_can_join_and_leave(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     done: list[str] = []
 
@@ -118,7 +119,7 @@ def test_callback_may_join_and_leave(open_group: Open) -> None:
     eventually(lambda: done == ["b"] and ids(group) == ["a"])
 
 
-def test_metadata_arrives_with_the_join_and_its_changes_with_events(
+def test_metadata_arrives_with_the_join_and_changes_arrive_as_events(
     open_group: Open,
 ) -> None:  # T15
     one, two = open_group(ttl=LONG_S), open_group()
@@ -176,7 +177,7 @@ def test_unnamed_member_that_rejoins_has_another_id(open_group: Open) -> None:  
     assert len(seen) == 20
 
 
-def test_any_process_may_remove_a_member_and_it_does_not_rejoin(open_group: Open) -> None:
+def test_any_process_can_remove_a_member_for_good(open_group: Open) -> None:
     one, two = open_group(ttl=0.9), open_group()
     heard = Heard(one)
     me = two.join("a")
@@ -222,7 +223,7 @@ def test_late_removal_event_does_not_affect_a_later_member(open_group: Open) -> 
         again.leave()
 
 
-def test_creator_decides_the_settings_for_all_handles(open_group: Open) -> None:
+def test_creator_chooses_the_settings_for_all_handles(open_group: Open) -> None:
     open_group(ttl=1 / 3, min_size=2)
     assert open_group().config.min_size == 2
     open_group(ttl=1 / 3)

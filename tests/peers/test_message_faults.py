@@ -1,7 +1,7 @@
-"""Messages of peer groups are stored and replied to once, whatever the network does.
+"""Peer group messages are stored and replied to once, whatever the network does.
 
 Faults: lost replies, cut connections, servers that hang, run out of memory, fail over or lose
-state, and members that join and leave meanwhile.
+state, and members that join and leave in the meantime.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_replies_are_read_from_the_start_after_a_reset(open_group: Open, how: st
     group.join("a").on("q")(Record(lambda message: message.body))
     assert result(group.member("a").ask("q", 1)) == 1
     watcher = group._handle.event_reader
-    watcher._reply_position = "9999999999999-0"  # from the clock of a server that is gone
+    watcher._reply_position = "9999999999999-0"  # from a former server's clock
 
     def lost() -> bool:
         if how == "resync":

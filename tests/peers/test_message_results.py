@@ -1,4 +1,4 @@
-"""Results of messages to a peer group: a reply or an error."""
+"""The result of each message to a peer group: a reply or an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.waiting import eventually
 # Failures
 
 
-def test_exception_of_a_handler_fails_the_message_with_its_text(post: Post) -> None:
+def test_handler_exception_fails_the_message_with_its_text(post: Post) -> None:
     group = post.group()
 
     def broken(message: Message) -> None:
@@ -81,7 +81,7 @@ def test_message_fails_when_its_member_leaves(
     assert error.member is not None
 
 
-def test_message_to_all_reports_members_that_left_and_replies_of_others(post: Post) -> None:
+def test_message_to_all_reports_members_that_left_and_replies_from_others(post: Post) -> None:
     group, other = post.group(), post.group()
     gate = Gate()
     for name in ("a", "b"):
@@ -91,7 +91,7 @@ def test_message_to_all_reports_members_that_left_and_replies_of_others(post: Po
     asked = group.all.ask("q", 4, timeout=60)
     sent = group.all.send("q", 4, timeout=60)
     gate.wait_until_entered()
-    eventually(lambda: inbox_length(group, "c") == 2, message="the second message is not stored")
+    eventually(lambda: inbox_length(group, "c") == 2, message="the second message was not stored")
     group.remove("c")
     replies = result(asked)
     error = failure(sent)
@@ -156,7 +156,7 @@ def test_message_to_any_member_fails_only_when_no_member_is_left(post: Post) -> 
         gate.open.set()
 
 
-def test_one_full_inbox_refuses_a_message_to_all(post: Post) -> None:
+def test_message_to_all_is_refused_if_one_inbox_is_full(post: Post) -> None:
     group = post.group(max_inbox=2)
     group.join("full")
     group.join("empty")
@@ -208,7 +208,7 @@ def test_messages_in_flight_complete_their_own_futures(post: Post) -> None:
     assert {n: result(future) for n, future in futures.items()} == {n: n for n in futures}
 
 
-def test_replies_may_arrive_in_another_order(post: Post) -> None:
+def test_replies_can_arrive_in_a_different_order(post: Post) -> None:
     group = post.group()
     me, gate = group.join("a"), Gate(lambda message: "slow")
     me.on("slow")(gate)
@@ -253,7 +253,7 @@ def test_closing_the_handle_fails_pending_messages(post: Post) -> None:
         group.member("a").tell("q")
 
 
-def test_reply_is_found_at_the_deadline_if_its_notification_was_lost(
+def test_reply_whose_notification_was_lost_is_found_at_the_deadline(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(), post.group()
@@ -262,7 +262,7 @@ def test_reply_is_found_at_the_deadline_if_its_notification_was_lost(
     assert result(group.member("a").ask("q", timeout=0.5)) == "here"
 
 
-def test_callback_of_a_future_does_not_wait_for_its_own_thread(
+def test_future_callback_does_not_wait_for_its_own_thread(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = open_group(ttl=LONG_S)

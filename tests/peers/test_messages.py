@@ -1,4 +1,4 @@
-"""Messages of peer groups: targets, verbs, receivers and senders."""
+"""Peer group messages: targets, verbs, receivers and senders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ TARGETS = ("member", "any", "all", "leader_proxy")
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_reaches_each_target_and_has_its_result(any_url: str, to: str, verb: str) -> None:
+def test_each_verb_reaches_each_target_and_returns_its_result(
+    any_url: str, to: str, verb: str
+) -> None:
     with Post(any_url) as post:
         group, other = post.group(), post.group()
         got = Record(lambda message: message.body + 1)
@@ -118,7 +120,7 @@ def test_tell_does_not_expire(post: Post) -> None:
     assert got.bodies == [1]
 
 
-def test_message_to_any_member_goes_to_no_dead_member(post: Post) -> None:
+def test_message_to_any_member_never_goes_to_a_dead_member(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     assert isinstance(failure(group.any.send("q")), MemberUnknown)
@@ -126,7 +128,7 @@ def test_message_to_any_member_goes_to_no_dead_member(post: Post) -> None:
     assert {result(group.any.ask("q")) for _ in range(20)} == {"alive"}
 
 
-def test_message_to_all_reaches_live_members_unless_dead_are_included(post: Post) -> None:
+def test_message_to_all_reaches_only_live_members_unless_dead_are_included(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     group.join("alive").on("q")(lambda message: message.body)
@@ -210,7 +212,7 @@ def test_former_member_cannot_send_as_a_member(post: Post) -> None:
     assert isinstance(failure(me.member("a").tell("q")), MembershipLost)
 
 
-def test_replaced_member_cannot_send_before_it_knows(post: Post) -> None:
+def test_replaced_member_cannot_send_even_before_it_knows(post: Post) -> None:
     group, other = post.group(), post.group()
     old = group.join("me")
     abandon(group)
@@ -220,7 +222,7 @@ def test_replaced_member_cannot_send_before_it_knows(post: Post) -> None:
     assert inbox_length(other, "me") == 0
 
 
-# Spread
+# Distribution among members
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
@@ -252,7 +254,7 @@ def test_messages_to_any_member_from_one_handle_reach_different_members(post: Po
     assert set(counts) == {"a", "b"}  # fails with a probability of 2^-59
 
 
-def test_message_to_a_group_of_dead_members_fails_with_that_reason(open_group: Open) -> None:
+def test_message_to_a_group_with_only_dead_members_says_so(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     assert str(failure(group.any.tell("q"))) == "Group 'workers' has no members."
     group.join("a").close()

@@ -1,6 +1,6 @@
-"""Members of version 0.2 and of this version work together in one group.
+"""Members that run version 0.2 and members that run this version work together in one group.
 
-The scripts of version 0.2 (``tests/fixtures/version_0_2/peers``) play the members of that version.
+The scripts from version 0.2 (``tests/fixtures/version_0_2/peers``) stand in for its members.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def old_script(name: str) -> Script:
 
 
 class OldMember:
-    """A named member of version 0.2."""
+    """A named member that runs version 0.2."""
 
     def __init__(self, group: PeerGroup, name: str) -> None:
         self._group, self.name = group, name
@@ -104,7 +104,7 @@ def test_requests_to_an_old_member_wait_for_a_handler(post: Post) -> None:
     assert not future.done()
 
 
-def test_each_version_detects_deaths_of_the_other(post: Post) -> None:
+def test_each_version_detects_deaths_in_the_other(post: Post) -> None:
     group = post.group(ttl=0.5)
     me = group.join("new")
     OldMember(group, "silent")

@@ -1,4 +1,4 @@
-"""Peer groups are created only on request, and a deleted one leaves no keys."""
+"""Peer groups are created only on request, and a deleted group leaves no keys."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_group_recreated_while_it_is_deleted_is_listed(
         assert n.peer_groups() == ["workers"]
 
 
-def test_group_with_live_members_is_deleted_only_by_force(url: str, open_group: Open) -> None:
+def test_group_with_live_members_is_deleted_only_with_force(url: str, open_group: Open) -> None:
     one, two, observer = open_group(ttl=0.6), open_group(), open_group()
     with plain_client(url) as redis:
         redis.sadd(keys.PEERS, "left-over")
     assert peer_groups(one) == [GROUP]
     me = two.join("a")
     one.join("b")
-    with pytest.raises(PeerError, match="has live members: 1"):
+    with pytest.raises(PeerError, match="has live members in other processes: 1"):
         one.delete()
     me.leave()
     assert ids(two) == ["b"]

@@ -1,6 +1,6 @@
-"""Messages of members that left move in bounded steps, each once, whatever happens in between.
+"""Messages to members that left move once each, in bounded steps, whatever happens in between.
 
-The scripts are called directly, under a clock that the test sets.
+The tests call the scripts directly, with a clock that the test sets.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.support.peer_scripts import answer, entries, inbox, leftovers, propos
 from tests.support.peering import HOUR_MS, TTL_MS, Build, Peers
 from tests.support.peering import peers as peers
 
-#: More messages than two calls hand over.
+#: More messages than two calls can hand over.
 MANY = 1_200
 PART = 500
 
 
 @pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Real servers only: a thousand scripts take seconds on the fake."""
+    """Only real servers: running a thousand scripts takes seconds on the fake server."""
     with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
         yield lambda **settings: Peers(client, **settings)
 
@@ -66,7 +66,7 @@ def test_senders_to_a_member_that_left_get_errors_in_bounded_steps(peers: Peers)
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_expirations_and_elections_do_not_wait_for_orphans(peers: Peers) -> None:
+def test_orphans_do_not_delay_expirations_or_elections(peers: Peers) -> None:
     for member in ("a", "b", "c"):
         peers.join(member)
     fill(peers, to="member", member="a", verb="ask")
@@ -79,7 +79,7 @@ def test_expirations_and_elections_do_not_wait_for_orphans(peers: Peers) -> None
     assert result(peers, "p") == b"no"
 
 
-def test_member_with_the_name_of_a_removed_one_starts_empty(peers: Peers) -> None:
+def test_new_member_with_a_removed_members_name_starts_with_an_empty_inbox(peers: Peers) -> None:
     peers.join("a", named=True)
     names = fill(peers)
     send(peers, "direct", to="member", member="a")

@@ -39,7 +39,7 @@ def test_members_rejoin_after_flushall_and_listeners_see_it(url: str, open_group
 
 
 @pytest.mark.parametrize("lost", ["config", "state", "members", "events"])
-def test_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, lost: str) -> None:
+def test_group_recovers_if_any_key_is_lost(open_group: Open, lost: str) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me, named = one.join(), two.join("a")
     on_key(one, "DEL", lost)
@@ -61,7 +61,7 @@ def test_forked_history_is_detected_even_if_numbers_match(open_group: Open) -> N
     with watching(one) as events:
         with one._handle.lock:
             on_key(one, "HSET", "state", "mark", "of another history")
-            # The next event has the expected number but another predecessor.
+            # The next event has the expected number but a different predecessor.
             args = ["b", "s", "0", 0, b"null", "fail", 1000]
             one._handle.protocol.connector.run(PEERS_JOIN, [one._handle.protocol.prefix], args)
         eventually(lambda: [event.kind for event in events] == ["reset", "joined"])

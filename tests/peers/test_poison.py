@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def begin(peers: Peers, member: str, token: str, session: str = "") -> int:
-    """Count a delivery of the first message of a member."""
+    """Count a delivery of a member's first message."""
     (place, flat), *_ = peers.client._connector.call(
         "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
     )
@@ -59,7 +59,7 @@ def test_group_without_a_limit_buries_nothing(build: Build) -> None:
     assert [begin(peers, "a", f"t{n}") for n in range(20)] == list(range(2, 22))
 
 
-def test_deliveries_move_with_a_message(build: Build) -> None:
+def test_delivery_count_moves_with_a_message(build: Build) -> None:
     peers = build(max_deliveries=3)
     peers.join("a")
     send(peers, "m")
@@ -87,7 +87,7 @@ def test_only_the_owner_counts_deliveries(build: Build) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1, 1_001])
-def test_limit_of_deliveries_is_checked(url: str, value: int) -> None:
+def test_invalid_max_deliveries_is_refused(url: str, value: int) -> None:
     with meteor.connect(url) as m, pytest.raises(ValueError, match="max_deliveries"):
         m.peer_group("g", max_deliveries=value)
 
@@ -118,10 +118,10 @@ def test_expelled_member_counts_messages_that_it_gets_again(post: Post) -> None:
     session = me._handle.session
     expel(group, "a")
     other._handle.heartbeat.hurry()
-    inbox = me._handle.inbox()  # it drops what it has, and reads the stream again
+    inbox = me._handle.inbox()  # drops its messages, and reads the stream again
     eventually(lambda: me._handle.session != session and inbox._identity[1] == me._handle.session)
     gate.open.set()
-    assert result(begun) == 1  # the handler has it all the time
+    assert result(begun) == 1  # the handler had it all along
     assert result(waiting) == 2  # the server cannot know that no handler had it
 
 

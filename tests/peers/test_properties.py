@@ -1,4 +1,4 @@
-"""Properties of a group: any client sets them, and every process sees them in the same order."""
+"""Group properties: any client can set them, and every process sees changes in the same order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_property_is_seen_by_every_process_and_reported_in_order(open_group: Ope
     assert [event.property for event in late.watch(timeout=1, since=0)] == [n for n, _ in seen]
 
 
-def test_setting_the_same_value_is_no_event(open_group: Open) -> None:
+def test_setting_the_same_value_emits_no_event(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     group.set_property("limit", 7)
     view = group.view
@@ -50,9 +50,9 @@ def test_properties_that_the_server_lost_are_reported(open_group: Open) -> None:
     assert group.properties == {}
 
 
-def test_number_and_size_of_properties_are_bounded(open_group: Open) -> None:
+def test_number_and_size_of_properties_are_limited(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
-    with pytest.raises(ValueError, match="value of a property may have at most 4,096 bytes"):
+    with pytest.raises(ValueError, match="property value is limited to 4,096 bytes"):
         group.set_property("long", "x" * 5_000)
     with pytest.raises(TypeError):
         group.set_property("object", object())

@@ -1,4 +1,4 @@
-"""Requests to a queue that no live member handles fail at once, unless the sender waits for one."""
+"""Requests to a queue that no live member handles fail at once, unless the sender waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _declare_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def declared(group: PeerGroup, me: Membership) -> None:
-    """Wait until the server knows the queues of a member."""
+    """Wait until the server knows a member's queues."""
     group._handle.heartbeat.hurry()
     session = f"{me._handle.session} ".encode()
     eventually(lambda: (on_key(group, "HGET", "handlers", me.id) or b"").startswith(session))
@@ -44,7 +44,7 @@ def test_request_to_a_queue_without_a_handler_fails_at_once(post: Post, to: str,
     assert (outcome.values["a"] if to == "all" else outcome) == 7
 
 
-def test_sender_may_wait_for_a_handler(post: Post) -> None:
+def test_sender_can_wait_for_a_handler(post: Post) -> None:
     group = post.group(ttl=60)
     me = group.join("a")
     me.on("known")(lambda message: None)
@@ -61,7 +61,7 @@ def test_sender_may_wait_for_a_handler(post: Post) -> None:
     assert result(group.member("a").ask("later", 3)) == 3  # declared before on() returned
 
 
-def test_member_without_any_handler_may_still_register_one(post: Post) -> None:
+def test_member_without_any_handler_can_still_register_one(post: Post) -> None:
     group = post.group(ttl=60)
     me = group.join("a")
     future = group.member("a").ask("q", 1, timeout=60)
@@ -79,7 +79,7 @@ def test_handlers_are_declared_together(post: Post, monkeypatch: pytest.MonkeyPa
     before = me._handle.valid_until
     eventually(lambda: me._handle.valid_until > before + 0.3)
     declared = on_key(group, "HGET", "handlers", "a")
-    assert declared == me._handle.session.encode()  # the program may register more
+    assert declared == me._handle.session.encode()  # the program may register more handlers
 
 
 def test_iterator_counts_as_a_handler(post: Post) -> None:
@@ -92,7 +92,7 @@ def test_iterator_counts_as_a_handler(post: Post) -> None:
     assert result(future) == 2
 
 
-def test_members_without_the_queue_fail_alone(post: Post) -> None:
+def test_only_members_without_the_queue_fail(post: Post) -> None:
     group = post.group(ttl=60)
     with_it, without = group.join("with"), group.join("without")
     with_it.on("q")(lambda message: message.body)
@@ -137,7 +137,7 @@ def test_session_that_rejoined_declares_its_queues_again(post: Post) -> None:
     assert isinstance(failure(group.member("a").ask("x", timeout=3600)), meteor.NoHandler)
 
 
-def test_declaration_of_an_earlier_session_does_not_count(peers: Peers) -> None:
+def test_declaration_from_an_earlier_session_does_not_count(peers: Peers) -> None:
     peers.join("a", named=True)
     assert peers.run("update_member", "a", "s-a", "handlers", "known ") == ["OK", 1]
     refused = send(peers, "m1", to="member", member="a", options="h", queue="q")

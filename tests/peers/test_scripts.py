@@ -1,7 +1,7 @@
-"""The scripts of peer groups, called directly under a clock that the test sets.
+"""The peer group scripts, called directly with a clock that the test sets.
 
-The tests run on all kinds of servers and never wait. The scripts are the failure detector: all
-members see their decisions as events. test_election_scripts.py covers elections.
+The tests run on every kind of server and never wait. The scripts are the failure detector: all
+members see the scripts' decisions as events. test_election_scripts.py covers elections.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_heartbeat_reports_removal_of_a_dead_member(peers: Peers) -> None:
     assert peers.heartbeat("a") == [2]
 
 
-def test_removed_members_are_remembered_for_a_day_and_bounded(
+def test_removed_members_are_remembered_for_a_day_up_to_a_limit(
     peers: Peers,
 ) -> None:
     removed = peers.prefix + "removed"
@@ -137,7 +137,7 @@ def test_named_member_that_closes_is_dead_at_once_and_no_longer_leads(peers: Pee
 
 
 @pytest.mark.parametrize("expiration", [None, 0.0, 0.5])
-def test_dead_member_is_removed_after_expiration_and_may_rejoin(
+def test_dead_member_is_removed_after_expiration_and_can_rejoin(
     build: Build, expiration: float | None
 ) -> None:
     peers = build(member_expiration=expiration)
@@ -167,14 +167,14 @@ def test_member_that_rejoins_in_time_is_not_removed_later(build: Build) -> None:
     assert ("left", "a") not in peers.events()
 
 
-def test_join_script_bounds_the_number_of_members(peers: Peers) -> None:
+def test_join_script_limits_the_number_of_members(peers: Peers) -> None:
     peers.join("a", named=True, most=2)
     peers.join("b", most=2)
     assert peers.join("c", most=2) == ["FULL", 2]
     assert peers.join("a", "again", named=True, how="takeover", most=2)[0] == "OK"
 
 
-def test_only_its_owner_changes_metadata(peers: Peers) -> None:
+def test_only_the_owning_session_can_change_metadata(peers: Peers) -> None:
     peers.join("a", metadata='"one"')
     assert peers.run("update_member", "a", "other", "metadata", '"two"') == ["FENCED"]
     assert peers.run("update_member", "a", "s-a", "metadata", '"x:y:\n"') == ["OK", 1]

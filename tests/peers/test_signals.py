@@ -1,4 +1,4 @@
-"""Signal handlers may send messages and leave at any point of the main thread.
+"""Signal handlers can send messages and leave at any point in the main thread.
 
 If a handler raises, no lock stays held.
 """
@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Call a signal handler repeatedly, at any point of the main thread, even while it runs."""
+    """Call a signal handler repeatedly, at any point in the main thread, even while it runs."""
     depth = 0
 
     def ring(*_: object) -> None:
@@ -55,7 +55,7 @@ def signals(handler: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", ["tell", "ask"])
-def test_signal_handler_may_send_while_its_thread_sends(post: Post, verb: str) -> None:
+def test_signal_handler_can_send_while_its_thread_sends(post: Post, verb: str) -> None:
     group, other, got = post.group(ttl=LONG_S), post.group(), Record()
     other.join("a").on("q")(got)
     sent: list[Any] = []
@@ -75,15 +75,15 @@ def test_signal_handler_may_send_while_its_thread_sends(post: Post, verb: str) -
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence warnings about sockets of interrupted connects.
+    """Silence warnings about sockets from interrupted connection attempts.
 
-    The garbage collector issues them, and a signal at that moment would break pytest's own
-    collection of warnings.
+    The garbage collector triggers them, and a signal at that moment would break pytest's handling
+    of warnings.
     """
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
-def test_send_interrupted_by_a_signal_blocks_no_other_sender(post: Post, quiet: None) -> None:
+def test_send_interrupted_by_a_signal_does_not_block_other_senders(post: Post, quiet: None) -> None:
     group, other, got = post.group(ttl=LONG_S), post.group(), Record()
     other.join("a").on("q")(got)
     stop, errors, told = threading.Event(), list[BaseException](), list[str]()
@@ -110,7 +110,7 @@ def test_send_interrupted_by_a_signal_blocks_no_other_sender(post: Post, quiet: 
         except Interrupted:
             broken += 1
     before = len(told)
-    eventually(lambda: len(told) > before + 10, SOON_S, "the other thread cannot send")
+    eventually(lambda: len(told) > before + 10, SOON_S, "the other thread could not send")
     stop.set()
     thread.join(SOON_S)
     assert (thread.is_alive(), errors, broken) == (False, [], 100)
@@ -120,7 +120,7 @@ def test_send_interrupted_by_a_signal_blocks_no_other_sender(post: Post, quiet: 
 
 
 @pytest.mark.parametrize("how", ["leave", "group.close"])
-def test_leave_interrupted_by_a_signal_can_be_continued(post: Post, quiet: None, how: str) -> None:
+def test_leave_interrupted_by_a_signal_can_be_resumed(post: Post, quiet: None, how: str) -> None:
     group = post.group(ttl=LONG_S)
 
     def interrupt() -> None:
@@ -143,7 +143,7 @@ def test_leave_interrupted_by_a_signal_can_be_continued(post: Post, quiet: None,
         other.close()
 
 
-def test_signal_handler_may_leave_while_its_thread_waits_to_lead(post: Post) -> None:
+def test_signal_handler_can_leave_while_its_thread_waits_to_lead(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     group.join("leader")
     for _ in range(20):

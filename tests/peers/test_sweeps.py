@@ -1,8 +1,8 @@
-"""Housekeeping by the scripts of peer groups, and its cost for the server.
+"""Housekeeping by the peer group scripts, and what it costs the server.
 
-The tests call the scripts directly, under a clock that the test sets. They check which members
-expire when all heartbeats are late, where the messages of dead members go, and that no key grows
-and no scan runs without bound.
+The tests call the scripts directly, with a clock that the test sets. They check which members
+expire when all heartbeats are late, where dead members' messages go, and that no key or scan grows
+without bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.peering import peers as peers
 
 @pytest.fixture
 def counted(url: str) -> Iterator[Peers]:
-    """A group on a server that counts its commands."""
+    """A group on a server that counts the commands it runs."""
     with meteor.connect(url) as client:
         yield Peers(client)
 
@@ -47,7 +47,7 @@ def test_dead_leader_is_replaced_even_if_others_are_repeatedly_late(
 ) -> None:
     peers.join("dead")
     peers.join("slow")
-    for _ in range(4):  # a standby that is paused for more than half a ttl, each time
+    for _ in range(4):  # each time, a standby is paused for more than half a ttl
         peers.pass_ms(pause_ms)
         assert peers.heartbeat("slow") == [1]
     assert (peers.members(), peers.leader) == ({"slow"}, "slow")
@@ -62,7 +62,7 @@ def test_occasional_observers_detect_a_dead_leader(peers: Peers) -> None:
     assert peers.events()[-2:] == [("dead", "dead"), ("resigned", "dead")]
 
 
-def test_member_with_a_heartbeat_after_an_outage_survives_the_next(peers: Peers) -> None:
+def test_member_that_sent_a_heartbeat_after_an_outage_survives_the_next(peers: Peers) -> None:
     for member in "ab":
         peers.join(member)
     for _ in range(4):
@@ -110,7 +110,7 @@ def test_small_clock_step_drops_no_member_with_timely_heartbeats(
     assert (peers.state("graces"), peers.leader) == ("", "a")
 
 
-def test_small_clock_step_forward_shortens_the_time_of_a_cut_off_member(peers: Peers) -> None:
+def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(600, "b")
@@ -149,7 +149,7 @@ def test_overdue_members_do_not_count_towards_min_size(build: Build) -> None:
     assert peers.leader == ""
 
 
-# Messages of dead members
+# Messages to dead members
 
 
 def test_messages_to_any_member_wait_for_the_only_named_member(peers: Peers) -> None:
@@ -174,7 +174,7 @@ def test_messages_to_any_member_go_to_the_next_member_to_join(peers: Peers) -> N
     assert peers.state("stranded") == ""
 
 
-def test_message_without_a_remaining_member_becomes_a_dead_letter(peers: Peers) -> None:
+def test_message_becomes_a_dead_letter_when_no_member_is_left(peers: Peers) -> None:
     peers.join("a")
     send(peers, "told")
     send(peers, "asked", verb="ask")
@@ -206,7 +206,7 @@ def test_message_that_moved_too_often_becomes_a_dead_letter(peers: Peers) -> Non
     assert letter[b"reason"] == b"it moved too often"
 
 
-def test_redelivery_avoids_full_inboxes_while_another_has_room(build: Build) -> None:
+def test_redelivery_avoids_full_inboxes_if_another_has_room(build: Build) -> None:
     peers = build(max_inbox=3)
     for member in "abc":
         peers.join(member)
@@ -237,7 +237,7 @@ def test_index_entry_without_its_message_is_harmless(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     send(peers, "lost", random=0)
-    peers.client._connector.call("DEL", peers.prefix + "inbox:a")  # a part of the group was deleted
+    peers.client._connector.call("DEL", peers.prefix + "inbox:a")  # part of the group was deleted
     peers.leave("a")
     assert inbox(peers, "b") == []
     assert "movable:a" not in leftovers(peers)
@@ -284,7 +284,7 @@ def test_expired_messages_make_room_at_any_position(build: Build) -> None:
 # Votes and actions
 
 
-def test_past_actions_hide_no_pending_one_and_are_pruned(peers: Peers) -> None:
+def test_past_actions_do_not_hide_pending_ones_and_are_pruned(peers: Peers) -> None:
     peers.join("a")
     for number in range(260):
         propose(peers, f"p{number}", action=f"act-{number}", at=peers.clock + 500)
@@ -394,7 +394,7 @@ def test_forced_delete_removes_messages_votes_and_actions(peers: Peers) -> None:
     assert leftovers(peers) == ["message:m", "sender:handle"]
 
 
-def test_deleting_a_group_removes_inboxes_of_lost_members(url: str) -> None:
+def test_deleting_a_group_removes_the_inboxes_of_lost_members(url: str) -> None:
     with meteor.connect(url) as client, client.peer_group(GROUP) as group:
         peers = Peers(client)
         peers.client._connector.call("DEL", peers.prefix + "clock")
@@ -403,7 +403,7 @@ def test_deleting_a_group_removes_inboxes_of_lost_members(url: str) -> None:
         assert client._connector.call("KEYS", keys.peers(GROUP, "*")) == []
 
 
-def test_metadata_may_have_4_kib() -> None:
+def test_metadata_is_limited_to_4_kib() -> None:
     assert len(dump_metadata("x" * (METADATA_MAX - 2))) == 4096
-    with pytest.raises(ValueError, match="at most 4,096 bytes"):
+    with pytest.raises(ValueError, match="limited to 4,096 bytes"):
         dump_metadata("x" * (METADATA_MAX - 1))

@@ -1,7 +1,7 @@
-"""Terms of peer groups: guarded writes, and how a leader learns of the end of its term.
+"""Peer group terms: guarded writes, and how a leader learns that its term has ended.
 
-A term must report its validity correctly without the network. To simulate late events, tests call
-internal methods directly, in an order that threads rarely produce.
+A term must report its validity correctly without the network. To simulate late events, the tests
+call internal methods directly, in an order that threads rarely produce.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from tests.support.waiting import eventually
 # Guarded writes
 
 
-def test_guarded_values_are_readable_by_all_and_removable_by_leaders(open_group: Open) -> None:
+def test_all_processes_can_read_guarded_values_and_leaders_can_remove_them(
+    open_group: Open,
+) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     term = one.join().term
     assert term is not None
@@ -81,7 +83,7 @@ def test_former_leader_cannot_write(open_group: Open, how: str) -> None:
     assert two._handle.protocol.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
 
 
-# Validity of a term
+# Term validity
 
 
 @pytest.fixture
@@ -283,7 +285,8 @@ def test_terms_continue_after_a_failover_to_a_lagging_replica(
 
 
 def test_term_below_a_known_one_is_not_trusted(open_group: Open) -> None:
-    """A server that lost its term number and whose clock is behind continues above that term."""
+    """If the server has lost the term number and its clock is behind, it still continues above that
+    term."""
     one, two = open_group(ttl=0.9), open_group()
     me, other = one.join("a"), two.join("b")
     seen = 10**15

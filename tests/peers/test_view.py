@@ -1,4 +1,4 @@
-"""The view of a group applies events one by one, and reports the differences after a reload."""
+"""A group's view applies events one by one, and reports the differences after a reload."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def changes(view: GroupView, look: Look, *, reset: bool = False) -> list[tuple[s
     return [(event.kind, event.member) for event in view.resync(look, reset=reset)]
 
 
-def test_view_lists_members_in_order_of_joining() -> None:
+def test_view_lists_members_in_joining_order() -> None:
     view = GroupView(LOOK)
     assert view.in_order == [A, B]
     assert view.moment == Moment("i", 7, "m7")
 
 
-def test_event_continues_a_view_only_after_the_same_mark() -> None:
+def test_event_continues_a_view_only_if_it_follows_the_same_mark() -> None:
     view = GroupView(LOOK)
     assert view.continues(event(8, "dead", "b", after="m7"))
     assert not view.continues(event(8, "dead", "b", after="m7 of another history"))
@@ -55,7 +55,7 @@ def test_events_change_members_leader_and_term() -> None:
     assert view.moment == Moment("i", 12, "m12")
 
 
-def test_change_replaces_the_dict_that_other_threads_may_read() -> None:
+def test_change_replaces_dicts_that_other_threads_may_be_reading() -> None:
     view = GroupView(LOOK)
     before = view.members
     view.apply(event(8, "left", "b"))

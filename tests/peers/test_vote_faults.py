@@ -1,4 +1,4 @@
-"""Impossible votes are refused, and every other future completes, whatever is lost."""
+"""Impossible votes are refused, and every other vote's future completes, whatever is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_require_leader_raises_without_a_leader(url: str) -> None:
 
 
 def test_group_without_members_cannot_vote(url: str) -> None:
-    with Panel(url) as panel, pytest.raises(PeerError, match="No member of group"):
+    with Panel(url) as panel, pytest.raises(PeerError, match="has no live member that could vote"):
         panel.peer_group.propose("x")
 
 
@@ -54,7 +54,7 @@ def test_invalid_vote_kind_is_refused(url: str, kind: Any) -> None:
         panel.peer_group.propose("x", kind=kind)
 
 
-def test_member_that_does_not_know_the_type_of_a_topic_does_not_vote(
+def test_member_that_does_not_know_a_topics_type_does_not_vote(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     codec = PeerCodec()
@@ -72,7 +72,7 @@ def test_member_that_does_not_know_the_type_of_a_topic_does_not_vote(
         outcome = outcome_of(group.propose(1 + 2j, kind="consensus", timeout=0.5))
         assert (outcome.topic, topics) == (1 + 2j, [1 + 2j])
         assert (outcome.yes, outcome.missing) == (ids(knowing), ids(ignorant))
-        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "no error is logged")
+        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "no error was logged")
         assert outcome_of(group.propose("plain", kind="consensus")).passed
 
 
@@ -85,7 +85,7 @@ def test_topic_that_is_too_large_is_refused(url: str) -> None:
         panel.peer_group.propose("x" * 65_536)
 
 
-def test_future_completes_if_the_event_of_the_decision_is_lost(
+def test_future_completes_if_the_decision_event_is_lost(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Panel(url) as panel:
@@ -105,7 +105,7 @@ def test_future_completes_if_the_server_has_lost_the_vote(url: str) -> None:
         future = panel.peer_group.propose("x", timeout=0.5)
         panel.redis.flushall()
         panel.peer_group._handle.heartbeat.hurry()  # recreates the group now
-        with pytest.raises(PeerError, match="the server has lost state"):
+        with pytest.raises(PeerError, match="the server lost state"):
             outcome_of(future)
 
 
@@ -133,7 +133,7 @@ def test_vote_continues_after_a_server_outage(private_server: ServerFactory) -> 
         assert outcome_of(future).voters == ids(one, two)
 
 
-def test_observer_has_no_thread_for_votes(url: str) -> None:
+def test_observer_has_no_vote_thread(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         running = {thread.name for thread in threading.enumerate()}
@@ -142,7 +142,7 @@ def test_observer_has_no_thread_for_votes(url: str) -> None:
         }
 
 
-def test_handlers_that_exit_stop_no_thread(
+def test_handlers_that_raise_system_exit_stop_no_thread(
     open_group: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = open_group(ttl=LONG_S)
@@ -150,7 +150,7 @@ def test_handlers_that_exit_stop_no_thread(
     me.on("q")(Record(lambda message: message.body))
     me.on_action("go")(lambda action: sys.exit(1))
     assert result(group.propose_action("go", at=group.now() + 1)).passed
-    eventually(lambda: "Action 'go' of group 'workers' failed" in caplog.text, SOON_S)
+    eventually(lambda: "Action 'go' in group 'workers' failed" in caplog.text, SOON_S)
     me.on_vote(lambda proposal: sys.exit(1))
     outcome = group.propose("lunch", timeout=LONG_S)
     outcome.add_done_callback(lambda future: sys.exit(1))

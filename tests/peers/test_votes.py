@@ -1,4 +1,4 @@
-"""Votes of a peer group: voters, counting, decisions and outcomes."""
+"""Peer group votes: voters, counting, decisions and outcomes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_members_are_asked_once_and_learn_the_outcome(any_url: str) -> None:
         assert told == [outcome]
 
 
-def test_any_process_may_propose_and_all_get_proposal_and_outcome(url: str) -> None:
+def test_any_process_can_propose_and_all_receive_proposal_and_outcome(url: str) -> None:
     with Panel(url) as panel:
         processes = panel.processes(4)
         for number, process in enumerate(processes):
@@ -87,7 +87,7 @@ def _was_asked(process: Voters, polls: list[str]) -> bool:
     return bool(process.ask("asked") == polls)
 
 
-def test_observer_may_propose_and_has_no_vote(url: str) -> None:
+def test_observer_can_propose_but_has_no_vote(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(True))
@@ -108,7 +108,7 @@ def test_member_that_joins_later_is_not_asked(url: str) -> None:
         assert asked == ["y"]
 
 
-def test_late_handler_votes_in_open_polls(url: str) -> None:
+def test_handler_registered_late_votes_in_open_polls(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         first, second = (panel.peer_group.propose(n, timeout=LONG_S) for n in range(2))
@@ -141,7 +141,7 @@ def test_member_whose_events_were_lost_still_votes(url: str) -> None:
 # -- decisions
 
 
-def test_majority_decides_while_others_are_silent(url: str) -> None:
+def test_majority_decides_even_if_others_do_not_vote(url: str) -> None:
     with Panel(url) as panel:
         one, two, silent = panel.members(3)
         one.on_vote(always(True))
@@ -171,7 +171,7 @@ def test_proposal_that_cannot_reach_a_majority_is_rejected_at_once(url: str) -> 
         assert outcome.missing == ids(silent)
 
 
-def test_consensus_fails_at_the_first_no(url: str) -> None:
+def test_consensus_fails_at_the_first_no_vote(url: str) -> None:
     with Panel(url) as panel:
         one, *_ = panel.members(3)
         one.on_vote(always(False))
@@ -193,7 +193,7 @@ def test_quorum_above_the_number_of_voters_is_rejected_at_once(url: str) -> None
         assert (outcome.passed, outcome.reason) == (False, "rejected")
 
 
-def test_silent_voters_time_out(url: str) -> None:
+def test_vote_times_out_if_voters_are_silent(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:  # no heartbeats: the proposer asks for the outcome
         one, silent = panel.members(2)
         one.on_vote(always(True))
@@ -202,7 +202,7 @@ def test_silent_voters_time_out(url: str) -> None:
         assert (outcome.yes, outcome.missing) == (ids(one), ids(silent))
 
 
-def test_vote_handler_that_raises_says_no_and_is_logged(
+def test_vote_handler_that_raises_counts_as_no_and_is_logged(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def vote(proposal: Proposal) -> bool:
@@ -216,7 +216,7 @@ def test_vote_handler_that_raises_says_no_and_is_logged(
         assert "no idea" in caplog.text
 
 
-def test_slow_vote_handler_misses_its_vote_and_delays_no_other(url: str) -> None:
+def test_slow_vote_handler_misses_its_vote_without_delaying_others(url: str) -> None:
     hold = Hold()
     with Panel(url, ttl=0.6) as panel:
         slow, quick = panel.members(2)
@@ -237,7 +237,7 @@ def test_slow_vote_handler_misses_its_vote_and_delays_no_other(url: str) -> None
 # -- counting
 
 
-def test_vote_counts_once_on_time_and_from_members_that_were_asked(any_url: str) -> None:
+def test_vote_counts_only_once_in_time_and_from_members_that_were_asked(any_url: str) -> None:
     with Panel(any_url) as panel:
         one, two, three = panel.members(3)
 
@@ -273,7 +273,7 @@ def _events(panel: Panel) -> list[Any]:
     return list(found)
 
 
-def test_polls_beyond_one_sweep_accept_no_vote_after_their_end(url: str) -> None:
+def test_polls_beyond_one_sweep_accept_no_votes_after_they_end(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
         polls = [f"poll-{n}" for n in range(900, 800, -1)]  # polls that end last come first
@@ -328,7 +328,7 @@ def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) 
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Let the member vote only once the proposal has loaded its script."""
+    """Make the member wait to vote until the proposal has loaded its script."""
     member.on_vote(always(True))
     return future
 
@@ -352,7 +352,7 @@ def test_vote_whose_reply_is_lost_counts_once(private_server: ServerFactory) -> 
 # -- members that leave or die
 
 
-def test_member_that_leaves_before_voting_has_not_said_yes(url: str) -> None:
+def test_member_that_leaves_before_voting_does_not_count_as_yes(url: str) -> None:
     with Panel(url) as panel:
         one, two, three = panel.members(3)
         one.on_vote(always(True))
@@ -394,13 +394,13 @@ def test_killed_voter_does_not_delay_a_vote(url: str) -> None:
         assert outcome_of(most).yes == tuple(sorted([one.name, two.name]))
 
 
-def test_vote_survives_the_death_of_the_leader(url: str) -> None:
+def test_vote_survives_the_leaders_death(url: str) -> None:
     with Panel(url, ttl=0.6) as panel:
         leader, *others = panel.processes(3)
         eventually(
             lambda: panel.peer_group.leader and panel.peer_group.leader.id == leader.name,
             RESULT_S,
-            "the oldest member does not lead",
+            "the oldest member did not lead",
         )
         future = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
         leader.kill()
@@ -436,7 +436,7 @@ def _was_told(process: Voters, count: int) -> bool:
     return len(process.ask("decisions")) == count
 
 
-def test_member_that_only_acts_does_not_vote_before_it_has_a_vote_handler(url: str) -> None:
+def test_member_with_only_action_handlers_does_not_vote_on_topics(url: str) -> None:
     with Panel(url) as panel:
         voter, actor = panel.members(2)
         actor.on_action("stop")(lambda action: None)
@@ -473,7 +473,7 @@ def test_vote_that_needs_a_leader_continues_under_the_next_one(url: str) -> None
         assert future.result(RESULT_S).passed
 
 
-def test_id_of_a_vote_is_known_while_it_runs(url: str) -> None:
+def test_poll_id_is_known_while_the_vote_is_open(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
         seen: list[str] = []

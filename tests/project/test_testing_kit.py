@@ -271,11 +271,11 @@ def test_misusing_a_server_raises(server: Server) -> None:
 
 
 def test_server_that_does_not_start_says_why_at_once() -> None:
-    with pytest.raises(meteor.ServerStartFailed, match=r"ended while starting(.|\n)*no-such"):
+    with pytest.raises(meteor.ServerStartFailed, match=r"exited while starting(.|\n)*no-such"):
         Server("--no-such-option", "1").__enter__()
     with pytest.raises(meteor.ServerStartFailed, match="requires a password"):
         Server("--requirepass", "secret").__enter__()
-    with pytest.raises(meteor.ServerStartFailed, match="cannot be started"):
+    with pytest.raises(meteor.ServerStartFailed, match="Cannot start"):
         Server(program="/no/such/program").__enter__()
 
 

@@ -1,4 +1,4 @@
-"""The outcome of every record is reported: by its ack, a callback, flush, close or a log line.
+"""Every record's outcome is reported: by its ack, a callback, flush, close or a log line.
 
 The tests also cover forks, interpreter exit, and waiting for replicas.
 """
@@ -200,7 +200,7 @@ def test_on_error_must_be_callable(proxied: ProxiedStream) -> None:
 # Callbacks
 
 
-def test_waiting_inside_a_callback_raises_and_publishing_there_works(
+def test_a_callback_may_publish_but_waiting_in_it_raises(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()
@@ -551,7 +551,7 @@ def test_acks_wait_until_the_replica_has_the_record(replicated: ReplicatedStream
     assert ack.result(10) == 1
 
 
-def test_acks_fail_with_the_offset_of_their_record_if_the_replica_is_gone(
+def test_acks_fail_with_their_own_offset_if_the_replica_is_gone(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -567,7 +567,7 @@ def test_acks_fail_with_the_offset_of_their_record_if_the_replica_is_gone(
     assert pub.publish(b"later").result(10) == 4
 
 
-def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(
+def test_a_retry_after_a_lost_reply_still_waits_for_the_replica(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -597,7 +597,7 @@ def test_a_server_that_refuses_to_wait_for_replicas_causes_no_duplicates(
         assert pub.publish(b"last").result(5) == 3 + 4 * FRAME_RECORDS_MAX
 
 
-def test_closing_the_client_delivers_pending_records_of_its_publishers() -> None:
+def test_closing_the_client_delivers_its_publishers_pending_records() -> None:
     with meteor.connect("embedded://") as m:
         pub = m.stream("s").publisher(linger=5)
         acks = [pub.publish(b"%d" % number) for number in range(100)]

@@ -1,7 +1,7 @@
 """The direct line, one section for each invariant in publish/direct_line.py.
 
-A publisher's own thread sends a lone record and reads its reply. Nothing may be lost, published
-twice or out of order, whatever interrupts it.
+A publishing thread sends a lone record itself and reads the reply. No record may be lost,
+duplicated or reordered, whatever interrupts the thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lent_publisher(proxied: ProxiedStream, **options: Any) -> meteor.Publisher:
 
 
 def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes) -> meteor.Ack:
-    """Publish a record on the direct line, whose reply is stalled."""
+    """Publish a record on the direct line while replies are stalled."""
     wait_until_lent(pub)
     proxied.proxy.stall("replies")
     ack = pub.publish(value)
@@ -58,14 +58,14 @@ def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes
 
 
 def records(proxied: ProxiedStream) -> list[bytes]:
-    """All values but those that prepared the line."""
+    """All values except those that prepared the line."""
     return [value for value in proxied.values() if value != b"first"]
 
 
 # 1. One owner
 
 
-def test_threads_that_share_a_publisher_get_the_offsets_of_their_records(
+def test_threads_that_share_a_publisher_get_their_own_offsets(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()
@@ -136,7 +136,7 @@ def test_record_published_while_the_sender_takes_an_earlier_one_stays_behind_it(
     assert large.result(10) + 1 == small.result(10)
 
 
-def test_records_of_all_kinds_are_in_the_log_in_the_order_of_the_calls(
+def test_records_of_all_kinds_are_appended_in_call_order(
     proxied: ProxiedStream, rng: random.Random
 ) -> None:
     pub = proxied.warm_publisher()
@@ -162,7 +162,7 @@ def test_records_of_all_kinds_are_in_the_log_in_the_order_of_the_calls(
 # 3. One moment of publishing, 4. no guesses
 
 
-def test_interrupts_anywhere_neither_repeat_a_record_nor_misplace_an_ack(
+def test_interrupts_at_any_point_neither_duplicate_a_record_nor_misplace_an_ack(
     url: str, rng: random.Random
 ) -> None:
     acks: list[tuple[bytes, meteor.Ack]] = []
@@ -193,7 +193,7 @@ def test_interrupts_anywhere_neither_repeat_a_record_nor_misplace_an_ack(
 
 
 @pytest.mark.parametrize("cut", ["cut_after_request", "cut_before_request"])
-def test_connection_cut_under_a_waiting_thread_loses_and_repeats_nothing(
+def test_connection_cut_during_a_wait_neither_loses_nor_duplicates_records(
     proxied: ProxiedStream, cut: str
 ) -> None:
     pub = proxied.warm_publisher()
@@ -204,7 +204,7 @@ def test_connection_cut_under_a_waiting_thread_loses_and_repeats_nothing(
     assert proxied.values()[1:] == [b"%d" % offset for offset in range(1, 20)]
 
 
-def test_reply_in_pieces_is_read_by_whichever_thread_comes_first(proxied: ProxiedStream) -> None:
+def test_reply_in_pieces_is_read_by_the_first_thread_to_look(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.chunk(1, pause_s=0.002)
     for offset in range(1, 10):
@@ -282,7 +282,7 @@ def test_replies_other_than_an_offset_are_handled_by_the_sender(proxied: Proxied
         pub.publish(b"x").result(5)
 
 
-def test_refused_record_has_a_certain_outcome_although_a_thread_read_the_reply(
+def test_refused_record_has_a_known_outcome_even_if_a_thread_read_the_reply(
     proxied: ProxiedStream,
 ) -> None:
     pub = lent_publisher(proxied)
@@ -309,7 +309,7 @@ def test_flush_and_close_wait_for_the_record_in_flight(proxied: ProxiedStream) -
     assert last.offset == proxied.next - 1
 
 
-def test_record_in_flight_counts_for_max_pending_bytes(proxied: ProxiedStream) -> None:
+def test_record_in_flight_counts_toward_max_pending_bytes(proxied: ProxiedStream) -> None:
     pub = lent_publisher(proxied, max_pending_bytes=1_000)
     publish_directly(proxied, pub, bytes(600))
     pub.publish(bytes(200))
@@ -346,7 +346,7 @@ def test_ack_that_no_thread_waits_for_is_settled(proxied: ProxiedStream) -> None
 # 7. No stale server
 
 
-def test_after_silence_the_sender_publishes_and_lends_again(
+def test_sender_publishes_and_lends_again_after_an_idle_period(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "_REPLICATION_ID_S", 0.1)
@@ -358,7 +358,7 @@ def test_after_silence_the_sender_publishes_and_lends_again(
     wait_until_lent(pub)
 
 
-def test_lifetime_of_the_producer_is_renewed_although_records_take_the_direct_line(
+def test_producer_lifetime_is_renewed_even_if_records_take_the_direct_line(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "_RENEW_PRODUCER_S", 0.3)
@@ -478,7 +478,7 @@ def loop_stream(url: str) -> Iterator[meteor.Stream]:
         yield client.stream("s", capacity=1_000_000)
 
 
-def test_loop_of_publish_still_makes_large_frames(loop_stream: meteor.Stream) -> None:
+def test_publish_loop_still_makes_large_frames(loop_stream: meteor.Stream) -> None:
     """A direct send per batch would leave the sender with frames of a few records.
 
     100,000 records fill 25 frames. A busy machine may need more, so the best of three counts.

@@ -31,7 +31,7 @@ def grant(path: FastPath, batch: Batch, values: list[bytes], nbytes: int) -> Non
     path.granted = path.left = nbytes
 
 
-def test_nothing_is_granted_initially_and_after_a_grant_was_revoked(path: FastPath) -> None:
+def test_nothing_is_granted_initially_or_after_a_grant_was_revoked(path: FastPath) -> None:
     assert path.put(b"", 0) is SLOW
     grant(path, Batch(0.0, 0.0), [], 1000)
     path.granted = path.left = 0
@@ -54,7 +54,7 @@ def test_the_record_that_fills_a_batch_is_left_to_the_accumulator(path: FastPath
     assert [path.put(b"", 0) is SLOW for _ in range(3)] == [False, False, True]
 
 
-def test_an_ack_has_the_index_of_its_record(path: FastPath) -> None:
+def test_an_ack_has_its_records_index(path: FastPath) -> None:
     batch = Batch(0.0, 0.0)
     grant(path, batch, [b"first"], 1000)
     ack = path.put(b"second", 6)

@@ -39,7 +39,7 @@ def test_batches_are_numbered_in_order_until_the_window_is_full() -> None:
     assert list(window) == [*batches, last]
 
 
-def test_replies_belong_to_the_batches_in_the_order_of_sending() -> None:
+def test_replies_match_batches_in_sending_order() -> None:
     window, batches = filled(4, sent=3)
     assert window.unsent() == batches[3:]
     assert window.next_to_reply is batches[0]
@@ -50,7 +50,7 @@ def test_replies_belong_to_the_batches_in_the_order_of_sending() -> None:
     assert (window.acknowledged, window.sent) == (1, 3)
 
 
-def test_removing_the_oldest_batch_keeps_the_progress_of_the_others() -> None:
+def test_removing_the_oldest_batch_keeps_the_others_progress() -> None:
     window, batches = filled(4, sent=3)
     window.mark_acknowledged(10)
     window.mark_acknowledged(11)

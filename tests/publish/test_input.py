@@ -115,7 +115,7 @@ def test_invalid_subscriber_settings_are_refused(
         *({"max_records": n} for n in (0, -1, 1.5, "1", None, True)),
     ],
 )
-def test_invalid_arguments_of_poll_are_refused_and_the_subscriber_stays_usable(
+def test_invalid_poll_arguments_are_refused_and_the_subscriber_stays_usable(
     client: meteor.Client, plain: redis.Redis, options: dict[str, Any]
 ) -> None:
     stream = client.stream("s", create=True)
@@ -191,13 +191,13 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "a number": {"value": 5},
     "nothing": {"value": None},
     "a list": {"value": [1]},
-    "a key that is no text": {"value": b"", "key": "\ud800"},
-    "a number as key": {"value": b"", "key": 5},
+    "a key that is not text": {"value": b"", "key": "\ud800"},
+    "a number as a key": {"value": b"", "key": 5},
     "headers in a list": {"value": b"", "headers": [("a", b"b")]},
-    "a header value that is no text": {"value": b"", "headers": {"a": "\ud800"}},
-    "a number as header value": {"value": b"", "headers": {"a": 5}},
+    "a header value that is not text": {"value": b"", "headers": {"a": "\ud800"}},
+    "a number as a header value": {"value": b"", "headers": {"a": 5}},
     "no header value": {"value": b"", "headers": {"a": None}},
-    "bytes as header name": {"value": b"", "headers": {b"a": b"b"}},
+    "bytes as a header name": {"value": b"", "headers": {b"a": b"b"}},
     "a header name that is not text": {"value": b"", "headers": {"\ud800": b"b"}},
     "too many headers": {"value": b"", "headers": {str(n): b"" for n in range(10_001)}},
     "a naive time": {"value": b"", "timestamp": NAIVE},
@@ -205,8 +205,8 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "a time after 9999": {"value": b"", "timestamp": 10**15},
     "seconds": {"value": b"", "timestamp": 1.5},
     "whole seconds": {"value": b"", "timestamp": 1_700_000_000},
-    "a boolean as time": {"value": b"", "timestamp": True},
-    "a word as time": {"value": b"", "timestamp": "now"},
+    "a boolean as a time": {"value": b"", "timestamp": True},
+    "a word as a time": {"value": b"", "timestamp": "now"},
 }
 
 
@@ -320,7 +320,7 @@ def test_a_call_with_a_record_over_the_limit_is_refused_as_a_whole(
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_a_record_of_exactly_the_limit_is_read_back_unchanged(
+def test_a_record_of_exactly_the_maximum_size_is_read_back_unchanged(
     client: meteor.Client, compression: meteor.Compression
 ) -> None:
     stream = client.stream("s", compression=compression, checksum=True)
@@ -373,7 +373,7 @@ def test_invalid_columns_are_refused_as_a_whole(
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_arrow_timestamps_may_have_any_unit_and_timezone(client: meteor.Client, unit: str) -> None:
+def test_arrow_timestamps_may_have_any_unit_and_time_zone(client: meteor.Client, unit: str) -> None:
     time = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     stream = client.stream("s", create=True)
     with stream.publisher() as pub, stream.subscriber() as sub:
@@ -399,7 +399,7 @@ def test_a_list_passed_to_publish_many_may_be_changed_at_once(client: meteor.Cli
 
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, "1"])
-def test_invalid_timeouts_of_flush_and_close_are_refused(
+def test_invalid_flush_and_close_timeouts_are_refused(
     client: meteor.Client, plain: redis.Redis, timeout: Any
 ) -> None:
     with client.stream("s").publisher() as pub:
@@ -412,7 +412,7 @@ def test_invalid_timeouts_of_flush_and_close_are_refused(
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", None, True])
-def test_invalid_timeouts_of_a_client_are_refused(timeout: Any) -> None:
+def test_invalid_client_timeouts_are_refused(timeout: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"^timeout must be .*\.$"):
         meteor.connect("fake://", timeout=timeout)
 

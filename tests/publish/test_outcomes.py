@@ -1,4 +1,4 @@
-"""A publisher reports the true outcome of each record in time.
+"""A publisher reports each record's true outcome in time.
 
 It reports an outcome in doubt as unknown, even if the last reply was a refusal.
 """
@@ -72,7 +72,7 @@ def test_a_batch_acknowledged_by_a_demoted_server_and_then_refused_ends_as_unkno
     assert proxied.values() == [b"first"]
 
 
-def test_record_whose_server_dies_while_waiting_for_replicas_is_unknown(
+def test_outcome_is_unknown_if_the_server_dies_while_the_record_waits_for_replicas(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -145,14 +145,14 @@ def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     assert (loss.value.first, loss.value.last) == (1, 5)
 
 
-def test_replies_to_another_thread_are_no_reason_to_check(
+def test_replies_to_another_thread_do_not_cause_a_check(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While other threads publish, the check would have to wait, and flush with it."""
     pub = proxied.warm_publisher()
 
     def answered_meanwhile(connection: Connection) -> bool:
-        """As if the socket had held the reply that the sender then read."""
+        """Act as if the socket had held the reply that the sender then read."""
         assert pub.publish(b"next").result(10) == 1
         return True
 
@@ -168,7 +168,7 @@ def test_replies_to_another_thread_are_no_reason_to_check(
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])
-def test_a_server_that_is_gone_delays_flush_and_close_by_a_few_seconds_only(
+def test_a_server_that_is_gone_delays_flush_and_close_by_only_a_few_seconds(
     private_server: ServerFactory, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "_REPLICATION_ID_S", 0.0)
@@ -225,7 +225,7 @@ def test_a_stored_error_does_not_keep_the_callers_variables_alive(
 
         kept, document = call()
         gc.collect()
-        assert document() is None, f"{kept!r} keeps the variables of its caller"
+        assert document() is None, f"{kept!r} keeps its caller's variables alive"
         pub.close()
 
 
@@ -239,7 +239,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1, delivery_timeout=60)
     sending = pub._sender
-    with sending._accumulator._lock:  # the sender can take no batch meanwhile
+    with sending._accumulator._lock:  # meanwhile, the sender cannot take a batch
         batches = [Batch(0.0, time.monotonic() + 60) for _ in range(3)]
         for index, batch in enumerate(batches):
             batch.count, batch.base_offset = 1, 1 + index
@@ -284,7 +284,7 @@ def test_a_hung_server_does_not_extend_the_timeouts_of_flush_and_close(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_record_whose_server_is_demoted_while_it_waits_for_replicas_is_unknown(
+def test_outcome_is_unknown_if_the_server_is_demoted_while_the_record_waits_for_replicas(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
     with ProxiedStream(private_server(kind=kind)) as proxied:

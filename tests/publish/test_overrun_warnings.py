@@ -29,7 +29,7 @@ def publish(stream: meteor.Stream, count: int) -> None:
         pub.publish_many([b"x"] * count).result(5)
 
 
-def test_publisher_warns_once_of_each_group_whose_records_the_ring_drops(
+def test_publisher_warns_once_about_each_group_whose_records_the_ring_drops(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", capacity=100)
@@ -75,7 +75,7 @@ def test_publisher_also_warns_about_shared_groups(
     assert "'workers'" in text
 
 
-def test_publisher_warns_of_records_dropped_by_max_bytes(
+def test_publisher_warns_about_records_dropped_by_max_bytes(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", max_bytes=1_000)
@@ -98,7 +98,7 @@ def test_no_warning_for_streams_without_groups_or_with_a_store(
     assert warnings(caplog) == []
 
 
-def test_no_warning_for_a_group_of_a_deleted_stream(
+def test_no_warning_for_a_deleted_streams_group(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = client.stream("s", capacity=10)

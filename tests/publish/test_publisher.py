@@ -69,7 +69,7 @@ def test_five_full_batches_are_in_flight_at_a_time(proxied: ProxiedStream) -> No
     assert proxied.frames() == [1, 1] + [FRAME_RECORDS_MAX] * 8
 
 
-def test_records_of_each_thread_are_in_the_order_of_its_calls(proxied: ProxiedStream) -> None:
+def test_each_threads_records_are_in_call_order(proxied: ProxiedStream) -> None:
     pub = proxied.publisher()
     acks: dict[bytes, meteor.Ack] = {}
 
@@ -181,7 +181,7 @@ def test_keys_headers_and_timestamps_stay_with_their_records(
         assert record.timestamp == (record.appended if timestamp is None else timestamp)
 
 
-def test_arrow_timestamps_of_any_unit_become_ms(
+def test_arrow_timestamps_in_any_unit_become_ms(
     proxied: ProxiedStream, pub: meteor.Publisher
 ) -> None:
     moment = datetime(2024, 5, 6, 7, 8, 9, tzinfo=UTC)
@@ -191,7 +191,7 @@ def test_arrow_timestamps_of_any_unit_become_ms(
     pub.flush(5)
     times = [record.time for batch in proxied.stream.read() for record in batch]
     assert times == [moment] * 4
-    with pytest.raises(ValueError, match="timezone"):
+    with pytest.raises(ValueError, match="time zone"):
         pub.publish_many(pa.array([b"x"]), timestamps=pa.array([moment], pa.timestamp("us")))
 
 
@@ -471,7 +471,7 @@ def test_wrong_settings_are_refused_by_name(
         ("msgpack", {"a": 1}, b"\x81\xa1a\x01", object()),
     ],
 )
-def test_the_codec_of_the_stream_encodes_values(
+def test_the_streams_codec_encodes_values(
     url: str, codec: CodecName, value: Any, wire: bytes, wrong: Any
 ) -> None:
     with meteor.connect(url) as m, m.stream(NAME, codec=codec).publisher() as pub:
@@ -506,7 +506,7 @@ def test_a_record_over_the_frame_limit_gets_its_own_frame_if_allowed(url: str) -
 
 @pytest.mark.parametrize("column", ["keys", "headers", "timestamps"])
 @pytest.mark.parametrize("count", [1, 1000])
-def test_a_single_value_as_column_is_refused(url: str, column: str, count: int) -> None:
+def test_a_single_value_as_a_column_is_refused(url: str, column: str, count: int) -> None:
     with meteor.connect(url) as m, m.stream("s").publisher() as pub:
         wrongs: list[Any] = [5, "text", b"bytes", {"a": b"b"}]
         for wrong in wrongs:

@@ -95,7 +95,7 @@ def test_every_record_is_in_the_log_once_and_in_order_if_replies_are_lost_repeat
         assert offsets == {b"%d" % n: n for n in range(4000)}
 
 
-def test_a_cut_after_any_batch_of_the_window_loses_and_duplicates_nothing(
+def test_a_cut_after_any_batch_in_the_window_neither_loses_nor_duplicates_records(
     server: Server, url: str, rng: Random
 ) -> None:
     with ProxiedStream(server, capacity=5) as proxied:
@@ -190,7 +190,7 @@ def test_a_script_that_is_flushed_repeatedly_is_sent_again(
     assert offsets == {b"%d" % n: n for n in range(3000)}
 
 
-def test_a_batch_after_a_refused_repeat_keeps_its_number(
+def test_a_batch_after_a_refused_retry_keeps_its_number(
     private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
@@ -249,7 +249,7 @@ def test_a_publisher_without_permission_fails_until_the_permission_is_granted(
 # Deadlines
 
 
-def test_at_the_deadline_sent_records_are_unknown_and_unsent_records_have_failed(
+def test_at_the_deadline_sent_records_have_unknown_outcomes_and_unsent_records_fail(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher(delivery_timeout=0.4)
@@ -281,7 +281,7 @@ def test_a_batch_that_arrives_after_its_deadline_is_fenced_off(proxied: ProxiedS
     assert proxied.values() == [b"first", b"next", b"last"]
 
 
-def test_a_brief_pause_of_the_server_changes_nothing(private: ProxiedStream) -> None:
+def test_a_brief_server_pause_changes_nothing(private: ProxiedStream) -> None:
     pub = private.warm_publisher()
     sub = private.subscriber(initial_offset="earliest")
     private.server.pause()

@@ -1,8 +1,8 @@
-"""Under random faults, the reports of publishers and subscribers match the log.
+"""Under random faults, what publishers and subscribers report matches the log.
 
-An acknowledged record is in the log once, at the offset of its ack. A failed record is not there. A
-record with an unknown outcome is there at most once. All are in the order of publishing. After
-failovers that lose records, the losses reported to each client are exactly the missing records.
+An acknowledged record is in the log once, at its ack's offset. A failed record is not there. A
+record with an unknown outcome is there at most once. All are in publishing order. After failovers
+that lose records, the losses reported to each client are exactly the missing records.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Faults:
         return fault.__name__
 
     def wait(self, longest: float = 0.15) -> None:
-        """Wait for the random duration of a fault."""
+        """Wait for a fault's random duration."""
         time.sleep(self.rng.uniform(0, longest))
 
     def nothing(self) -> None:

@@ -74,7 +74,7 @@ def test_a_server_out_of_memory_refuses_until_there_is_room(
     assert private.values() == [b"first", b"patient", b"y"]
 
 
-def test_on_a_full_server_a_repeat_gets_its_reply_and_a_new_batch_leaves_no_trace(
+def test_on_a_full_server_a_retry_gets_its_reply_and_a_new_batch_leaves_no_trace(
     private: ProxiedStream,
 ) -> None:
     history = private.meta("history")
@@ -164,7 +164,9 @@ def test_publisher_waits_for_a_server_busy_with_a_script(private: ProxiedStream)
     assert ack.result(5) == 1
 
 
-def test_publisher_waits_for_a_server_that_loads_its_data(private_server: ServerFactory) -> None:
+def test_publisher_waits_for_a_server_that_is_loading_its_data(
+    private_server: ServerFactory,
+) -> None:
     server = private_server("--appendonly", "yes", "--key-load-delay", "300")
     with ProxiedStream(server) as proxied:
         pub = proxied.warm_publisher()
@@ -246,7 +248,7 @@ def test_old_publisher_writes_nothing_to_a_recreated_stream(proxied: ProxiedStre
     assert sub.poll().values() == [b"new"]
 
 
-def test_kill_and_restart_with_an_append_only_file_lose_nothing(
+def test_killed_server_with_an_append_only_file_loses_nothing(
     private_server: ServerFactory, rng: Random
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
@@ -280,7 +282,7 @@ def test_publish_error_names_an_entry_beyond_the_end_as_the_cause(url: str) -> N
             pub.publish(b"x").result()
 
 
-def test_publishers_of_a_closed_client_give_up_on_a_hung_server_together(
+def test_closed_clients_publishers_give_up_on_a_hung_server_together(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

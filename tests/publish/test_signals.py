@@ -117,7 +117,7 @@ def test_opening_a_publisher_may_be_interrupted_at_any_moment(stream: meteor.Str
         while opened:
             opened.pop().close()
     opened.pop().close()
-    stream.client.close()  # closes a publisher whose opening was interrupted in its last moment
+    stream.client.close()  # closes a publisher whose opening was interrupted at the last moment
     eventually(lambda: running_threads() <= before, 5, "a sender has no owner")
 
 
@@ -165,14 +165,14 @@ def test_record_whose_publish_is_interrupted_by_close_is_in_the_log_or_refused(
         pub.close()
         if not more:
             break
-    assert all(ack.done() for _, ack in acks), "the ack of a closed publisher stays pending"
+    assert all(ack.done() for _, ack in acks), "an ack is pending after its publisher closed"
     assert [value_at(stream, ack.result()) for _, ack in acks] == [value for value, _ in acks]
     assert refused > 10
     assert len(acks) > 5
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_flush_in_a_handler_that_interrupts_publish_keeps_every_record_of_every_thread(
+def test_flush_in_a_handler_that_interrupts_publish_keeps_every_threads_records(
     stream: meteor.Stream, call: str
 ) -> None:
     """While the handler waits, another thread publishes through the same publisher."""
@@ -207,7 +207,7 @@ def test_flush_in_a_handler_that_interrupts_publish_keeps_every_record_of_every_
     assert len(set(offsets)) == len(offsets)
 
 
-def test_publish_of_another_thread_during_a_handler_keeps_both_records(
+def test_publish_in_another_thread_during_a_handler_keeps_both_records(
     proxied: ProxiedStream,
 ) -> None:
     """Both records are for the same open batch, because the sender waits for a reply."""
@@ -242,7 +242,7 @@ def test_publish_of_another_thread_during_a_handler_keeps_both_records(
 def test_handler_may_close_the_publisher_while_a_thread_starts_to_wait_for_an_ack(
     proxied: ProxiedStream, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupted code holds the lock of all completions, which the sender must not need."""
+    """The interrupted code holds the completions' shared lock, which the sender must not need."""
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     ack = pub.publish(b"x")

@@ -95,7 +95,7 @@ def test_a_server_out_of_memory_finishes_a_commit_and_stages_nothing(
         plain.config_set("maxmemory", 1)
         with pytest.raises(meteor.OutOfMemory):
             stage(stream, "b", "x")
-        assert commit(stream._handle, "w", 1, [a])  # the commit frees the memory of the stage
+        assert commit(stream._handle, "w", 1, [a])  # the commit frees the stage's memory
         assert fence(stream) == b"1:3:3:4"
         plain.config_set("maxmemory", 0)
         assert contents(stream) == numbers(4)

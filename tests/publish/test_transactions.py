@@ -47,7 +47,7 @@ def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
 # Commits
 
 
-def test_frames_of_several_workers_are_in_the_log_once_in_the_order_of_the_stages(
+def test_frames_from_several_workers_are_in_the_log_once_in_stage_order(
     stream: meteor.Stream,
 ) -> None:
     b = stage(stream, "b", "3 4", "5")
@@ -85,7 +85,7 @@ def test_an_older_version_is_refused_and_its_stages_are_dropped(stream: meteor.S
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
-def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and_refused(
+def test_a_version_begun_with_a_different_record_count_is_finished_and_refused(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=moves)
@@ -116,7 +116,7 @@ def test_a_version_is_finished_without_a_comparison_if_its_fence_has_no_record_c
 def test_a_begun_version_is_finished_or_its_loss_is_reported(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
-    with pytest.raises(meteor.PublishError, match=r"^Version 1 of the writer w was in stream 's'"):
+    with pytest.raises(meteor.PublishError, match=r"^Version 1 from writer w was in stream 's'"):
         commit(stream._handle, "w", 1, [], begun=True)
     assert fence(stream) is None, "the version does not count as committed"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
@@ -160,7 +160,7 @@ def test_only_the_fences_remain_and_pending_stages_expire(
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])
-def test_the_next_committer_finishes_the_plan_of_a_dead_committer(
+def test_the_next_committer_finishes_a_dead_committers_plan(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
@@ -215,7 +215,7 @@ def test_concurrent_committers_write_each_version_once(
     assert stream.client.redis.keys("*plan*") == []
 
 
-def test_a_late_committer_of_an_old_version_moves_nothing(
+def test_a_late_commit_of_an_old_version_moves_nothing(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     a = stage(stream, "a", "0", "1")
@@ -244,8 +244,8 @@ def test_a_plan_lost_in_a_failover_is_made_again(
     assert is_done(stream._handle, "w", 2)
 
 
-def test_discard_keeps_stages_of_a_plan(stream: meteor.Stream, frame_by_frame: None) -> None:
-    """Spark aborts a batch whose commit failed half-way, and tries it again later."""
+def test_discard_keeps_planned_stages(stream: meteor.Stream, frame_by_frame: None) -> None:
+    """Spark aborts a batch whose commit failed halfway, and tries it again later."""
     a, b, c = (stage(stream, name, str(i)) for i, name in enumerate("abc"))
     begin(stream, 1, a, b, moves=1)
     discard(stream._handle, "w", ["a", "b", "c"])
@@ -299,7 +299,7 @@ def test_a_plan_whose_frames_are_gone_is_reported_and_can_be_resolved(
     begin(stream, 1, a, moves=moves)
     stream.client.redis.delete(key)
     for version in (1, 2):  # a later version must not be written first
-        words = f"{moves} of 3 frames are in the log"
+        words = f"{moves} of the 3 frames in version 1 are in the log"
         with pytest.raises(meteor.PublishError, match=words) as caught:
             commit(stream._handle, "w", version, [stage(stream, "b", "x")])
     assert fence(stream) == b"1:%d:3:5" % moves
@@ -440,7 +440,7 @@ def test_concurrent_readers_and_publishers_see_dense_offsets(
     assert [v for v in values if v[:1] != b"p"] == pairs
 
 
-# Stages of processes that died
+# Stages left by dead processes
 
 
 def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Stream) -> None:
@@ -449,14 +449,14 @@ def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Strea
         owner = StageOwner("w", 17, run)
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
-        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "the stages of one run"
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "one run's stages"
     discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
     assert plain.keys("*stage*") == []
 
 
-def test_commit_deletes_stages_of_other_attempts_up_to_its_version(stream: meteor.Stream) -> None:
+def test_commit_deletes_stages_from_other_attempts_up_to_its_version(stream: meteor.Stream) -> None:
     plain = stream.client.redis
     staged = {
         (version, part): stage(
@@ -521,7 +521,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
     assert write("t0", 100.0), "the fence has expired"
 
 
-def test_fence_of_a_deleted_stream_leaves_nothing(stream: meteor.Stream) -> None:
+def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:
     handle = stream._handle
     let_expire(handle, "w", 1.0)
     stream.delete()

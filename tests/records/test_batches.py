@@ -40,7 +40,7 @@ def expected(offset: int) -> Record:
 
 
 def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
-    """Returns a frame of these records, with the append time of the first."""
+    """Returns a frame with these records, appended at the first record's time."""
     records = [expected(offset) for offset in range(first, first + n)]
     times = [None if r.offset % 3 == 0 else r.timestamp for r in records]
     columns = Columns(
@@ -101,7 +101,7 @@ def test_length_truth_and_offsets_agree(batch: RecordBatch) -> None:
     )
 
 
-def test_indexing_works_like_on_a_list(batch: RecordBatch) -> None:
+def test_indexing_works_as_on_a_list(batch: RecordBatch) -> None:
     records = list(batch)
     for index in range(-len(records), len(records)):
         assert batch[index] == records[index]
@@ -110,7 +110,7 @@ def test_indexing_works_like_on_a_list(batch: RecordBatch) -> None:
             batch[index]
 
 
-def test_slicing_works_like_on_a_list(batch: RecordBatch, rng: random.Random) -> None:
+def test_slicing_works_as_on_a_list(batch: RecordBatch, rng: random.Random) -> None:
     records = list(batch)
     bounds = [None, 0, 1, -1, len(records), len(records) + 5, -len(records) - 5]
     bounds += [rng.randrange(-60, 60) for _ in range(4)]
@@ -140,7 +140,7 @@ def test_a_batch_is_a_sequence(batch: RecordBatch) -> None:
         assert batch.count(records[0]) == 1
 
 
-def test_values_and_keys_equal_those_of_the_records(batch: RecordBatch) -> None:
+def test_values_and_keys_equal_the_records_values_and_keys(batch: RecordBatch) -> None:
     assert batch.values() == [expected(offset).value for offset in batch.offsets]
     assert batch.keys() == [expected(offset).key for offset in batch.offsets]
 
@@ -183,7 +183,7 @@ def test_to_arrow_without_keys_headers_or_times_has_the_same_schema() -> None:
         assert table.column("timestamp").cast(pa.int64()).to_pylist() == [7] * n
 
 
-def test_values_of_a_frame_and_its_slices_are_not_copied() -> None:
+def test_values_in_a_frame_and_its_slices_are_not_copied() -> None:
     entry_id, fields = entry(FIRST, 50)
     payload = pa.py_buffer(fields[3])
     whole = RecordBatch("s", FIRST, decode("s", [(entry_id, fields)]))
@@ -193,14 +193,14 @@ def test_values_of_a_frame_and_its_slices_are_not_copied() -> None:
             assert payload.address <= data.address < payload.address + payload.size
 
 
-def test_the_time_of_a_record_is_an_aware_datetime() -> None:
+def test_a_records_time_is_an_aware_datetime() -> None:
     record = make([3])[1]
     assert record.time.tzinfo is UTC
     assert record.time == datetime.fromtimestamp(record.timestamp / 1000, UTC)
 
 
 @pytest.mark.parametrize("ms", [0, 1, 999, 1_700_000_000_123, 253_402_300_799_999])
-def test_the_time_of_a_record_is_exact(ms: int) -> None:
+def test_a_records_time_is_exact(ms: int) -> None:
     assert to_ms(Record(0, b"", None, None, ms, ms).time) == ms
     assert Record(0, b"", None, None, ms, ms).time.microsecond == ms % 1000 * 1000
 

@@ -83,7 +83,7 @@ def experimental_arrow_bomb(compression: str) -> bytes:
 
 
 def flatbuffer_table(data: bytearray, pointer: int) -> tuple[int, list[int]]:
-    """Returns the positions of the vtable and of the fields of the table at ``pointer``."""
+    """Returns the positions of the vtable and of the fields in the table at ``pointer``."""
     table = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = table - struct.unpack_from("<i", data, table)[0]
     (size,) = struct.unpack_from("<H", data, vtable)
@@ -131,13 +131,13 @@ def test_a_bomb_is_refused_before_it_unpacks(bomb: str) -> None:
 
 @pytest.mark.parametrize("bomb", [name for name in BOMBS if name.startswith("Arrow")])
 def test_pyarrow_would_unpack_the_bomb(bomb: str) -> None:
-    """Prove that the bombs of the test above are real."""
+    """Prove that the bombs in the test above are real."""
     schema = pa.schema([pa.field("value", pa.binary(), nullable=False)])
     batch = pa.ipc.read_record_batch(pa.py_buffer(BOMBS[bomb][1]()), schema)
     assert batch.nbytes > 40 * MIB
 
 
-def test_messages_in_the_old_layout_of_arrow_are_refused() -> None:
+def test_messages_in_arrows_old_layout_are_refused() -> None:
     """The check for hidden compression does not understand the old layout."""
     payload = arrow_message({"value": pa.array([b"a", b"b"])}, use_legacy_format=True)
     assert (
@@ -167,7 +167,7 @@ def test_one_fetch_does_not_unpack_all_of_many_compressed_frames(rng: random.Ran
 def test_a_block_that_does_not_unpack_to_the_size_it_claims_is_corrupt(
     compression: str, wrong: int
 ) -> None:
-    """A short block leaves memory of this process in the buffer, which must not become values."""
+    """A short block leaves process memory in the buffer, which must not become values."""
     _, message = encode(Columns([b"value %d" % i for i in range(50)]), "none")
     payload = packed(compression, bytes(message), message.size + wrong)
     with pytest.raises(meteor.CorruptFrame):
@@ -203,7 +203,7 @@ def packed_headers(n: int) -> tuple[bytes, list[bytes]]:
     [frame_of_records(4_000_000), frame_of_headers(4_000_000), packed_headers(2_000_000)],
     ids=["records", "headers", "headers-of-one-record"],
 )
-def test_a_frame_of_too_many_records_or_headers_is_refused_before_objects_are_made(
+def test_a_frame_with_too_many_records_or_headers_is_refused_before_objects_are_made(
     entry: tuple[bytes, list[bytes]],
 ) -> None:
     tracemalloc.start()
@@ -222,7 +222,7 @@ def test_an_arrow_message_without_metadata_is_corrupt() -> None:
 
 
 def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes:
-    """Literals, then a match of (distance, length)."""
+    """Literals, then a match given as (distance, length)."""
     length = len(literals)
     token = (min(length, 15) << 4) | (match[1] - 4 if match else 0)
     more = b"" if length < 15 else b"\xff" * ((length - 15) // 255) + bytes([(length - 15) % 255])

@@ -1,8 +1,8 @@
 """Decoding restores the encoded records, and bytes that are not a frame raise a typed error.
 
-Covers the round trip of every layout, thousands of broken frames (flipped bits, cut ends, spliced
-halves), frames of a newer version, and foreign entries. ``test_bombs.py`` has decompression bombs,
-``test_batches.py`` the resulting batch, ``test_gaps.py`` readers at a bad frame.
+Covers round trips for every layout, thousands of broken frames (flipped bits, cut ends, spliced
+halves), frames from a newer version, and foreign entries. ``test_bombs.py`` has decompression
+bombs, ``test_batches.py`` the resulting batch, and ``test_gaps.py`` readers at a bad frame.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Entry = tuple[bytes, list[bytes]]
 
 
 def entry(columns: Columns, compression: Compression = "none", first: int = 0) -> Entry:
-    """Return the log entry of these columns."""
+    """Return the log entry for these columns."""
     name, payload = encode(columns, compression)
     return raw_entry(name, bytes(payload), first, len(columns))
 
@@ -131,7 +131,7 @@ def test_every_layout_is_decoded_as_it_was_encoded(
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("c", "h", "k"), PRESENT)
-def test_the_name_of_a_frame_encodes_its_columns_and_compression(
+def test_a_frames_name_encodes_its_columns_and_compression(
     compression: Compression, c: bool, h: bool, k: bool
 ) -> None:
     letters = "c" * c + "h" * h + "k" * k + "v"
@@ -348,7 +348,7 @@ def test_valid_messagepack_that_is_not_a_frame_is_corrupt(name: str, row: Any) -
 @pytest.mark.parametrize(
     "name", ["2v", "99kv", "1v.snappy", "0v.lz4", "1gkv", "2z", "1vk", "3hkv.brotli"]
 )
-def test_a_frame_of_a_newer_version_is_reported_with_its_offsets(name: str) -> None:
+def test_a_frame_from_a_newer_version_is_reported_with_its_offsets(name: str) -> None:
     with pytest.raises(meteor.UnsupportedFrame, match="upgrade") as caught:
         decode("s", [raw_entry(name, b"?", 20, 5)])
     assert (caught.value.stream, caught.value.first, caught.value.last) == ("s", 20, 24)

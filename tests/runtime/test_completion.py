@@ -1,4 +1,4 @@
-"""The outcome of an operation can be awaited, runs callbacks, and tracks observed errors."""
+"""A completion can be awaited, runs callbacks, and tracks whether its error was observed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_settling_an_operation_needs_no_lock() -> None:
         assert completion.settled
 
 
-def test_a_forked_child_does_not_call_the_callbacks_of_its_parent() -> None:
+def test_a_forked_child_does_not_call_its_parents_callbacks() -> None:
     completion = Completion()
     completion.on_settled(lambda: pytest.fail("called"))
     error = ValueError()

@@ -1,4 +1,4 @@
-"""If closing one kind of object fails, the other kinds are still closed, in their order."""
+"""If closing one kind of object fails, the other kinds are still closed, in closing order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_kinds_are_closed_in_closing_order_not_in_registration_order(
     assert seen == ["close 0 PEER_GROUPS", "close 0 PUBLISHERS", "close 0 ARCHIVERS"]
 
 
-def test_only_the_objects_of_the_owner_are_closed(seen: list[str]) -> None:
+def test_only_the_owners_objects_are_closed(seen: list[str]) -> None:
     registry, ours = register(seen, ClosingOrder.PUBLISHERS), object()
     for owner in (ours, object(), ours):
         registry.add(Opened(owner))

@@ -61,7 +61,7 @@ def fuzzing(rng: Random) -> Iterator[tuple[Interrupts, Callable[[], bool]]]:
     assert interrupts.count > 50
 
 
-def test_wait_for_a_condition_may_be_interrupted_at_any_moment() -> None:
+def test_condition_wait_may_be_interrupted_at_any_moment() -> None:
     condition = SignalSafeCondition()
 
     def wait() -> None:
@@ -77,7 +77,7 @@ def test_wait_for_a_condition_may_be_interrupted_at_any_moment() -> None:
         assert ends(notify), "the interrupt has left it locked"
 
 
-def test_wait_for_an_event_may_be_interrupted_at_any_moment() -> None:
+def test_event_wait_may_be_interrupted_at_any_moment() -> None:
     events = [SignalSafeEvent()]
     for _ in interrupt_everywhere(lambda: events[-1].wait(0.0)):
         assert ends(events[-1].set), "the thread that sets the event waits forever"

@@ -112,7 +112,7 @@ def test_several_threads_can_join_the_same_thread() -> None:
         assert not each.is_alive()
 
 
-def test_threads_of_the_parent_are_not_alive_in_a_forked_child() -> None:
+def test_parent_threads_are_not_alive_in_a_forked_child() -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     worker.start()
@@ -147,7 +147,7 @@ def test_ends_within_calls_its_function_until_the_thread_ends() -> None:
 # Use in the library
 
 
-def test_close_waits_for_the_handler_after_a_signal_interrupted_the_join_of_its_receiver(
+def test_close_waits_for_the_handler_after_a_signal_interrupted_the_receivers_join(
     url: str, interrupted: Interrupted
 ) -> None:
     with meteor.connect(url) as client:

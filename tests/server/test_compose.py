@@ -1,4 +1,4 @@
-"""Flags, health checks and commands of docker-compose.yml work on real servers, without Docker."""
+"""Flags, health checks and commands in docker-compose.yml work on real servers, without Docker."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
 def flags(service: str) -> list[str]:
-    """The arguments of a service for redis-server."""
+    """A service's arguments for redis-server."""
     program, *arguments = SERVICES[service]["command"]
     assert program == "redis-server"
     return list(arguments)
@@ -42,7 +42,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 @pytest.fixture(params=sorted(binaries()))
 def services(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
-    """Both services with their flags, on free ports of this machine."""
+    """Both Compose services, running with their flags on free local ports."""
     binary = binaries()[request.param]
     with Server(binary, *flags("redis")) as redis:
         here = {"redis": HOST, "6379": str(redis.port)}
@@ -62,7 +62,7 @@ def test_servers_accept_every_flag_and_the_replica_follows(services: dict[str, S
     eventually(lambda: services["replica"].client().get("key") == b"value")
 
 
-def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_second() -> None:
+def test_no_acknowledged_record_is_evicted_and_all_are_on_disk_within_a_second() -> None:
     for service in ("redis", "replica"):
         given = settings(flags(service))
         assert given["appendonly"] == "yes"
@@ -90,7 +90,7 @@ def test_health_check_distinguishes_a_working_server_from_a_dead_one(
     eventually(lambda: not healthy("redis") and not healthy("replica"))
 
 
-def test_data_survives_removal_of_the_containers() -> None:
+def test_data_survives_removing_the_containers() -> None:
     for service in ("redis", "replica"):
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")
@@ -110,14 +110,14 @@ def test_services_wait_until_redis_is_healthy() -> None:
         assert SERVICES[service]["depends_on"] == {"redis": {"condition": "service_healthy"}}
 
 
-def test_the_demo_connects_to_the_service_called_redis() -> None:
+def test_demo_connects_to_the_redis_service() -> None:
     url = urlsplit(SERVICES["demo"]["command"][-1].partition(" --url ")[2])
     assert url.scheme == "redis"
     assert url.hostname in SERVICES
     assert url.port == 6379
 
 
-def test_the_demo_installs_the_mounted_source_and_runs_a_command_that_exists() -> None:
+def test_demo_installs_the_mounted_source_and_runs_an_existing_command() -> None:
     shell, option, line = SERVICES["demo"]["command"]
     assert (shell, option) == ("sh", "-c")
     install, run = line.split(" && exec ")
@@ -131,7 +131,7 @@ def test_the_demo_installs_the_mounted_source_and_runs_a_command_that_exists() -
     subprocess.run([sys.executable, "-m", module, *arguments, "--help"], cwd=ROOT, check=True)
 
 
-def test_python_version_of_the_demo_is_supported() -> None:
+def test_demo_uses_a_supported_python_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = SERVICES["demo"]["image"].removeprefix("python:").removesuffix("-slim")
     assert f"Programming Language :: Python :: {version}" in project["classifiers"]

@@ -1,4 +1,4 @@
-"""Edge cases of the embedded server: its directory, settings, program, and unusual exits."""
+"""Edge cases for the embedded server: its directory, settings, program, and unusual exits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may be left in it after the test."""
+    """A directory for a persistent server; no process may still run in it after the test."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
@@ -69,7 +69,7 @@ def test_sigterm_to_the_supervisor_stops_the_server_cleanly(kept: Path) -> None:
     assert "ready to exit, bye bye" in (kept / supervisor.LOG).read_text()
 
 
-def test_stopped_server_is_killed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_suspended_is_killed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = kept.parent / "supervisor.py"
     impatient.write_text(
         Path(supervisor.__file__).read_text().replace("STOP_S = 5.0", "STOP_S = 0.2")
@@ -90,7 +90,7 @@ def test_directory_deleted_under_a_server_can_be_opened_again(kept: Path) -> Non
             assert ask(second, "PING")
 
 
-def test_leftovers_of_a_crashed_user_and_supervisor_are_removed_later() -> None:
+def test_files_left_by_a_crashed_user_and_supervisor_are_removed_later() -> None:
     user = User()
     with user.process:
         assert user.reply() == "ready"
@@ -110,7 +110,7 @@ def test_leftovers_of_a_crashed_user_and_supervisor_are_removed_later() -> None:
             assert other.directory.exists()  # old, but in use
 
 
-def test_server_of_a_user_with_blocked_signals_still_stops(kept: Path) -> None:
+def test_server_stops_even_if_its_user_blocked_signals(kept: Path) -> None:
     script = f"""{PRELUDE}
 signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -126,7 +126,7 @@ signal.raise_signal(signal.SIGKILL)
 # -- The directory
 
 
-def test_socket_directory_that_others_may_enter_is_not_trusted(tmp_path: Path) -> None:
+def test_socket_directory_that_others_can_enter_is_not_trusted(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120)
     with open_embedded(deep) as first:
         short = Path(first.socket_path).parent
@@ -145,7 +145,7 @@ def test_directory_with_an_odd_name_works(tmp_path: Path) -> None:
         assert ask(server, "PING")
 
 
-def test_directory_of_another_user_is_refused(
+def test_directory_owned_by_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -153,8 +153,8 @@ def test_directory_of_another_user_is_refused(
         open_embedded(tmp_path)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link of another user")
-def test_link_of_another_user_is_refused(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link owned by another user")
+def test_link_owned_by_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
@@ -174,7 +174,7 @@ def test_accessible_directory_with_other_files_is_refused_and_left_unchanged(
 
 
 @pytest.mark.parametrize("planted", ["users.lock", "server.conf.new", "server.log"])
-def test_files_in_a_directory_that_others_may_write_are_not_trusted(
+def test_files_in_a_directory_that_others_can_write_to_are_not_trusted(
     tmp_path: Path, planted: str
 ) -> None:
     directory, target = tmp_path / "kept", tmp_path / "precious"
@@ -211,7 +211,7 @@ def test_empty_accessible_directory_becomes_private(kept: Path) -> None:
 
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ServerStartFailed, match="cannot be started"):
+    with pytest.raises(ServerStartFailed, match="Cannot start the embedded server"):
         open_embedded(tmp_path / "file")
 
 
@@ -308,7 +308,7 @@ def test_program_that_cannot_be_run_is_named(kept: Path, monkeypatch: pytest.Mon
         open_embedded(kept)
 
 
-def test_program_that_never_replies_is_stopped_and_its_log_shown(
+def test_program_that_never_replies_is_stopped_and_its_log_is_shown(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_server(kept.parent / "server", "", monkeypatch)

@@ -1,6 +1,6 @@
 """Users of an embedded server share it, and it stops when the last one ends or dies.
 
-Users are real processes that can be killed; `processes_of` finds the processes of a directory.
+Users are real processes that can be killed; `processes_of` finds the processes in a directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ask(path, command):
         return connection.recv(4096)
 """
 
-#: A user's process: runs the commands of its standard input, and replies with one line each.
+#: A user's process: runs commands from its standard input, and replies to each with one line.
 USER = f"""{PRELUDE}
 held = []
 
@@ -66,7 +66,7 @@ def do(word, *rest):
             with open_embedded(rest[0]) as server:
                 assert ask(server.socket_path, "PING") == b"+PONG\\r\\n"
                 seen.add(server.pid)
-            time.sleep(random.random() / 200)  # vary the moments at which the two meet
+            time.sleep(random.random() / 200)  # vary the timing between the two users
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -128,13 +128,13 @@ def users() -> Iterator[Callable[[], User]]:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may be left in it after the test."""
+    """A directory for a persistent server; no process may still run in it after the test."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
 
 def status(pid: int) -> tuple[str, int]:
-    """Return the state and the parent of a process."""
+    """Return a process's state and parent."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -175,7 +175,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL and wait for the end, which releases the locks."""
+    """Send SIGKILL and wait until the process has ended, which releases its locks."""
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
 
@@ -190,7 +190,7 @@ def mode(path: Path | str) -> int:
 
 
 def run(script: str) -> None:
-    """Run a program to its end, ignoring the warnings of newer Pythons about forks with threads."""
+    """Run a program to completion, ignoring newer Pythons' warnings about forks with threads."""
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script]
     subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)
 
@@ -216,7 +216,7 @@ def test_directory_opened_twice_in_one_process_needs_two_closes(kept: Path) -> N
     assert not processes_of(kept)
 
 
-def test_simultaneous_opening_by_eight_processes_starts_one_server(
+def test_eight_processes_that_open_simultaneously_start_one_server(
     kept: Path, users: Callable[[], User]
 ) -> None:
     processes = [users() for _ in range(8)]
@@ -259,7 +259,7 @@ def test_private_server_leaves_nothing_behind() -> None:
         assert ask(other, "PING")
 
 
-def test_server_survives_the_crash_of_one_user(kept: Path, users: Callable[[], User]) -> None:
+def test_server_survives_if_one_user_crashes(kept: Path, users: Callable[[], User]) -> None:
     one, other = users(), users()
     server = one.open(kept)
     other.open(kept)
@@ -271,7 +271,7 @@ def test_server_survives_the_crash_of_one_user(kept: Path, users: Callable[[], U
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_all_users_stops_server_and_supervisor(
+def test_server_and_supervisor_stop_if_all_users_crash(
     private: bool, kept: Path, users: Callable[[], User]
 ) -> None:
     processes = [users()] if private else [users(), users()]
@@ -296,7 +296,7 @@ def test_interpreter_exit_stops_servers_left_open(kept: Path, users: Callable[[]
     assert [directory.exists() for directory in directories] == [False, True]
 
 
-def test_crash_of_the_supervisor_stops_the_server_and_keeps_the_data(kept: Path) -> None:
+def test_supervisor_crash_stops_the_server_and_keeps_the_data(kept: Path) -> None:
     with open_embedded(kept) as first:
         ask(first, "SET", "key", "value")
         kill(supervisor_of(first.pid))
@@ -309,7 +309,7 @@ def test_crash_of_the_supervisor_stops_the_server_and_keeps_the_data(kept: Path)
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_supervisor_leaves_nothing_behind(private: bool, kept: Path) -> None:
+def test_supervisor_crash_leaves_nothing_behind(private: bool, kept: Path) -> None:
     with open_embedded(None if private else kept) as server:
         kill(supervisor_of(server.pid))
         wait_for_end(server.pid)
@@ -318,9 +318,7 @@ def test_crash_of_the_supervisor_leaves_nothing_behind(private: bool, kept: Path
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_server_stops_the_supervisor_and_keeps_the_data(
-    private: bool, kept: Path
-) -> None:
+def test_server_crash_stops_the_supervisor_and_keeps_the_data(private: bool, kept: Path) -> None:
     with open_embedded(None if private else kept) as first:
         ask(first, "SET", "key", "value")
         supervising = supervisor_of(first.pid)
@@ -348,7 +346,7 @@ def test_interrupt_from_the_terminal_does_not_reach_the_server(
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("end", ["server.close(); os._exit(0)", "sys.exit()"])
-def test_exit_of_a_forked_child_leaves_the_server_to_the_parent(
+def test_forked_child_that_exits_leaves_the_server_to_its_parent(
     end: str, private: bool, kept: Path
 ) -> None:
     script = f"""
@@ -421,7 +419,7 @@ thread.join()
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_other_users_cannot_access_directory_socket_and_configuration(
+def test_other_users_cannot_access_the_directory_socket_or_configuration(
     private: bool, kept: Path
 ) -> None:
     umask = os.umask(0)
@@ -497,7 +495,7 @@ def test_start_with_corrupt_data_fails_with_the_log(kept: Path) -> None:
         open_embedded(kept)
 
 
-def test_start_with_data_of_a_newer_server_fails_with_the_log(kept: Path) -> None:
+def test_start_with_data_from_a_newer_server_fails_with_the_log(kept: Path) -> None:
     open_embedded(kept).close()
     (base,) = (kept / "appendonlydir").glob("*.base.rdb")
     base.write_bytes(re.sub(rb"^([A-Z]+)\d\d\d", rb"\g<1>999", base.read_bytes()))

@@ -1,4 +1,4 @@
-"""An embedded server that is killed is restarted, and its clients continue."""
+"""If an embedded server is killed, it is restarted, and its clients continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may be left in it after the test."""
+    """A directory for a persistent server; no process may still run in it after the test."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
@@ -135,7 +135,7 @@ def test_clients_in_many_threads_share_one_restart(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["server", "supervisor"])
-def test_clients_of_a_private_server_learn_that_its_records_are_gone(victim: str) -> None:
+def test_clients_of_a_private_server_learn_that_their_records_are_gone(victim: str) -> None:
     with meteor.connect("embedded://") as m:
         stream = m.stream("s", create=True)
         pub = stream.publisher()
@@ -176,7 +176,7 @@ def fail_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METEOR_SERVER", "/bin/false")
 
 
-def test_restarts_of_a_server_that_cannot_start_are_few_and_report_the_reason(
+def test_server_that_cannot_start_is_rarely_retried_and_the_reason_is_reported(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(f"embedded://{kept}", timeout=0.5) as m:
@@ -247,7 +247,7 @@ def test_server_that_cannot_write_its_files_is_restarted_later(kept: Path) -> No
             obstacle.mkdir()
             kill(server_of(m))
             ack = pub.publish(b"after")
-            with pytest.raises(meteor.ConnectionFailed, match=r"cannot be restarted: .*directory"):
+            with pytest.raises(meteor.ConnectionFailed, match=r"Cannot restart .*directory"):
                 m.streams()
             obstacle.rmdir()
             assert ack.result(WAIT_S) == 1
@@ -302,7 +302,7 @@ def test_publisher_closes_at_once_while_the_server_cannot_be_restarted(
 
 
 def listener(port: int) -> socket.socket:
-    """Listen on the port of a server that was killed, as soon as its threads are gone."""
+    """Listen on a killed server's port, as soon as the server's threads are gone."""
 
     def listen() -> socket.socket | None:
         try:
@@ -396,7 +396,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     run(script)
 
 
-def test_exiting_program_restarts_no_server(kept: Path) -> None:
+def test_exiting_program_does_not_restart_the_server(kept: Path) -> None:
     script = f"""
 import atexit, meteor_py as meteor, os, signal
 m = meteor.connect("embedded://{kept}")
@@ -429,4 +429,4 @@ def test_restart_is_logged(kept: Path, caplog: pytest.LogCaptureFixture) -> None
     with open_embedded(kept) as server:
         again(server)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "has ended. Restarting it" in caplog.text
+    assert "has exited. Restarting it" in caplog.text

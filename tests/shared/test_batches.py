@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meteor_py as meteor
+from meteor_py.shared.record import Standing
 from tests.support.sharing import Queue, Steps, drain, expire, offsets
 
 
@@ -91,7 +92,9 @@ def test_record_behind_a_released_one_is_rewound_and_the_lease_is_intact(url: st
         first, second, third = c1.poll(5)
         first.release()
         for settle in (second.ack, second.release, second.reject):
-            with pytest.raises(meteor.Rewound, match="earlier record of the same ordering key"):
+            with pytest.raises(
+                meteor.Rewound, match="earlier record that has the same ordering key"
+            ):
                 settle()
         third.ack()
         c1.flush()  # raises nothing
@@ -148,11 +151,32 @@ def test_release_without_a_failure_delays_its_key(url: str) -> None:
         assert queue.keys()["A"].state == "delayed"
 
 
-def test_releasing_only_one_record_must_count_a_failure(url: str) -> None:
+def test_release_of_one_record_alone_without_a_failure_keeps_later_records(any_url: str) -> None:
+    with Queue(any_url, "AA", max_deliveries=2) as queue:
+        c1 = queue.consumer()
+        for _ in range(3):
+            first, second = c1.poll(5)
+            assert (first.offset, first.failures) == (0, 0)
+            first.release(only_this=True, failed=False)
+            assert second.standing is Standing.HELD
+            second.release(failed=False)
+            c1.flush()
+        first, second = c1.poll(5)
+        first.release(only_this=True, failed=False)
+        second.ack()
+        assert offsets(c1.poll(5)) == [0]
+
+
+def test_refused_release_of_one_record_alone_without_a_failure_is_reported(url: str) -> None:
     with Queue(url, "A") as queue:
-        (record,) = queue.consumer().poll(5)
-        with pytest.raises(ValueError, match="both only_this and failed=False"):
-            record.release(only_this=True, failed=False)
+        c1, c2 = queue.consumers(2)
+        (record,) = c1.poll(5)
+        expire(c1)
+        c2.flush()
+        record.release(only_this=True, failed=False)
+        with pytest.raises(meteor.Fenced) as refused:
+            c1.flush()
+        assert refused.value.offsets == (0,)
 
 
 # Reasons

@@ -25,7 +25,7 @@ def test_record_that_kills_its_consumer_is_the_only_dead_letter(
 ) -> None:
     poison = rng.randrange(500, 1_000)
     with Fleet(url, rng, keys=40, lease_ttl=0.5, max_deliveries=3, run=True) as fleet:
-        fleet.publish(2_000, poison=poison)
+        fleet.publish(2_000, poison=[poison])
         fleet.drain()
         assert fleet.letters() == [poison]
         fleet.check()

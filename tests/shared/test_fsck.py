@@ -118,6 +118,13 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
         "b'Z' has 1 held records, but no owner",
     ),
     ("holder that is not a member", ("DEL", "members"), "holds records, but is not a member"),
+    ("list of an unknown consumer", ("RPUSH", "more:zz", "A"), "b'more:zz' belongs to no consumer"),
+    ("wake-up of an unknown one", ("XADD", "wake:zz", "1-1", "w", "1"), "b'wake:zz' belongs to no"),
+    (
+        "delay of a key without records",
+        ("ZADD", "delayed", 1, "Z"),
+        "set delayed has key b'Z', which has no",
+    ),
     ("batches are gone", ("DEL", "batches:{}"), "counts . held records, but has 0"),
     # Contradictions
     ("missing chunk", ("DEL", "waiting"), "further waiting records, but others wait"),

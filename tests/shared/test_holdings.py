@@ -49,7 +49,7 @@ def reply(batches: dict[int, list[int]], failures: dict[int, int] | None = None)
 def step(held: Holdings, *granted: int, batch: int = 1) -> StepRequest:
     """Execute a step that grants these offsets in one batch."""
     request, _ = held.begin_step(len(granted))
-    held.apply(reply({batch: list(granted)} if granted else {}))
+    held.apply(reply({batch: list(granted)} if granted else {}), held.request)
     held.end_step()
     return request
 
@@ -62,8 +62,8 @@ def receive(held: Holdings, keys: str, first: int = 0, batch: int = 1) -> list[A
     return records
 
 
-def settle(held: Holdings, record: Any, kind: str) -> None:
-    held.settle(record, kind, b"")
+def settle(held: Holdings, record: Any, kind: str, *, alone: bool = False) -> None:
+    held.settle(record, kind, b"", alone=alone)
 
 
 def ack(held: Holdings, *records: Any) -> None:
@@ -109,21 +109,24 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parks", "rewinds"),
+    ("kind", "alone", "parks", "rewinds"),
     [
-        *(("R", False, True), ("U", False, True), ("Q", False, False)),
-        *(("X", False, False), ("X", True, True), ("A", True, False)),
+        *(("R", False, False, True), ("U", False, False, True)),
+        *(("R", True, False, False), ("U", True, False, False)),
+        *(("X", False, False, False), ("X", False, True, True), ("A", False, True, False)),
     ],
 )
-def test_rewind_returns_later_records_of_the_key(kind: str, parks: bool, rewinds: bool) -> None:
+def test_rewind_returns_later_records_of_the_key(
+    kind: str, alone: bool, parks: bool, rewinds: bool
+) -> None:
     held = Holdings(reject_rewinds=parks)
     records = receive(held, "ABAA")
-    settle(held, records[2], kind)
+    settle(held, records[2], kind, alone=alone)
     expected = Standing.REWOUND if rewinds else Standing.HELD
     assert [r.standing for r in records] == [
         *(Standing.HELD, Standing.HELD, Standing.SETTLED, expected)
     ]
-    returned = [one for one in step(held).settlements if one.kind == "U" and one.rewinds is None]
+    returned = [one for one in step(held).settlements if not one.asked_for]
     assert [one.offsets for one in returned] == ([(3,)] if rewinds else [])
 
 
@@ -135,14 +138,14 @@ def test_record_fetched_after_its_key_was_rewound_is_returned(held: Holdings, se
     if sent:
         step(held)
     assert [r.offset for r in held.receive([fake(1, b"A"), fake(2, b"B")])] == [2]
-    assert Settlement("U", 2, (1,)) in step(held).settlements
+    assert Settlement("U", 2, (1,), asked_for=False) in step(held).settlements
 
 
 def test_record_granted_while_its_key_is_rewound_is_returned(held: Holdings) -> None:
     (first,) = receive(held, "A")
     held.begin_step(5)
     settle(held, first, "R")  # while the step is in flight
-    held.apply(reply({2: [1]}))
+    held.apply(reply({2: [1]}), held.request)
     held.end_step()
     assert held.receive([fake(1, b"A")]) == []
 
@@ -151,7 +154,7 @@ def test_record_granted_after_a_rewind_was_sent_is_held(held: Holdings) -> None:
     (first,) = receive(held, "A")
     settle(held, first, "R")
     held.begin_step(5)
-    held.apply(reply({2: [0, 1]}, {0: 1}))
+    held.apply(reply({2: [0, 1]}, {0: 1}), held.request)
     held.end_step()
     assert held.granted == {0: 1, 1: 0}
     assert [r.offset for r in held.receive([fake(0, b"A"), fake(1, b"A")])] == [0, 1]
@@ -166,10 +169,10 @@ def test_step_sends_a_part_and_acknowledgements_first(
     monkeypatch.setattr(holdings, "_ACKS_MAX", 3)
     monkeypatch.setattr(holdings, "_OTHERS_MAX", 1)
     one, two = receive(held, "AB"), receive(held, "CD", 2, batch=2)
-    settle(held, one[0], "Q")
+    settle(held, one[0], "R", alone=True)
     ack(held, one[1], *two)
     sent = [held.begin_step(7)]
-    held.apply(reply({}))
+    held.apply(reply({}), held.request)
     held.end_step()
     sent.append(held.begin_step(7))
     assert [(request.acks, len(request.settlements), last) for request, last in sent] == [
@@ -198,7 +201,7 @@ def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> Non
     request, _ = held.begin_step(3)
     ack(held, records[1])
     assert held.begin_step(9) == (request, False)
-    held.apply(reply({}))
+    held.apply(reply({}), held.request)
     held.end_step()
     assert held.begin_step(9)[0].number == request.number + 1
 
@@ -206,9 +209,9 @@ def test_step_whose_reply_is_lost_is_sent_again_unchanged(held: Holdings) -> Non
 def test_reply_can_be_applied_twice(held: Holdings) -> None:
     ack(held, *receive(held, "A"))
     held.begin_step(2)
-    held.apply(reply({2: [5]}))
+    held.apply(reply({2: [5]}), held.request)
     held.receive([fake(5, b"B")])  # interrupted here, so the step is sent again
-    held.apply(reply({2: [5]}))
+    held.apply(reply({2: [5]}), held.request)
     held.end_step()
     assert (len(held), held.granted) == (1, {})
 

@@ -84,6 +84,7 @@ def test_one_key_can_use_the_whole_prefetch(client: meteor.Client, max_per_key: 
         ({"max_per_key": 10_001}, ValueError, "max_per_key"),
         ({"max_per_key": "1"}, TypeError, "max_per_key"),
         ({"prefetch": 0}, ValueError, "prefetch"),
+        ({"prefetch_bytes": 0}, ValueError, "prefetch_bytes"),
         ({"prefetch": 10_001}, ValueError, "prefetch"),
         ({"lease_ttl": 0.01}, ValueError, "lease_ttl"),
         ({"lease_ttl": 1e9}, ValueError, "lease_ttl"),

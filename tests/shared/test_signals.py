@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.shared import worker_pool
 from meteor_py.shared.lease_renewer import THREAD_PREFIX
+from meteor_py.shared.protocol import StepReply, StepRequest
 from meteor_py.shared.record import Standing
 from tests.support.group_members import Process
 from tests.support.sharing import GROUP, STREAM, Queue, discard, drain, make_due, offsets
@@ -135,6 +137,36 @@ def test_signal_handler_can_close_at_any_moment_and_all_records_are_returned(
             eventually(lambda: not renewer_threads(), message="the thread is still running")
             assert queue.shared.describe().consumers == (), "a closed consumer has rejoined"
             queue.check()
+        finish(queue)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_handler_that_closes_while_a_reply_is_applied_leaves_no_records(
+    url: str, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    with queue_of(url) as queue:
+        consumer = queue.consumer(prefetch=64)
+        holdings = consumer._deliveries.holdings
+        close_sent = holdings._close_sent
+        apply = holdings.apply
+
+        def close_first(reply: StepReply, request: StepRequest | None) -> None:
+            monkeypatch.setattr(holdings, "apply", apply)
+            discard(consumer)
+            apply(reply, request)
+
+        def close_inside(request: StepRequest) -> None:
+            monkeypatch.setattr(holdings, "_close_sent", close_sent)
+            discard(consumer)
+            close_sent(request)
+
+        if before:
+            monkeypatch.setattr(holdings, "apply", close_first)
+        else:
+            monkeypatch.setattr(holdings, "_close_sent", close_inside)
+        with suppress(meteor.MeteorError):  # the consumer is closed
+            assert consumer.poll(5) == []
+        assert len(holdings) == 0
         finish(queue)
 
 

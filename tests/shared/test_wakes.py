@@ -12,7 +12,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis.connection import Connection
-from meteor_py.shared.protocol import StepReply
+from meteor_py.shared.protocol import StepReply, StepRequest
 from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
@@ -196,3 +196,42 @@ def test_all_waiting_consumers_get_their_records(open_queue: Callable[..., Queue
         blocked(queue.client.redis, 1)
         found += woken(queue, c1, lambda: queue.publish("AB", frame=2), waiting=2)
     assert sorted(found) == [0, 1]
+
+
+def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
+    open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step registers it as the consumer that watches the index, and a Ctrl-C loses the reply.
+
+    The lease is long: no other consumer would watch before a third of it is over.
+    """
+    queue = open_queue()
+    c1, c2 = queue.consumers(2)
+    protocol = c1._deliveries.protocol
+    step = protocol.step
+
+    def interrupted(connection: Connection, consumer: str, request: StepRequest) -> StepReply:
+        reply = step(connection, consumer, request)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            c1.poll(SOON_S)
+    assert woken(queue, c2, lambda: queue.publish("A")) == [0]
+    queue.publish("B")
+    assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer can wait again"
+
+
+def test_idle_consumer_claims_before_its_lease_must_be_renewed(
+    open_queue: Callable[..., Queue],
+) -> None:
+    """The claim renews the lease, so that an idle consumer needs one call instead of two."""
+    queue = open_queue()
+    consumer = queue.consumer()
+    assert consumer.poll(0.05) == []
+    idle = consumer._deliveries.idle
+    assert idle is not None
+    assert consumer._prefetcher._patience_s(idle) < consumer.settings.lease_ttl / 3

@@ -1,4 +1,4 @@
-"""Spark reads streams as tables, by ranges of offsets or time, with all columns."""
+"""Spark reads streams as tables, by offset or time range, with all columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.readers import fill, later_than_all, value
 from tests.support.stored_streams import archive
 from tests.support.waiting import eventually
 
-#: Seconds. On a loaded machine, starting Java may take most of them.
+#: In seconds. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MIB = 1024 * 1024
@@ -78,7 +78,7 @@ def test_columns_contain_the_published_values(table: Table, client: meteor.Clien
     ).collect()  # fmt: skip
     assert (row.timestamp, row.appended) == (records[0].timestamp, records[0].appended)
 
-    # Bytes that are not UTF-8 pass unchanged, though the column is a string.
+    # Invalid UTF-8 passes through unchanged, even though the column is a string.
     text = table.load(valueFormat="string").where("offset in (0, 1, 21)")
     assert dict(text.dtypes)["value"] == "string"
     shown = text.orderBy("offset").selectExpr("cast(value as binary) as raw", "length(value) n")
@@ -86,7 +86,7 @@ def test_columns_contain_the_published_values(table: Table, client: meteor.Clien
     assert [row.n for row in shown.collect()][::2] == [0, 1]
 
 
-def test_range_of_offsets_or_time_is_read_from_store_and_ring(
+def test_offset_or_time_range_is_read_from_store_and_ring(
     table: Table, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=50, store=tmp_path, archive=False)

@@ -1,4 +1,4 @@
-"""From the store, a source reads only the columns of the query's schema."""
+"""From the store, a source reads only the columns in the query's schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFFSETS = StructType([StructField("stream", StringType()), StructField("offset",
 @pytest.mark.parametrize(
     ("schema", "columns"), [(OFFSETS, ["offset"]), (StructType([]), []), (None, None)]
 )
-def test_only_the_columns_of_the_schema_are_read_from_the_store(
+def test_only_columns_in_the_schema_are_read_from_the_store(
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

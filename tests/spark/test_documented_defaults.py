@@ -1,4 +1,4 @@
-"""The defaults in the option tables of docs/spark.md equal those of the connector."""
+"""The defaults in the option tables in docs/spark.md match the connector's defaults."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.support.transactions import contents, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-#: Enough to keep a following query busy for seconds.
+#: Enough rows to keep a query busy for seconds.
 ROWS = 4000
 
 
@@ -27,12 +27,12 @@ def m(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-def test_driver_killed_in_a_commit_and_between_batches_writes_each_row_once(
+def test_driver_killed_during_a_commit_and_between_batches_writes_each_row_once(
     url: str, m: meteor.Client, tmp_path: Path, rng: Random
 ) -> None:
     fill(m, ROWS)
     store = tmp_path / "store"
-    # Frames of 100 records; there is room for two before the archiver runs.
+    # Frames have 100 records; there is room for two before the archiver runs.
     target = m.stream(TARGET, capacity=100, max_unarchived=250, store=store, archive=False)
     with Copy(url, tmp_path / "copy", rows_per_batch=1000) as copy:
         copy.wait_until(lambda: target.end().offset == 200, "the copy did not commit")

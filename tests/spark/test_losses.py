@@ -61,7 +61,7 @@ class Lagging:
         stream, group = self.replicated.proxied.stream, self.given.get("group")
         if group:
             eventually(
-                lambda: stream.group(group).confirmed == offset, 10, f"{offset} is not confirmed"
+                lambda: stream.group(group).confirmed == offset, 10, f"{offset} was not confirmed"
             )
 
     def fail_over(self, more: int) -> None:
@@ -102,7 +102,7 @@ def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
-    lagging.fail_over(more=30)  # beyond the checkpoint, which hides the loss from an offset
+    lagging.fail_over(more=30)  # beyond the checkpoint, so the offset alone does not show the loss
     strict = lagging.engine(failOnDataLoss="true")
     with strict, pytest.raises(meteor.LogTruncated, match="20 to 29"):
         strict.batch()
@@ -119,7 +119,7 @@ def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
 
 
 @pytest.mark.parametrize("parts", ["1", "3"])
-def test_repeated_batch_of_a_deleted_stream_fails_or_is_empty(
+def test_repeated_batch_from_a_deleted_stream_fails_or_is_empty(
     url: str, client: meteor.Client, parts: str
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -137,7 +137,7 @@ def test_repeated_batch_of_a_deleted_stream_fails_or_is_empty(
         assert engine.batch() == []
         assert engine.batch() == [], "the offsets no longer include the stream"
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -196,7 +196,7 @@ def test_query_warns_once_about_each_missing_stream(
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []
@@ -273,4 +273,4 @@ def test_lenient_query_skips_a_damaged_frame_and_no_more(
     with Engine(Checkpoint(), url=url, **given) as engine:
         assert engine.batch() == [*range(10), *range(20, 30)]
         assert len(engine.parts) > 5
-    assert "Skipping 10 lost records, 10 to 19 of stream 'orders'" in caplog.text
+    assert "Skipping 10 lost records (10 to 19) in stream 'orders'" in caplog.text

@@ -1,4 +1,4 @@
-"""Options of the source, and the queries that they produce, without Spark.
+"""Source options, and the queries that they produce, without Spark.
 
 ``tests.support.spark_engine`` stands in for Spark's engine in this process; the server is real.
 """
@@ -126,7 +126,7 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         (
             False,
             {"startingOffsets": '{"orders": -1}', "endingOffsets": '{"orders": "-3"}'},
-            ["startingOffsets of stream 'orders' is after"],
+            ["startingOffsets for stream 'orders' is after"],
         ),
         (True, {"startingTimestamp": "2026-11-16T14:30:00"}, ["startingTimestamp", "zone"]),
         (
@@ -148,7 +148,7 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         ),
     ],
 )
-def test_wrong_option_is_refused_by_name(
+def test_invalid_option_is_refused_by_name(
     streaming: bool, given: dict[str, str], words: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=words[0]) as caught:
@@ -200,7 +200,7 @@ def test_batches_respect_the_limit_and_stop_at_the_end_of_the_stream(
 @pytest.mark.parametrize(
     ("starting", "wanted"), [("-4", 6), ("latest", 10), ("earliest", 0), ('{"orders": "-2"}', 8)]
 )
-def test_crash_in_any_of_the_first_batches_changes_neither_the_start_nor_the_batch(
+def test_crash_in_an_early_batch_changes_neither_the_start_nor_the_batch(
     url: str, stream: meteor.Stream, starting: str, wanted: int, group: str
 ) -> None:
     fill(stream, 10)
@@ -234,14 +234,14 @@ def test_records_that_the_ring_drops_after_the_first_batch_are_reported_lost(
         engine.batch()
 
 
-def test_streams_are_read_whole_if_they_appear_after_the_first_batch(
+def test_streams_that_appear_after_the_first_batch_are_read_in_full(
     url: str, stream: meteor.Stream
 ) -> None:
     given = {"stream": "late", "startingOffsets": "latest"}
     with Engine(Checkpoint(), url=url, **given) as engine:
         engine.begin()
         fill(stream.client.stream("late", capacity=100), 3)
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -269,7 +269,7 @@ def test_group_confirms_committed_batches_and_stop_releases_the_lease(
         assert (found.confirmed, found.owner) == (0, f"spark:g:{os.getpid()}")
         engine.batch()
         member = engine.reader._members["orders"]
-        assert engine.batch() == []  # the start of the next batch shows that the last one is done
+        assert engine.batch() == []  # the next batch's start shows that the last one is done
         assert member._session.wanted == 30
     found = stream.group("g")
     assert (found.confirmed, found.lag, found.owner) == (30, 0, None)
@@ -298,7 +298,7 @@ def test_sigterm_releases_the_lease_and_does_not_interrupt_stop(
     assert stream.group("g").owner is None
 
 
-def test_query_waits_for_the_lease_then_fails_with_the_name_of_its_owner(
+def test_query_waits_for_the_lease_then_fails_naming_its_owner(
     url: str, stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "LEASE_S", 0.2)
@@ -373,7 +373,7 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
             fill(small, 10)
         first, end = small.bounds()
         assert first > 10, "the first batches would contain dropped records"
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         seen: list[int] = []
         while rows := engine.batch():
             seen += rows
@@ -395,7 +395,7 @@ def test_records_dropped_after_a_late_stream_has_begun_are_lost(
             engine.read()
 
 
-def test_late_stream_is_read_whole_after_a_crash_before_its_first_commit(
+def test_late_stream_is_read_in_full_after_a_crash_before_its_first_commit(
     url: str, stream: meteor.Stream
 ) -> None:
     kept = Checkpoint()
@@ -428,7 +428,7 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         with pytest.raises(meteor.LogTruncated, match="orders"):
             engine.batch()
     with Engine(kept, **given, failOnDataLoss="false") as engine:
-        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
+        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
         assert engine.plan()
@@ -456,5 +456,5 @@ def test_lost_records_fail_the_query_or_are_skipped_and_logged(
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
     assert (
-        f"Skipping {first - 10} lost records, 10 to {first - 1} of stream 'orders'" in caplog.text
+        f"Skipping {first - 10} lost records (10 to {first - 1}) in stream 'orders'" in caplog.text
     )

@@ -108,7 +108,7 @@ def test_idle_query_waits_for_a_server_that_restarts(durable: Server, group: str
             assert m.stream(NAME).group(group).confirmed == 20
 
 
-def test_planned_batch_is_read_whole_while_the_server_restarts(durable: Server) -> None:
+def test_planned_batch_is_read_completely_while_the_server_restarts(durable: Server) -> None:
     with meteor.connect(durable.url) as m, Engine(Checkpoint(), url=durable.url) as engine:
         with m.stream(NAME, capacity=50_000).publisher() as pub:  # too many for one fetch
             for _ in range(30):
@@ -150,7 +150,7 @@ def test_query_fails_if_an_outage_lasts_longer_than_server_timeout(
             engine.read()
         with pytest.raises(meteor.ConnectionFailed, match="cannot be reached"):
             engine.batch()
-    assert "Waiting for the server up to 0.3 seconds (serverTimeout)" in caplog.text
+    assert "Waiting up to 0.3 seconds for the server (serverTimeout)" in caplog.text
 
 
 def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
@@ -173,8 +173,8 @@ def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
             assert engine.batch() == []
             return stream.group("g").confirmed == 15
 
-        eventually(confirmed, 10, "15 is not confirmed")
-    assert "rejoins the group" in caplog.text
+        eventually(confirmed, 10, "15 was not confirmed")
+    assert "Rejoining the group" in caplog.text
 
 
 def test_query_that_cannot_get_the_lease_closes_its_session(
@@ -312,9 +312,9 @@ def test_spark_query_survives_server_restarts_while_busy_and_while_idle(
         writer = writer.option("stream", "copy").option("capacity", "100000")
         query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
         try:
-            eventually(lambda: "copy" in m.streams(), 60, "the query does not begin")
+            eventually(lambda: "copy" in m.streams(), 60, "the query did not begin")
             copy = m.stream("copy", create=False)
-            eventually(lambda: copy.end().offset >= 300, 60, "the query makes no progress")
+            eventually(lambda: copy.end().offset >= 300, 60, "the query made no progress")
             with away(durable):
                 assert query.isActive
             eventually(lambda: copy.end().offset == 2000, 60, "the query did not continue")
@@ -341,6 +341,6 @@ def test_spark_query_can_be_stopped_while_it_waits_for_the_server(
     stopping = threading.Thread(target=query.stop)
     stopping.start()
     stopping.join(20)
-    assert not stopping.is_alive(), "the query waits for the server"
+    assert not stopping.is_alive(), "the query is still waiting for the server"
     durable.start()
     assert offsets(spark, tmp_path) == [*range(10)]

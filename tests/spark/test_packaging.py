@@ -1,4 +1,4 @@
-"""Spark finds the format ``meteor`` without registration, in the source tree and in a wheel."""
+"""Spark finds the ``meteor`` format without registration, in the source tree and in a wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Seconds. On a loaded machine, starting Java may take most of them.
+#: In seconds. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 RECORDS = 1_234
 
-#: A user's program, which imports and registers nothing of ours before it reads.
+#: A user's program. It does not import or register the connector before it reads.
 COUNT = """
 import json
 import sys
@@ -51,7 +51,7 @@ spark.stop()
 
 
 def count(python: Path, folder: Path) -> tuple[int, Path]:
-    """Returns the count by Spark with a given Python, and the file of the data source there."""
+    """Returns Spark's record count under a given Python, and the data source's file there."""
     url = f"embedded://{folder}/server"
     settings = SPARK_ENVIRONMENT | SPARK_PYTHON | {"METEOR_TEST_PYTHON": str(python)}
     with meteor.connect(url) as m:
@@ -59,7 +59,7 @@ def count(python: Path, folder: Path) -> tuple[int, Path]:
             pub.publish_many([b"%d" % n for n in range(RECORDS)])
         done = subprocess.run(
             [str(python), "-c", COUNT, url],
-            cwd=folder,  # outside of the source tree, whose packages would be found
+            cwd=folder,  # outside the source tree, whose packages Spark would otherwise find
             env=without_paths() | settings,
             capture_output=True,
             text=True,
@@ -89,7 +89,7 @@ def test_register_adds_the_format_to_a_session(
     from pyspark_meteor import register, source
 
     class ByHand(source.MeteorDataSource):
-        """Has another name, because Spark finds the usual one by itself."""
+        """Has another name, because Spark finds the usual one on its own."""
 
         @classmethod
         def name(cls) -> str:
@@ -115,9 +115,9 @@ def test_spark_finds_the_format_in_a_wheel(tmp_path: Path) -> None:
 
 
 def installed(folder: Path) -> Path:
-    """Returns a virtual environment with our package from a wheel, and links to all others.
+    """Returns a virtual environment with our package from a wheel, and links to all other packages.
 
-    This needs no network, and the source tree is not on its path.
+    This needs no network, and the source tree is not on the environment's path.
     """
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = folder / "wheels"
@@ -148,7 +148,7 @@ assert not loaded, loaded
 
 
 def test_importing_the_connector_needs_neither_a_server_nor_the_library(tmp_path: Path) -> None:
-    # Spark imports this module whenever it looks up a format, even that of another data source.
+    # Spark imports this module whenever it looks up a format, even another data source's.
     env = without_paths() | {"METEOR_URL": "redis://127.0.0.1:1"}
     subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, check=True)
 
@@ -175,5 +175,5 @@ def test_older_spark_is_refused_in_one_sentence(tmp_path: Path) -> None:
     lines = output.splitlines()
     assert lines[len(old) :] == ["fine"] * len(new)
     for version, line in zip(old, lines, strict=False):
-        assert line.startswith("The data source meteor needs PySpark 4.2 or newer")
+        assert line.startswith("The meteor data source needs PySpark 4.2 or newer")
         assert f"but this is {version}. Install it with: pip install 'meteor-py[spark]'" in line

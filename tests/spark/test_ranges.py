@@ -1,4 +1,4 @@
-"""Ranges of offsets: cutting them into tasks, limiting batches, and finding streams."""
+"""Offset ranges: cutting them into tasks, limiting batches, and finding streams."""
 
 from __future__ import annotations
 

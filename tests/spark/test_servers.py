@@ -1,4 +1,4 @@
-"""Every process of a query finds its server, and none reveals the password."""
+"""Every process in a query finds the server, and none reveals the password."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_password_variable_that_spark_would_show_causes_a_warning(
 
 @pytest.fixture
 def locked(private_server: ServerFactory) -> Server:
-    """A server with some records that requires a password."""
+    """A server that requires a password and has some records."""
+
     running = private_server()
     with meteor.connect(running.url) as m:
         fill(m.stream("orders", capacity=100), 3)
@@ -142,10 +143,10 @@ def test_sink_neither_pickles_nor_shows_the_password(
     assert options.server.connect().stream("s", create=False).end().offset == 2
 
 
-# The server of a driver that sets no url
+# The default server if the driver sets no url
 
 
-def test_executors_use_the_server_in_the_environment_of_the_driver(
+def test_executors_use_the_server_from_the_drivers_environment(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(url) as m:
@@ -161,7 +162,7 @@ def test_executors_use_the_server_in_the_environment_of_the_driver(
         ]
 
 
-def test_executors_use_the_default_server_of_the_driver(
+def test_executors_use_the_drivers_default_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("METEOR_URL", raising=False)
@@ -236,7 +237,7 @@ def test_exactly_once_is_refused_on_a_server_that_may_evict_keys(
 
 
 @pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")
-def test_driver_of_a_source_logs_settings_that_endanger_data_once(
+def test_source_driver_logs_dangerous_settings_once(
     private_server: ServerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = private_server("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru")

@@ -55,7 +55,7 @@ def begin(frame: DataFrame, url: str, folder: Path, **options: str) -> Streaming
 
 
 def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> StreamingQuery:
-    """Copy new records of the source, in micro-batches of 1000."""
+    """Copy new records from the source, in micro-batches of 1000."""
     frame = stream_of(spark, url, stream="source", maxOffsetsPerTrigger=1000, minPartitions=2)
     query = begin(frame.select("value"), url, folder, **{"stream": "s"} | options)
     assert query.awaitTermination(END_S), "the query does not end"
@@ -112,7 +112,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     assert contents(target) == f"{numbers(2800)} {numbers(2800)}"
 
 
-def test_rows_of_a_retried_task_are_written_once(
+def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
     width = 2000  # the rows are large, so a task sends some before it has all
@@ -148,10 +148,10 @@ def test_rows_of_a_retried_task_are_written_once(
     assert m.redis.smembers("runs") == {f"1:{query.runId}".encode()}
 
 
-def test_commit_that_fails_half_way_is_finished_by_the_restarted_query(
+def test_commit_that_fails_halfway_is_finished_by_the_restarted_query(
     spark: SparkSession, m: meteor.Client, url: str, tmp_path: Path
 ) -> None:
-    # The engine aborts the batch, which must not delete frames of a commit that has begun.
+    # The engine aborts the batch, which must not delete frames from a commit that has begun.
     target = m.stream("s", capacity=100)  # frames of 100 records
     source(m, 0, 1000)
     m.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 450)
@@ -270,14 +270,14 @@ def columns(ddl: str) -> StructType:
 @pytest.mark.parametrize(
     ("schema", "options", "words"),
     [
-        ("value string, extra int", {}, "Column extra of type int cannot be written"),
-        ("value int", {}, "Column value of type int cannot be written"),
+        ("value string, extra int", {}, "Cannot write column extra of type int to a stream"),
+        ("value int", {}, "Cannot write column value of type int to a stream"),
         ("key string", {}, "A record needs a value"),
         ("value string", {"stream": None}, "Set the stream"),
         ("value string", {"other": "x"}, "no option 'other'"),
         ("value string", {"delivery": "atLeastOnce"}, "delivery does not apply here"),
         ("value string", {"txnVersion": "2"}, "Pass a txnId"),
-        ("value string", {"path": "t"}, "Set it once"),
+        ("value string", {"path": "t"}, "Set it only once"),
         ("value string", {"txnId": "a", "txnVersion": "x"}, "txnVersion must be from 0"),
         ("value string", {"capacity": "0"}, "capacity must be from 1"),
         ("value string", {"commitDurability": "all"}, "commitDurability must be from 0"),
@@ -290,7 +290,7 @@ def columns(ddl: str) -> StructType:
         ),
     ],
 )
-def test_wrong_option_or_column_is_refused_by_name(
+def test_invalid_option_or_column_is_refused_by_name(
     schema: str, options: dict[str, Any], words: str
 ) -> None:
     given = {"stream": "s"} | options
@@ -341,7 +341,7 @@ def test_row_that_is_not_a_record_prevents_the_write(
 def test_overwriting_and_wrong_options_fail_with_a_clear_error(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
-    with pytest.raises(PySparkException, match="Column extra of type int cannot be written"):
+    with pytest.raises(PySparkException, match="Cannot write column extra of type int to a stream"):
         write(spark.sql("select 'a' value, 1 extra"), url)
     writer = rows(spark, 0, 10).write.format("meteor").option("url", url).option("stream", "s")
     with pytest.raises(AnalysisException, match="append-only"):

@@ -26,7 +26,7 @@ from tests.support.spark import (
 )
 from tests.support.waiting import eventually
 
-#: Seconds. On a loaded machine, starting Java may take most of them.
+#: In seconds. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MANY = 200_000
@@ -53,7 +53,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
         spark, url, stream="orders", group="g", maxOffsetsPerTrigger=30_000, minPartitions=2
     ).selectExpr("offset", "cast(cast(value as string) as long) as number")
     query = start(frame, tmp_path, follow=True)
-    eventually(lambda: len(batches(query)) >= 2, 60, "the query makes no progress")
+    eventually(lambda: len(batches(query)) >= 2, 60, "the query made no progress")
     found = stream.group("g")
     assert found.owner
     assert found.owner.startswith("spark:g:")
@@ -70,7 +70,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
     assert len(batches(query)) >= (MANY - done) // 30_000
     progress = query.recentProgress[-1]["sources"][0]
     end = stream.end()._replace(offset=MANY)._asdict()
-    # The position of the query and the end of the stream show the lag.
+    # The query's position and the stream's end show the lag.
     for offset in (progress["endOffset"], progress["latestOffset"]):
         found = json.loads(offset) if isinstance(offset, str) else offset
         assert found["streams"] == {"orders": end}
@@ -86,7 +86,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
     assert tuple(row) == (MANY + 10, MANY + 10, total, total)
 
 
-def test_group_keeps_the_start_of_a_query_that_fails(
+def test_group_keeps_a_failed_querys_start(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -109,7 +109,7 @@ def test_group_keeps_the_start_of_a_query_that_fails(
     assert batches(query) == [5, 5], "the failed batch is repeated unchanged"
 
 
-def test_query_starts_at_a_time_and_respects_the_limits_of_a_batch(
+def test_query_starts_at_a_time_and_respects_batch_limits(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -130,12 +130,12 @@ def test_query_starts_at_a_time_and_respects_the_limits_of_a_batch(
     # Once the query owns the lease, it has planned, and five records were too few for a batch.
     eventually(lambda: owners(stream), 60, "the query does not start")
     fill(stream, 5)
-    eventually(lambda: batches(query) == [10], 60, "the minimum batch is not read")
+    eventually(lambda: batches(query) == [10], 60, "the minimum batch was not read")
     query.stop()
     assert offsets(spark, tmp_path) == [*range(10, 120)]
 
 
-def test_query_reads_records_that_the_ring_drops_from_the_store(
+def test_query_reads_records_from_the_store_after_the_ring_drops_them(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=200, store=tmp_path / "store")
@@ -192,10 +192,10 @@ def test_query_reads_all_streams_that_match_a_pattern_even_one_created_later(
         rows = spark.read.parquet(str(tmp_path / "rows")).select("stream", "offset").collect()
         return sorted((row.stream, row.offset) for row in rows)
 
-    # Existing streams start at the latest record, by default; later ones are read whole.
+    # By default, existing streams are read from the latest record; later ones are read in full.
     wanted = [("shop.a", 3), ("shop.empty", 0), ("shop.late", 0), ("shop.late", 1)]
-    eventually(lambda: found() == wanted, 30, "the stream created later is not read")
-    eventually(lambda: late.group("g").confirmed == 2, 30, "the batch is not confirmed")
+    eventually(lambda: found() == wanted, 30, "the stream created later was not read")
+    eventually(lambda: late.group("g").confirmed == 2, 30, "the batch was not confirmed")
     query.stop()
 
 

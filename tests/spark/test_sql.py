@@ -69,7 +69,7 @@ def test_empty_schema_counts_all_rows(spark: SparkSession, url: str, m: meteor.C
 # Output modes
 
 
-def test_output_mode_update_works_in_foreach_batch_exactly_once(
+def test_update_mode_in_foreach_batch_writes_exactly_once(
     spark: SparkSession, url: str, m: meteor.Client, tmp_path: Path
 ) -> None:
     stream, target = m.stream("orders", capacity=1000), m.stream("totals", capacity=1000)
@@ -96,7 +96,7 @@ def test_output_mode_update_works_in_foreach_batch_exactly_once(
 # Filters
 
 
-def test_filters_of_one_query_do_not_reach_another_on_the_same_frame(
+def test_filters_in_one_query_do_not_affect_another_on_the_same_frame(
     spark: SparkSession, url: str, m: meteor.Client
 ) -> None:
     fill(m.stream("orders", capacity=1000), 100)
@@ -114,7 +114,7 @@ def test_filters_of_one_query_do_not_reach_another_on_the_same_frame(
 # Lag
 
 
-def test_listener_reports_the_lag_of_each_batch(
+def test_listener_reports_the_lag_after_each_batch(
     spark: SparkSession, url: str, m: meteor.Client, tmp_path: Path
 ) -> None:
     fill(m.stream("orders", capacity=1000), 100)
@@ -141,7 +141,7 @@ def test_listener_reports_the_lag_of_each_batch(
 # Groups
 
 
-def test_second_load_of_a_group_in_one_query_raises_a_clear_error(
+def test_second_load_for_a_group_in_one_query_raises_a_clear_error(
     spark: SparkSession, url: str, m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = m.stream("orders", capacity=1000)
@@ -156,7 +156,7 @@ def test_second_load_of_a_group_in_one_query_raises_a_clear_error(
 
     error = failure(start(join(load("g"), load("g")), tmp_path / "same"))
     assert "GroupActive" in error
-    assert "Each load() is a member, even within one query" in error
+    assert "Each load() is a separate member, even within one query" in error
     once = load("once")
     for name, joined in (("once", join(once, once)), ("two", join(load("h"), load("i")))):
         query = start(joined, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Retried tasks and repeated batches of the sink write each row once. Runs without Spark."""
+"""In the sink, retried tasks and repeated batches write each row once. Runs without Spark."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def target(m: meteor.Client) -> meteor.Stream:
     return m.stream("s", capacity=100_000)
 
 
-# Attempts of one task
+# Attempts at one task
 
 
 @pytest.fixture
 def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> SinkOptions:
-    """Options of a task in this process; the column ``stream`` names the target."""
+    """Options for a task in this process; the ``stream`` column names the target."""
     options = parse_sink({"url": url}, SCHEMA, streaming=True)
     monkeypatch.setattr(type(options.server), "connect", lambda _: m)
     return options
@@ -137,7 +137,7 @@ def test_capacity_applies_to_streams_that_the_sink_creates(
         assert open_stream(large, "met").config.capacity == 9
     assert caplog.text == ""
     assert open_stream(parse_sink({"url": url}, SCHEMA, streaming=True), "any").config.capacity
-    assert "Created stream 'any', which did not exist, with a ring of 10000" in caplog.text
+    assert "Created stream 'any', which did not exist, with a ring capacity of 10000" in caplog.text
 
 
 class Sink:
@@ -153,7 +153,7 @@ class Sink:
     def attempt(
         self, value: str, batch: int = 0, *, rows: int = 2, partition: int = 0, stream: str = "s"
     ) -> writers.Written:
-        """Run one attempt of a task."""
+        """Run one attempt at a task."""
         self._monkeypatch.setattr(writers, "TaskContext", Task(batch, partition))
         arrow = pa.RecordBatch.from_pydict(
             {"value": [value.encode()] * rows, "stream": [stream] * rows}
@@ -193,7 +193,7 @@ def test_batch_lost_by_a_failover_fails_and_is_written_when_repeated(
 ) -> None:
     sink.writer.commit([sink.attempt("x")], 0)
     done = sink.attempt("x")
-    m.redis.delete(keys.fences("s"))  # as after the promotion of a replica that lagged
+    m.redis.delete(keys.fences("s"))  # as after a lagging replica was promoted
     with pytest.raises(meteor.PublishError, match="lost"):
         sink.writer.commit([done], 0)
     m.redis.delete(keys.log("s"))
@@ -207,7 +207,7 @@ def test_batch_older_than_the_last_is_refused_and_leaves_nothing(
 ) -> None:
     early = sink.attempt("early", 4)
     sink.writer.commit([sink.attempt("x", 5)], 5)
-    words = r"^Batch 4 of query q was not written: stream 's' already has its batch 5"
+    words = r"^Batch 4 of query q was not written: stream 's' already has batch 5 of the query"
     with pytest.raises(meteor.PublishError, match=words):
         sink.attempt("again", 4)
     with pytest.raises(meteor.PublishError, match=words):
@@ -231,7 +231,7 @@ def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
     assert contents(target) == "x x", "the batch was in the log"
 
 
-# A batch whose number was written with other rows
+# A batch whose number was written with different rows
 
 
 OTHER = (
@@ -240,7 +240,7 @@ OTHER = (
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_batch_of_a_restored_checkpoint_with_other_rows_is_refused(
+def test_batch_from_a_restored_checkpoint_with_different_rows_is_refused(
     m: meteor.Client, target: meteor.Stream, sink: Sink, rows: int
 ) -> None:
     early = sink.attempt("early", rows=3)
@@ -271,7 +271,7 @@ def test_sum_of_staged_and_counted_rows_is_compared(
     assert contents(target) == "0 1 1"
 
 
-def test_commit_that_has_begun_is_finished_before_other_rows_are_refused(
+def test_commit_that_has_begun_is_finished_before_different_rows_are_refused(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     begun, other = sink.attempt("x"), sink.attempt("y", rows=3)
@@ -282,7 +282,7 @@ def test_commit_that_has_begun_is_finished_before_other_rows_are_refused(
     assert m.redis.keys("*stage*") == m.redis.keys("*plan*") == []
 
 
-def test_lenient_query_continues_after_a_batch_with_other_rows(
+def test_lenient_query_continues_after_a_batch_with_different_rows(
     url: str,
     target: meteor.Stream,
     sink: Sink,
@@ -297,7 +297,7 @@ def test_lenient_query_continues_after_a_batch_with_other_rows(
     assert contents(target) == "x x z z"
 
 
-def test_no_target_stream_is_written_if_one_already_has_other_rows(
+def test_no_target_stream_is_written_if_one_already_has_different_rows(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_column = Sink(url, monkeypatch, stream="")
@@ -315,12 +315,12 @@ def test_no_target_stream_is_written_if_one_already_has_other_rows(
         by_column.writer.commit(attempts(0, a=1, b=2, c=2), 0)
     early = attempts(0, a=1, c=1)
     by_column.writer.commit(attempts(1, c=1), 1)
-    with pytest.raises(meteor.PublishError, match="stream 'c' already has its batch 1"):
+    with pytest.raises(meteor.PublishError, match="stream 'c' already has batch 1 of the query"):
         by_column.writer.commit(early, 0)
     assert [contents(m.stream(name, create=True)) for name in "abc"] == ["", "b b", "c c"]
 
 
-def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
+def test_repeated_txn_id_with_different_rows_writes_nothing_and_warns(
     url: str,
     target: meteor.Stream,
     sink: Sink,
@@ -344,7 +344,7 @@ def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
     assert contents(target) == "x x x"
 
 
-def test_restarted_driver_deletes_the_stages_of_its_predecessors(
+def test_restarted_driver_deletes_its_predecessors_stages(
     m: meteor.Client, target: meteor.Stream, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run in ("first", "second", "third"):  # each driver dies before the commit

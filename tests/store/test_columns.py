@@ -1,4 +1,4 @@
-"""Readers that need few columns read a small part of the files, and get the right records."""
+"""Readers that need few columns read only a small part of the files and get correct records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTES = 5_000
 
 
 class CountingFile:
-    """A file that counts the bytes that are read from it."""
+    """A file that counts the bytes read from it."""
 
     def __init__(self, path: Path, counter: list[int]) -> None:
         self._file = path.open("rb")
@@ -39,7 +39,7 @@ class CountingFile:
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that were read from local files since the fixture was set up."""
+    """The bytes read from local files since the fixture was set up."""
     counter = [0]
 
     def open_counted(storage: LocalStorage, path: str) -> Any:
@@ -122,7 +122,7 @@ def test_dataset_holds_each_archived_record_once(stream: meteor.Stream) -> None:
     assert table.column("offset").to_pylist() == list(range(2_000))
 
 
-def test_dataset_of_an_empty_store_is_empty(url: str, tmp_path: Path) -> None:
+def test_dataset_from_an_empty_store_is_empty(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         dataset = kept(m, tmp_path).store.dataset()
         assert dataset.count_rows() == 0

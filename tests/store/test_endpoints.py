@@ -22,7 +22,7 @@ from meteor_py.store.endpoints import ENDPOINTS_VARIABLE, check_endpoint
         "hdfs://evil:8020/d",
     ],
 )
-def test_an_endpoint_that_the_reader_does_not_allow_is_refused(
+def test_endpoint_that_the_reader_does_not_allow_is_refused(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENDPOINTS_VARIABLE, "good:9000")
@@ -48,9 +48,7 @@ def test_default_and_allowed_endpoints_are_followed(
     check_endpoint(uri, "orders")
 
 
-def test_a_reader_sends_nothing_to_an_endpoint_that_was_found_in_redis(
-    url: str, tmp_path: Path
-) -> None:
+def test_reader_sends_nothing_to_an_endpoint_found_in_redis(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         with m.stream("orders", capacity=10, store=tmp_path).publisher() as pub:
             pub.publish_many([b"x"] * 10).result()

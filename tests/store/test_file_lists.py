@@ -1,4 +1,4 @@
-"""``files()`` of a store is complete or raises; ``segments()`` lists the files that exist."""
+"""A store's ``files()`` is complete or raises; ``segments()`` lists the files that exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
         yield stored
 
 
-def test_files_of_an_unmounted_disk_raise_store_unavailable(stored: StoredStream) -> None:
+def test_files_on_an_unmounted_disk_raise_store_unavailable(stored: StoredStream) -> None:
     stored.fill(100)
     stored.archive()
     archive = stored.stream.store
@@ -110,8 +110,8 @@ def test_segments_show_only_the_live_part_of_a_file(stored: StoredStream) -> Non
     assert (segment.first, segment.last, segment.records) == (0, 49, 50)
 
 
-def test_segments_of_a_memory_store_raise_type_error(url: str) -> None:
+def test_segments_raises_type_error_for_a_memory_store(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", store=meteor.MemoryStore("s"), archive=False)
-        with pytest.raises(TypeError, match=r"segments\(\) needs a store of files"):
+        with pytest.raises(TypeError, match=r"segments\(\) needs a file-based store"):
             stream.store.segments()

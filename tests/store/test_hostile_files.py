@@ -1,4 +1,4 @@
-"""Readers refuse Parquet files that no archiver wrote before they use much memory."""
+"""Readers refuse Parquet files that no archiver wrote, before such files use much memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POOLS: list[pa.MemoryPool] = []
 
 
 def table(rows: int, **columns: Any) -> pa.Table:
-    """Return records with these columns; the others are simple."""
+    """Return records with these columns; the other columns have simple values."""
     times = {"timestamp": [0] * rows, "appended": [0] * rows}
     others = {"key": [None] * rows, "value": [b""] * rows, "headers": [None] * rows}
     found = {"offset": range(rows)} | times | others | columns
@@ -40,7 +40,7 @@ def table(rows: int, **columns: Any) -> pa.Table:
 
 
 def plant(folder: Path, records: pa.Table, **options: object) -> tuple[ParquetStore, Path]:
-    """Return a store with one file that another program wrote, and the file."""
+    """Return a store that holds one file from another program, and the file's path."""
     store = ParquetStore(folder, "orders")
     store.claim("ab" * 8)
     name = Segment(0, len(records) - 1, TERMS + 1, "0" * 8).name
@@ -74,21 +74,21 @@ def repeated(entry: bytes, rows: int, kind: pa.DataType | None = None) -> pa.Arr
 # The unpacked size of row groups
 
 
-def test_a_value_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
+def test_value_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
     records = table(ROWS, value=repeated(bytes(MIB), ROWS))
     options = {"use_dictionary": True, "column_encoding": None}
     store, _ = plant(tmp_path, records, dictionary_pagesize_limit=4 * MIB, **options)
     assert "segments do not" in refusal(store, ROWS)
 
 
-def test_a_key_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
+def test_key_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
     records = table(ROWS, key=repeated(bytes(MIB), ROWS))
     store, path = plant(tmp_path, records, dictionary_pagesize_limit=4 * MIB)
     assert path.stat().st_size < MIB // 50
     assert f"unpacks to more than {UNPACKED_MAX >> 20} MiB" in refusal(store, ROWS)
 
 
-def test_a_header_name_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
+def test_header_name_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> None:
     names = repeated(b"x" * MIB, ROWS, pa.string())
     values = pa.array([b""] * ROWS, pa.binary())
     headers = pa.MapArray.from_arrays(pa.array(range(ROWS + 1), pa.int32()), names, values)
@@ -96,7 +96,7 @@ def test_a_header_name_that_a_dictionary_repeats_is_refused(tmp_path: Path) -> N
     assert f"unpacks to more than {UNPACKED_MAX >> 20} MiB" in refusal(store, ROWS)
 
 
-def test_a_record_with_too_many_headers_is_refused(
+def test_record_with_too_many_headers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_file, "UNPACKED_MAX", 4 * MIB)
@@ -116,14 +116,14 @@ def test_pages_that_unpack_to_more_than_the_footer_claims_are_refused(
     data = path.read_bytes()
     column = pq.read_metadata(path).row_group(0).column(4)
     true = varint(column.total_uncompressed_size)
-    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # of the same length
+    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # has the same length
     assert (data.count(true), len(data) < 50_000) == (1, True)
     path.write_bytes(data.replace(true, small))
     assert pq.read_metadata(path).row_group(0).column(4).total_uncompressed_size < 256
     assert "unpacks to more than 4 MiB" in refusal(store, rows)
 
 
-def test_a_row_group_of_too_many_records_is_refused(tmp_path: Path) -> None:
+def test_row_group_with_too_many_records_is_refused(tmp_path: Path) -> None:
     rows = 100_000
     store, _ = plant(tmp_path, table(rows))
     assert "too large for a segment" in refusal(store, rows)
@@ -140,14 +140,14 @@ def test_a_row_group_of_too_many_records_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_layout_that_segments_do_not_have_is_refused(
+def test_layout_that_segments_do_not_have_is_refused(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     store, _ = plant(tmp_path, table(10, value=[b"x"] * 10), **options)
     assert "segment" in refusal(store, 10)
 
 
-def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
+def test_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
     store, path = plant(tmp_path, table(10))
     data = path.read_bytes()
     for footer in (bytes(300_000), b"\x01" * (5 * MIB)):
@@ -158,7 +158,7 @@ def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
 # Valid segments
 
 
-def test_row_groups_are_small_even_if_records_differ_much_in_size(tmp_path: Path) -> None:
+def test_row_groups_are_small_even_if_record_sizes_differ_widely(tmp_path: Path) -> None:
     store = ParquetStore(tmp_path, "orders")
     store.claim("ab" * 8)
     values = [b"small"] * 20_000 + [bytes([n]) * MIB for n in range(40)] + [bytes(12 * MIB)]
@@ -170,7 +170,7 @@ def test_row_groups_are_small_even_if_records_differ_much_in_size(tmp_path: Path
 
 
 def test_one_large_key_and_header_among_many_small_ones_are_read(tmp_path: Path) -> None:
-    """Their dictionaries could repeat them for each record, but do not."""
+    """The dictionaries could repeat these entries for each record, but do not."""
     rows = 30_000
     keys = [b"small-%d" % (n % 100) for n in range(rows)]
     headers: list[Any] = [[("trace", b"")] for _ in range(rows)]
@@ -185,10 +185,10 @@ def test_one_large_key_and_header_among_many_small_ones_are_read(tmp_path: Path)
     assert list(store.verify(INCARNATION, 0, rows)) == []
 
 
-# Broken files. tests/chaos/parquet_fuzz.py reads a hundred thousand.
+# Broken files. tests/chaos/parquet_fuzz.py reads a hundred thousand of them.
 
 
-def test_mutants_are_refused_or_read_in_bounded_memory(rng: random.Random) -> None:
+def test_mutated_files_are_refused_or_read_in_bounded_memory(rng: random.Random) -> None:
     outcome = fuzz(rng.randrange(2**32), 3_000)
     assert outcome.refused > outcome.read > 0
     assert outcome.grown_mb < 256

@@ -64,7 +64,7 @@ def test_compaction_merges_segments_and_changes_no_record(store: ParquetStore) -
     assert merged.name.startswith(f"{0:020d}-{119:020d}-1-")
     assert pq.read_table(merged).equals(records(0, END))
     check(store, 0, END)
-    assert flaws(store) == [], "the small files are due for removal"
+    assert flaws(store) == [], "small files that await removal are not flaws"
     assert all(path.exists() for path in small)
     assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 0
 
@@ -86,7 +86,7 @@ def test_uncommitted_records_are_not_compacted(store: ParquetStore) -> None:
     check(store, 0, 140)
 
 
-def test_segments_of_several_terms_merge_into_the_newest_term(empty: ParquetStore) -> None:
+def test_segments_from_several_terms_merge_into_the_newest_term(empty: ParquetStore) -> None:
     empty.append(INCARNATION, 1, records(0, 30))
     empty.append(INCARNATION, 2, records(20, 40))
     empty.append(INCARNATION, 5, records(40, 50))
@@ -178,7 +178,7 @@ def test_many_readers_survive_merging_and_removal(
 
 @pytest.fixture
 def untidy(store: ParquetStore, tmp_path: Path) -> Iterator[ParquetStore]:
-    """A store with old leftovers of all kinds: merged, lost in a failover, unfinished."""
+    """A store with old leftovers of every kind: merged, lost in a failover, and unfinished."""
     store.compact(INCARNATION, 0, 80, records=1000, size=1 << 30)
     store.append(INCARNATION, 2, records(120, 140, branch=2))  # not committed
     folder = tmp_path / "s" / INCARNATION
@@ -259,7 +259,7 @@ def test_segment_added_during_tidying_is_not_removed(untidy: ParquetStore, tmp_p
 # After a failover
 
 
-def test_mending_after_a_failover_makes_the_list_of_files_exact(
+def test_mending_after_a_failover_makes_the_file_list_exact(
     store: ParquetStore, tmp_path: Path
 ) -> None:
     store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover back to 70

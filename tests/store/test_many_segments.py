@@ -39,7 +39,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 @pytest.fixture
 def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folders that were listed since the fixture was set up."""
+    """The folders listed since the fixture was set up."""
     listed: list[str] = []
     names = LocalStorage.names
 
@@ -52,7 +52,7 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fill(store: ParquetStore, count: int, *, size: int = 10, term: int = 1) -> int:
-    """Append segments; returns the end."""
+    """Append segments; return the end."""
     first = store.bounds(INCARNATION).end
     for at in range(first, first + count * size, size):
         store.append(INCARNATION, term, records(at, at + size))
@@ -64,7 +64,7 @@ def folder_of(store: ParquetStore) -> Path:
 
 
 def rest(store: ParquetStore) -> None:
-    """Set the modification time of the folder to an hour ago, and those of its files earlier."""
+    """Set the folder's modification time to an hour ago, and its files' times to earlier."""
     folder = folder_of(store)
     for path in folder.iterdir():
         make_old(path, HOUR_S + 60)
@@ -72,11 +72,11 @@ def rest(store: ParquetStore) -> None:
 
 
 def merge_all(store: ParquetStore, end: int, term: int = 1) -> int:
-    """Merge small segments until there are none; returns the number of merges."""
+    """Merge small segments until there are none; return the number of merges."""
     merges = 0
     while store.merge_small(INCARNATION, term, end, always):
         merges += 1
-        assert merges < 1_000, "merging does not end"
+        assert merges < 1_000, "merging did not end"
     return merges
 
 
@@ -104,7 +104,7 @@ def test_unchanged_folder_is_listed_only_once(tmp_path: Path, listings: list[str
     assert len(listings) == 1
 
 
-def test_every_change_of_a_folder_is_seen(tmp_path: Path, listings: list[str]) -> None:
+def test_every_change_to_a_folder_is_seen(tmp_path: Path, listings: list[str]) -> None:
     store, other = claimed(tmp_path), ParquetStore(tmp_path, "s")
     fill(store, 3)
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_every_change_of_a_folder_is_seen(tmp_path: Path, listings: list[str]) -
             check(store, end)
         other.append(INCARNATION, 1, records(end - 10, end))
         check(store, end + 10)
-    # Changes within the resolution of the folder's clock are seen as well.
+    # Changes within the folder clock's resolution are seen as well.
     for _ in range(50):
         end = store.bounds(INCARNATION).end
         assert fill(other, 1) == end + 10
@@ -141,7 +141,7 @@ def test_folder_at_the_same_path_on_another_disk_is_listed(tmp_path: Path) -> No
 def test_folder_without_a_reliable_modification_time_is_listed_each_time(
     tmp_path: Path, shows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mounted object stores may have such modification times."""
+    """Mounted object stores can have such modification times."""
     store, other = claimed(tmp_path), ParquetStore(tmp_path, "s")
     end = fill(store, 3)
     folder = folder_of(store)
@@ -182,11 +182,11 @@ def test_plan_for_many_tasks_lists_the_store_once(
     assert found == [min(edge for edge in edges if edge > offset) for offset in offsets]
 
 
-# The table of segments
+# The segment table
 
 
 def plain_spans(segments: list[Segment], end: int | None, start: int) -> list[Span]:
-    """Returns the spans by definition: each is computed from all segments."""
+    """Return the spans according to the definition: compute each one from all segments."""
     candidates: list[Span] = []
     limit = floor = end if end is not None else 1 << 63
     term = None
@@ -208,7 +208,7 @@ any_segment = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(any_segment, max_size=12, unique=True))
-def test_table_finds_the_spans_of_any_range(segments: list[Segment]) -> None:
+def test_table_finds_the_spans_in_any_range(segments: list[Segment]) -> None:
     table = SegmentTable(segments)
     for end in (None, *range(0, 45, 3)):
         for start in range(0, 45, 7):
@@ -262,7 +262,7 @@ def test_merged_segments_are_removed_after_a_while(tmp_path: Path) -> None:
     check(store, end)
 
 
-def test_segments_of_different_epochs_are_not_merged(tmp_path: Path) -> None:
+def test_segments_from_different_epochs_are_not_merged(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     middle = fill(store, 40, term=TERMS + 1)
     end = fill(store, 40, term=2 * TERMS + 1)
@@ -271,7 +271,7 @@ def test_segments_of_different_epochs_are_not_merged(tmp_path: Path) -> None:
     check(store, end)
 
 
-def test_uncommitted_segments_and_segments_of_later_terms_are_not_merged(tmp_path: Path) -> None:
+def test_uncommitted_segments_and_segments_from_later_terms_are_not_merged(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     end = fill(store, 40, term=2)
     assert merge_all(store, end, term=1) == 0
@@ -320,8 +320,8 @@ def test_interrupted_merge_does_no_harm(tmp_path: Path, monkeypatch: pytest.Monk
     check(store, end)
 
 
-def test_listing_does_not_wait_for_each_segment_again(tmp_path: Path) -> None:
-    """A hundred lookups in a store of 3,000 segments take less than one listing each."""
+def test_lookups_do_not_list_all_segments_again(tmp_path: Path) -> None:
+    """A hundred lookups in a store with 3,000 segments each take less time than one listing."""
     store = claimed(tmp_path)
     fill(store, 1)
     folder = folder_of(store)

@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> ParquetStore:
 
 
 def search(store: ParquetStore, offset: int) -> int | str:
-    """Find a record by its time."""
+    """Find a record by its append time."""
     try:
         return store.locate(INCARNATION, appended_at(offset), 0, END)
     except CorruptSegment as error:
@@ -74,7 +74,7 @@ def test_row_groups_are_small_and_files_carry_metadata(
     }
 
 
-def test_row_group_of_large_values_has_few_records(empty: ParquetStore) -> None:
+def test_row_group_with_large_values_has_few_records(empty: ParquetStore) -> None:
     table = records(0, 10)
     values = pa.array([bytes(segment_file.GROUP_BYTES // 2)] * 10)
     table = table.set_column(4, ARROW_SCHEMA.field("value"), values)
@@ -157,7 +157,7 @@ def test_flipped_byte_is_detected_anywhere_and_no_wrong_record_is_read(
     assert damaged > 50
 
 
-def test_damage_to_a_part_leaves_the_rest_of_the_file_readable(store: ParquetStore) -> None:
+def test_damage_to_part_of_a_file_leaves_the_rest_readable(store: ParquetStore) -> None:
     path = paths(store)[1]
     data = bytearray(path.read_bytes())
     column = pq.ParquetFile(path).metadata.row_group(1).column(4)  # the values
@@ -175,7 +175,7 @@ def test_missing_append_times_are_reported_as_damage(store: ParquetStore) -> Non
     groups = pq.ParquetFile(path).metadata
     for group in range(groups.num_row_groups):
         data = bytearray(whole)
-        # pyarrow skips a page of an unknown kind without an error.
+        # pyarrow skips a page of an unknown type without an error.
         data[groups.row_group(group).column(2).data_page_offset + 1] ^= 0x10
         path.write_bytes(data)
         found = {search(store, offset) for offset in range(42, 80, 3)}
@@ -183,7 +183,7 @@ def test_missing_append_times_are_reported_as_damage(store: ParquetStore) -> Non
         assert found <= {"corrupt", *range(42, 80, 3)}
 
 
-def test_file_under_the_name_of_another_is_reported_as_damage(store: ParquetStore) -> None:
+def test_file_under_another_files_name_is_reported_as_damage(store: ParquetStore) -> None:
     first, second, _ = paths(store)
     second.write_bytes(first.read_bytes())
     assert flaws(store) == [("corrupt", 40, 79)]
@@ -272,10 +272,8 @@ def test_file_is_read_back_before_it_becomes_visible(
     assert names(tmp_path) == before
 
 
-def test_append_fails_if_the_folder_of_the_stream_is_gone(
-    store: ParquetStore, tmp_path: Path
-) -> None:
-    """The disk may be unmounted: the archiver must not create a folder of the same name."""
+def test_append_fails_if_the_streams_folder_is_gone(store: ParquetStore, tmp_path: Path) -> None:
+    """The disk may be unmounted: the archiver must not create a folder with the same name."""
     (tmp_path / "s").rename(tmp_path / "elsewhere")
     with pytest.raises(StoreUnavailable):
         store.append(INCARNATION, 1, records(120, 160))

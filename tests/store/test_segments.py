@@ -1,9 +1,8 @@
 """Each offset is read from the right segment, whatever archivers do and wherever they crash.
 
-The names of segments alone decide which records are live, so the model needs no files: `MemoryLog`
-is a segment log whose files are tables in memory; everything else about it is real. Hypothesis
-simulates the stream, its failovers, and any number of archivers and compactors, some of which act
-too late.
+Segment names alone determine which records are live, so the model needs no files. `MemoryLog` is a
+segment log whose files are tables in memory; everything else about it is real. Hypothesis simulates
+the stream, its failovers, and any number of archivers and compactors, some of which act too late.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from meteor_py.testing.store_contract import NEWEST
 # Names
 
 
-def test_name_of_a_segment_holds_all_its_fields() -> None:
+def test_segment_name_holds_all_its_fields() -> None:
     segment = Segment(7, 9, 1_700_000_000_000, "0badcafe")
     assert segment.name == f"{7:020d}-{9:020d}-1700000000000-0badcafe.parquet"
     assert Segment.parse(segment.name) == segment
@@ -115,7 +114,7 @@ def test_no_more_segments_are_read_than_needed(segments: list[Segment]) -> None:
 
 
 class MemoryFile(SegmentFile):
-    """A file of one row group that is a batch in memory."""
+    """A file with one row group, which is a batch in memory."""
 
     def __init__(self, segment: Segment, batch: pa.RecordBatch) -> None:
         self.segment = segment
@@ -130,17 +129,17 @@ class MemoryFile(SegmentFile):
 
 
 class Crash(Exception):
-    """Raised where the process dies."""
+    """Raised at the point where the process dies."""
 
 
 class MemoryLog(SegmentLog):
-    """A segment log in memory, in which everything is old enough to be removed."""
+    """A segment log in memory, in which every file is old enough to be removed."""
 
     def __init__(self) -> None:
         self.segments_by_name: dict[str, pa.RecordBatch] = {}
         self.removals_left = math.inf
         self._numbers = count()
-        storage: Any = self  # its `names` and `remove` are called
+        storage: Any = self  # the segment log calls its `names` and `remove`
         super().__init__(storage, "s", "incarnation", "memory")
 
     def version(self, path: str) -> None:
@@ -150,7 +149,7 @@ class MemoryLog(SegmentLog):
         return True
 
     def names(self, path: str) -> list[str]:
-        # In no useful order, like a disk.
+        # Return them in no useful order, as a disk would.
         return sorted(self.segments_by_name, key=lambda name: name[::-1])
 
     def entries(self) -> list[Entry]:
@@ -184,7 +183,7 @@ def table(first: int, ids: list[int]) -> pa.Table:
 
 @dataclass
 class Paused:
-    """An archiver that was replaced, with the records it may still append."""
+    """An archiver that was replaced, and the records that it may still append."""
 
     term: int
     first: int
@@ -238,7 +237,7 @@ class Archiving(RuleBasedStateMachine):
 
     @rule(n=few, back=some, kept=st.none() | st.integers(0, 3))
     def begin_a_term(self, n: int, back: int, kept: int | None) -> None:
-        """Pause the archiver with the records that it has gathered, and let another take over.
+        """Pause the archiver, which keeps the records that it has gathered; let another take over.
 
         With `kept`, simulate a failover: the server loses its last commits and keeps only that many
         records beyond them.
@@ -308,7 +307,7 @@ class Archiving(RuleBasedStateMachine):
 
     @invariant()
     def no_lost_record_is_revived(self) -> None:
-        """Expired offsets do not return other records either."""
+        """Reading expired offsets returns no other records either."""
         for span in self.store.spans(self.archived):
             if not self.late_below:
                 assert self.store.ids(span) == self.log[span.first : span.stop]

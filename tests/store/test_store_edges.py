@@ -1,4 +1,4 @@
-"""Edge cases of stores: servers that were believed lost, stores that hang, conflicting settings."""
+"""Store edge cases: servers that were believed lost, stores that hang, conflicting settings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path:
 def test_archiver_continues_if_the_server_has_lost_its_terms(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    """The store has higher terms of this epoch, yet the archiver's new terms must count."""
+    """The store has higher terms in this epoch, yet the archiver's new terms must count."""
     stream = stored(m, tmp_path)
     for skipped in (0, 1_000):
         m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)
@@ -112,7 +112,7 @@ def test_server_believed_lost_cannot_continue_a_resumed_history(
         fill(new, 30)
         archive(new)
         assert offsets(new) == list(range(90))
-        with pytest.raises(meteor.StoreMismatch, match="continued the archive"):
+        with pytest.raises(meteor.StoreMismatch, match="continued archiving"):
             offsets(old)
         assert stored(found, tmp_path, resume=True).store.verify() == []
 
@@ -158,7 +158,7 @@ def test_reader_of_a_lost_branch_gets_log_truncated_after_a_resume(
 # Settings
 
 
-def test_settings_changed_by_two_clients_at_once_block_no_publisher(
+def test_settings_changed_by_two_clients_at_once_do_not_block_publishers(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     first = stored(m, tmp_path, capacity=100, max_unarchived=200)
@@ -166,13 +166,14 @@ def test_settings_changed_by_two_clients_at_once_block_no_publisher(
     second.configure(capacity=10, max_unarchived=20)
     with pytest.raises(ValueError, match="at least the capacity"):
         first.configure(capacity=50)
-    m.redis.hset(keys.meta(NAME), "capacity", 50)  # the possible result of a race
+    m.redis.hset(keys.meta(NAME), "capacity", 50)  # a race can have this result
+
     with m.stream(NAME, store=tmp_path).publisher() as pub:
         for start in range(0, 300, 30):
             assert pub.publish_many([b"x"] * 30).result(20) == start
 
 
-def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
+def test_frame_above_max_unarchived_is_accepted_when_everything_is_archived(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path, capacity=5_000, max_unarchived=5_000)
@@ -183,7 +184,7 @@ def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
             assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
 
 
-def test_expiry_stops_at_the_position_of_a_group_and_never_moves_back(
+def test_expiry_stops_at_a_groups_position_and_never_moves_backwards(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path)

@@ -18,7 +18,7 @@ from meteor_py.store.parquet import IDENTITY_FILE, ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, check, records
 from tests.support.parquet_store import claimed, everything_said
 
-#: Every call that reads or changes the folder of a stream.
+#: Every call that reads or changes a stream's folder.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {
     "identity": lambda store: store.identity(),
     "claim": lambda store: store.claim("mine"),
@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[ParquetStore], object]] = {
         ("file://host/data", "three slashes"),
         ("file://data", "three slashes"),
         ("file://", "three slashes"),
-        ("ftp://host/data", "not the address of a store"),
+        ("ftp://host/data", "not a valid store address"),
         ("s3://bucket/data?colour=red", "colour"),
         ("s3://?region=us-east-1", "has no bucket"),
     ],
@@ -81,7 +81,7 @@ def test_tilde_in_a_path_is_the_home_directory(
 
 
 @pytest.mark.parametrize("name", ["a b", "what?", "100%41", "#1", "größe", "a@b", "{x}", "'\""])
-def test_path_may_contain_any_characters(tmp_path: Path, name: str) -> None:
+def test_path_can_contain_any_characters(tmp_path: Path, name: str) -> None:
     store = claimed(tmp_path / name)
     store.append(INCARNATION, 1, records(0, 10))
     assert store.uri is not None
@@ -190,11 +190,11 @@ def test_unreadable_identity_file_is_not_mistaken_for_a_missing_file(
 ) -> None:
     store = claimed(tmp_path)
     (tmp_path / "s" / IDENTITY_FILE).write_bytes(contents)
-    with pytest.raises(StoreMismatch, match="cannot be read"):
+    with pytest.raises(StoreMismatch, match="is damaged"):
         store.identity()
 
 
-def test_folder_of_another_stream_is_refused(tmp_path: Path) -> None:
+def test_folder_that_belongs_to_another_stream_is_refused(tmp_path: Path) -> None:
     claimed(tmp_path)
     (tmp_path / "s").rename(tmp_path / "t")
     with pytest.raises(StoreMismatch, match="belongs to stream 's'"):
@@ -244,7 +244,7 @@ def test_incarnation_cannot_escape_from_the_store(tmp_path: Path, incarnation: s
         lambda: store.delete(incarnation, 10),
         lambda: store.delete(incarnation),
     ):
-        with pytest.raises(ValueError, match="not an incarnation"):
+        with pytest.raises(ValueError, match="not a valid stream incarnation"):
             call()
     assert store.identity() == "id"
 
@@ -278,7 +278,7 @@ def test_linked_incarnation_folder_is_not_followed_out_of_the_store(
     assert store.incarnations() == []
 
 
-def test_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
+def test_store_root_can_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     store = claimed(tmp_path / "link")

@@ -1,4 +1,4 @@
-"""The files of a store are plain Parquet: pyarrow, DuckDB and Spark read them directly."""
+"""A store's files are plain Parquet: pyarrow, DuckDB and Spark can read them directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = 200
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of a store after a failover, a compaction and a crash."""
+    """A store's files after a failover, a compaction and a crash."""
     monkeypatch.setattr(segment_file, "GROUP_RECORDS", 30)
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 70))
@@ -61,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_pyarrow_reads_the_files_of_a_store(files: list[str]) -> None:
+def test_pyarrow_reads_store_files(files: list[str]) -> None:
     dataset = ds.dataset(files, format="parquet")
     assert dataset.schema.equals(ARROW_SCHEMA)
     assert dataset.to_table().equals(records(0, END))
@@ -87,7 +87,7 @@ def test_folder_without_leftovers_can_be_read_as_a_whole(files: list[str], tmp_p
     assert table.equals(records(0, END))
 
 
-def test_duckdb_reads_the_files_of_a_store(files: list[str]) -> None:
+def test_duckdb_reads_store_files(files: list[str]) -> None:
     with duckdb.connect() as connection:
         found = connection.read_parquet(files)
         assert dict(zip(found.columns, map(str, found.types), strict=True)) == {
@@ -110,7 +110,7 @@ def test_duckdb_reads_the_files_of_a_store(files: list[str]) -> None:
 
 
 @pytest.mark.timeout(400)  # starting Spark is slow on a loaded machine
-def test_spark_reads_the_files_of_a_store(files: list[str], spark: SparkSession) -> None:
+def test_spark_reads_store_files(files: list[str], spark: SparkSession) -> None:
     from pyspark.sql import functions as f
 
     records = spark.read.parquet(*files)

@@ -43,7 +43,7 @@ def s3() -> Iterator[S3]:
 
 @dataclass
 class ProxiedStore:
-    """A store behind a connection that can be cut, and the same bucket without the proxy."""
+    """A store behind a proxy that can cut connections, and the same bucket without the proxy."""
 
     proxy: Proxy
     store: ParquetStore
@@ -56,7 +56,7 @@ class ProxiedStore:
     def wait_for(self, n_bytes: int) -> None:
         """Wait until ``n_bytes`` more have been sent."""
         goal = self.proxy.counters.request_bytes + n_bytes
-        eventually(lambda: self.proxy.counters.request_bytes >= goal, 20, "nothing is sent")
+        eventually(lambda: self.proxy.counters.request_bytes >= goal, 20, "nothing was sent")
 
     @contextmanager
     def down(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ def test_upload_interrupted_in_the_middle_is_not_visible(
     upload = proxied.append(1, large(rng, 10, 1 << 20))
     proxied.wait_for(50_000)
     with proxied.down():
-        with pytest.raises(StoreUnavailable, match="cannot be written to: ") as caught:
+        with pytest.raises(StoreUnavailable, match="cannot be written to at the moment") as caught:
             upload.result(60)
         assert caught.value.retriable
         assert proxied.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
@@ -241,7 +241,7 @@ def test_reader_in_progress_survives_a_compaction(s3: S3, proxied: ProxiedStore)
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
 
 
-def test_secrets_of_a_store_in_s3_are_not_shown(s3: S3) -> None:
+def test_secrets_for_a_store_in_s3_are_not_shown(s3: S3) -> None:
     store = ParquetStore(s3.uri(), "s")
     store.claim("id")
     store.append(INCARNATION, 1, records(0, 10))

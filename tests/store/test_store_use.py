@@ -115,7 +115,7 @@ def test_compaction_merges_the_segments_around_damage(m: meteor.Client, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-def test_dry_run_of_expiry_returns_the_new_start_and_changes_nothing(
+def test_expiry_dry_run_returns_the_new_start_and_changes_nothing(
     m: meteor.Client, tmp_path: Path, kind: str
 ) -> None:
     stream = stored(m, tmp_path if kind == "files" else meteor.MemoryStore(NAME))
@@ -220,7 +220,7 @@ def test_close_raises_the_error_that_stopped_the_archiver(
     archiver.close()  # the error is raised only once
 
 
-def test_flush_reports_the_error_of_the_archiver(
+def test_flush_reports_the_archivers_error(
     m: meteor.Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "meteor_py")
@@ -245,12 +245,12 @@ def _reports_the_error(found: meteor.Archive) -> bool:
 # Arguments
 
 
-def test_store_for_another_stream_or_of_a_wrong_type_is_refused(
+def test_store_for_another_stream_or_of_the_wrong_type_is_refused(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="is for stream 'other'"):
+    with pytest.raises(ValueError, match="belongs to stream 'other'"):
         m.stream(NAME, store=meteor.ParquetStore(tmp_path, "other"))
-    with pytest.raises(ValueError, match="is for stream 'other'"):
+    with pytest.raises(ValueError, match="belongs to stream 'other'"):
         m.stream(NAME, store=meteor.MemoryStore("other"))
     wrong: Any
     for wrong in (meteor.MemoryStore, 5, object()):
@@ -302,6 +302,6 @@ def test_file_is_synced_before_its_rename_and_the_folder_after_it(
 
 
 @pytest.mark.parametrize("kind", [meteor.ParquetStore, meteor.MemoryStore])
-def test_every_method_of_a_store_is_documented(kind: type) -> None:
+def test_every_store_method_is_documented(kind: type) -> None:
     methods = [name for name in vars(kind) if not name.startswith("_")]
     assert [name for name in methods if not inspect.getdoc(getattr(kind, name))] == []

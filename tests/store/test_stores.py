@@ -1,6 +1,7 @@
 """Every store fulfils the store contract: in memory, on a disk, and through pyarrow.
 
-tests/store/test_store_uploads.py has the tests of object stores.
+tests/store/test_store_uploads.py has the tests for object stores.
+
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_dead_letter_contains_the_whole_record_and_its_origin(streams: DeadLette
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b""}, {"headers": {}}])
-def test_dead_letter_of_a_record_without_key_and_headers_has_neither(
+def test_dead_letter_for_a_record_without_key_and_headers_has_neither(
     streams: DeadLetterStreams, options: dict[str, Any]
 ) -> None:
     record = streams.record(b"", **options)
@@ -103,7 +103,7 @@ def test_dead_letter_of_a_record_without_key_and_headers_has_neither(
     assert all(name.startswith("meteor-") for name in letter.headers)
 
 
-def test_dead_letter_of_a_dead_letter_names_its_last_stream(streams: DeadLetterStreams) -> None:
+def test_dead_letter_for_a_dead_letter_names_its_last_stream(streams: DeadLetterStreams) -> None:
     streams.bury(streams.record(b"poison", headers={"mine": b"1"}))
     (letter,) = streams.letters()
     last = streams.client.stream("last", create=True)
@@ -144,7 +144,7 @@ def test_decoded_value_is_refused_before_anything_is_sent(
     assert streams.letters() == []
 
 
-def test_codec_of_the_target_does_not_encode_the_value(any_url: str) -> None:
+def test_target_codec_does_not_encode_the_value(any_url: str) -> None:
     streams = DeadLetterStreams(any_url, codec="json")
     with streams.client:
         streams.bury(streams.record(b"{not json"))
@@ -173,7 +173,7 @@ def test_the_largest_record_can_become_a_dead_letter(
 @pytest.mark.parametrize(
     ("compression", "name"), [("none", b"0chv"), ("lz4", b"1chv.lz4"), ("zstd", b"1chv.zstd")]
 )
-def test_letter_uses_compression_and_checksum_of_the_target(
+def test_letter_uses_the_targets_compression_and_checksum(
     any_url: str, compression: meteor.Compression, name: bytes
 ) -> None:
     streams = DeadLetterStreams(any_url, compression=compression, checksum=True)
@@ -207,7 +207,7 @@ def test_burying_a_record_again_adds_no_letter(streams: DeadLetterStreams) -> No
     assert len(streams.letters()) == 1
 
 
-def test_repeat_with_another_reason_or_count_changes_nothing(streams: DeadLetterStreams) -> None:
+def test_retry_with_another_reason_or_count_changes_nothing(streams: DeadLetterStreams) -> None:
     record = streams.record()
     streams.bury(record, reason="first", tries=1)
     streams.bury(record, reason="another", tries=2)
@@ -245,7 +245,7 @@ def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_letter(
     assert len(streams.letters()) == 6
 
 
-def test_repeat_does_not_restore_a_letter_that_the_ring_has_dropped(
+def test_retry_does_not_restore_a_letter_that_the_ring_has_dropped(
     any_url: str,
 ) -> None:
     streams = DeadLetterStreams(any_url, capacity=1)
@@ -365,7 +365,7 @@ def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
             assert diverged_at(seen, epochs.decode(), 1) == 0
 
 
-# A record whose letter may be lost is not confirmed
+# A record whose letter may have been lost is not confirmed
 
 
 def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
@@ -398,7 +398,7 @@ def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
         assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 2"]
         replicated.fail_over()
         assert values_of(proxied.client.stream("dead", create=True)) == []
-        with proxied.stream.publisher() as pub:  # causes another confirm, after that of record 3
+        with proxied.stream.publisher() as pub:  # causes another confirm, after record 3's
             pub.publish(b"ok 4").result(10)
         go_on.set()
         eventually(lambda: proxied.stream.group(GROUP).confirmed >= 4, 30)
@@ -521,7 +521,7 @@ def values_of(stream: meteor.Stream) -> list[bytes]:
 # Other failures
 
 
-def test_promotion_of_the_server_is_detected_on_an_idle_connection(
+def test_server_promotion_is_detected_on_an_idle_connection(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -564,7 +564,7 @@ bury(letters, source._handle, sys.argv[3], record, epoch=1, reason="first", trie
 
 
 @pytest.mark.parametrize("reason", ["first", "another"])
-def test_process_killed_after_the_publish_and_a_repeat_add_one_letter(
+def test_process_killed_after_the_publish_and_a_retry_add_one_letter(
     url: str, real: DeadLetterStreams, reason: str
 ) -> None:
     record = real.record()

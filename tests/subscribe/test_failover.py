@@ -19,7 +19,7 @@ SLACK_S = 3.0
 
 
 def wait_for_lease(harness: GroupHarness, *members: Member) -> None:
-    """Make the members poll, and return once all are blocked in the server."""
+    """Make the members poll, and return once all are blocked on the server."""
     for number, member in enumerate(members, start=1):
         member.tell("poll", 40.0, 10_000)
         blocked(harness.redis, number)
@@ -180,7 +180,7 @@ def test_member_stopped_between_poll_and_confirm_confirms_nothing(harness: Group
     assert first.confirm() == 10
 
 
-def test_member_stopped_in_a_poll_does_not_get_records_of_the_new_owner(
+def test_member_stopped_in_a_poll_does_not_get_the_new_owners_records(
     harness: GroupHarness,
 ) -> None:
     first, second = harness.members(2, lease_ttl=SHORT_S)
@@ -188,7 +188,7 @@ def test_member_stopped_in_a_poll_does_not_get_records_of_the_new_owner(
     first.tell("poll", 20.0, 10_000)
     blocked(harness.redis)
     first.pause()
-    harness.fill(5)  # the server replies to the poll of the stopped member
+    harness.fill(5)  # the server replies to the stopped member's poll
     assert second.poll(20) == [0, 1, 2, 3, 4]
     first.resume()
     eventually(lambda: harness.redis.info("clients")["blocked_clients"] == 1)  # waits for the lease

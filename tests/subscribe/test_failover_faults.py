@@ -24,7 +24,7 @@ def singles(harness: GroupHarness, number: int) -> None:
 
 
 def wait_in_poll(harness: GroupHarness, member: Member, waiting: int = 1) -> None:
-    """Make the member poll, and return once ``waiting`` clients are blocked in the server."""
+    """Make the member poll, and return once ``waiting`` clients are blocked on the server."""
     member.tell("poll", 40.0, 10_000)
     blocked(harness.redis, waiting)
 
@@ -33,7 +33,7 @@ def wait_in_poll(harness: GroupHarness, member: Member, waiting: int = 1) -> Non
 
 
 @pytest.mark.parametrize("then", ["polls", "confirms"])
-def test_owner_of_a_moved_group_continues_at_the_new_offset(
+def test_owner_continues_at_the_new_offset_if_the_group_is_moved(
     harness: GroupHarness, then: str
 ) -> None:
     singles(harness, 10)
@@ -58,7 +58,7 @@ def test_owner_of_a_moved_group_continues_at_the_new_offset(
     assert [event.what for event in harness.events()] == ["assigned", "sought", "assigned"]
 
 
-def test_waiting_poll_of_a_moved_group_starts_at_the_new_offset(
+def test_waiting_poll_starts_at_the_new_offset_if_the_group_is_moved(
     harness: GroupHarness,
 ) -> None:
     harness.fill(10)
@@ -109,7 +109,7 @@ def test_records_fetched_before_a_move_cannot_be_confirmed(harness: GroupHarness
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_loop_of_a_moved_group_continues_at_the_new_offset(
+def test_poll_loop_continues_at_the_new_offset_if_the_group_is_moved(
     harness: GroupHarness, confirms: bool
 ) -> None:
     singles(harness, 40)
@@ -134,7 +134,7 @@ def test_loop_of_a_moved_group_continues_at_the_new_offset(
 # Deleted
 
 
-def test_loop_of_a_deleted_group_ends_after_the_fetched_records(harness: GroupHarness) -> None:
+def test_poll_loop_ends_after_fetched_records_if_group_is_deleted(harness: GroupHarness) -> None:
     singles(harness, 40)
     first = harness.member(lease_ttl=LONG_S)
     handed = first.step(4)

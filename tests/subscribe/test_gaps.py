@@ -419,7 +419,7 @@ def test_key_of_another_type_is_refused_with_a_clear_error(
     plain.hset(keys.meta("newer"), mapping={"version": "2"})
     for name, error, words in (
         ("text", meteor.ServerRefused, "WRONGTYPE"),
-        ("hash", meteor.CorruptStream, "is not the meta of a stream"),
+        ("hash", meteor.CorruptStream, "is not a stream's meta"),
         ("newer", meteor.CorruptStream, "upgrade"),
     ):
         for create in (True, False):
@@ -430,7 +430,7 @@ def test_key_of_another_type_is_refused_with_a_clear_error(
 # The server has lost records
 
 
-def test_reader_of_lost_writes_gets_log_truncated(
+def test_reader_gets_log_truncated_if_the_server_lost_its_records(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -446,7 +446,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
                 assert drain(ahead) == list(range(20))
                 server.kill()
                 server.restart()
-                fill(stream, 15)  # other records under the same offsets
+                fill(stream, 15)  # other records at the same offsets
                 for _ in range(2):
                     with pytest.raises(meteor.LogTruncated) as caught:
                         ahead.poll(timeout=5)
@@ -456,7 +456,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
             assert drain(behind) == list(range(3, 25))
 
 
-def test_subscriber_of_a_server_that_lost_everything_raises_stream_not_found(
+def test_subscriber_raises_stream_not_found_if_the_server_lost_everything(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -478,7 +478,7 @@ def test_subscriber_of_a_server_that_lost_everything_raises_stream_not_found(
 
 
 def test_frames_of_every_format_can_be_mixed(client: meteor.Client, plain: redis.Redis) -> None:
-    """Includes sequences that no publisher of this version would write."""
+    """Includes sequences that no publisher in this version would write."""
     stream = client.stream("s", capacity=10_000)
     first = 0
     for n in (1, 40, 1, 33, 32, 1):

@@ -1,4 +1,4 @@
-"""Administration of groups: listing, moving and deleting, with and without an active member."""
+"""Group administration: listing, moving and deleting, with and without an active member."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_more_groups_than_fit_into_one_request_are_listed(harness: GroupHarness)
 # Moving
 
 
-def test_idle_group_continues_at_the_offset_to_which_it_was_moved(harness: GroupHarness) -> None:
+def test_moved_idle_group_continues_at_the_new_offset(harness: GroupHarness) -> None:
     harness.fill(10)
     with harness.subscriber() as sub:
         sub.poll(5)
@@ -89,7 +89,7 @@ def test_group_can_be_moved_to_a_time(harness: GroupHarness) -> None:
     assert drain(harness.subscriber()) == [3, 4, 5, 6]
     assert harness.stream.seek_group("other", moment - timedelta(days=1)) == 0
     assert harness.stream.seek_group("other", moment + timedelta(days=1)) == 7
-    with pytest.raises(ValueError, match="timezone"):
+    with pytest.raises(ValueError, match="time zone"):
         harness.stream.seek_group("other", datetime(2026, 1, 1))
 
 
@@ -156,7 +156,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     sub = proxied.stream.subscriber(group=GROUP)
 
     def confirm(stop: threading.Event) -> None:
-        """Confirm between the first request and its repeat."""
+        """Confirm between the first request and its retry."""
         eventually(lambda: _events(proxied) == ["sought"])
         assert check_values(sub.poll(5)) == list(range(4, 10))
         assert sub.confirm().result(5) == 10
@@ -165,7 +165,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     with sub, background(confirm):
         proxied.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
         proxied.proxy.refuse()
-        # The proxy refuses until then, so the call fails. The repeat follows below, by hand.
+        # The proxy refuses until then, so the call fails. The retry follows below, by hand.
         with pytest.raises(meteor.ConnectionFailed):
             through.seek_group(GROUP, 4)
     sought = proxied.direct.hget(keys.group(STREAM, GROUP), "sought")
@@ -224,7 +224,7 @@ def test_active_group_is_not_deleted_without_force(harness: GroupHarness) -> Non
     assert sub.confirm().result(5) == 10
 
 
-def test_members_of_a_deleted_group_get_group_not_found(harness: GroupHarness) -> None:
+def test_members_get_group_not_found_if_the_group_is_deleted(harness: GroupHarness) -> None:
     harness.fill(10)
     owner, waiter = harness.subscriber(lease_ttl=0.5), harness.subscriber(lease_ttl=0.5)
     owner.poll(5)
@@ -239,7 +239,7 @@ def test_members_of_a_deleted_group_get_group_not_found(harness: GroupHarness) -
     assert drain(harness.subscriber()) == list(range(10))
 
 
-def test_waiting_member_of_a_deleted_group_is_woken_at_once(url: str) -> None:
+def test_waiting_member_is_woken_at_once_if_the_group_is_deleted(url: str) -> None:
     with GroupHarness(url) as harness:
         owner, waiter = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
         owner.poll(0)

@@ -41,7 +41,7 @@ def test_confirm_in_a_loop_confirms_the_current_record(harness: GroupHarness) ->
     assert check_values(harness.subscriber().poll(5)) == [4, 5, 6, 7, 8, 9]
 
 
-def test_confirm_of_a_record_or_offset_confirms_all_before_it(harness: GroupHarness) -> None:
+def test_confirming_a_record_or_offset_confirms_all_before_it(harness: GroupHarness) -> None:
     harness.fill(10)
     sub = harness.subscriber()
     batch = sub.poll(5)
@@ -70,7 +70,7 @@ def test_confirmed_offset_never_moves_backwards(harness: GroupHarness, wait: boo
     ("offset", "error"),
     [(5, ValueError), (10, ValueError), (-1, ValueError), (True, TypeError), ("3", TypeError)],
 )
-def test_confirm_of_a_record_that_was_not_returned_is_refused(
+def test_confirming_a_record_that_was_not_returned_is_refused(
     harness: GroupHarness, offset: Any, error: type[Exception]
 ) -> None:
     harness.fill(10)
@@ -82,7 +82,7 @@ def test_confirm_of_a_record_that_was_not_returned_is_refused(
     assert harness.confirmed is None
 
 
-def test_group_methods_of_a_subscriber_without_a_group_raise_not_grouped(
+def test_group_methods_raise_not_grouped_if_the_subscriber_has_no_group(
     harness: GroupHarness,
 ) -> None:
     harness.fill(1)
@@ -173,7 +173,7 @@ def test_thread_that_waits_for_a_confirm_sends_it_if_it_may_wait_long_enough(
     assert all(name.startswith(SESSION_PREFIX) for name in others)
 
 
-def test_failed_confirm_of_a_waiting_thread_is_repeated_by_the_renewal_thread(
+def test_confirm_that_fails_in_a_waiting_thread_is_retried_by_the_renewal_thread(
     proxied: ProxiedStream,
 ) -> None:
     with proxied.publisher() as pub:
@@ -187,7 +187,7 @@ def test_failed_confirm_of_a_waiting_thread_is_repeated_by_the_renewal_thread(
         assert sub.confirmed == offset + 1
 
 
-def test_late_confirm_of_an_old_term_does_not_affect_the_current_term(
+def test_late_confirm_from_an_old_term_does_not_affect_the_current_term(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hazard: a slow thread has read the term, and then another term begins."""
@@ -210,7 +210,7 @@ def test_late_confirm_of_an_old_term_does_not_affect_the_current_term(
     assert ack.result(10) == 7
 
 
-def test_ack_of_a_confirm_can_be_awaited(harness: GroupHarness) -> None:
+def test_confirm_ack_can_be_awaited(harness: GroupHarness) -> None:
     harness.fill(5)
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -230,7 +230,7 @@ def test_ack_of_a_confirm_can_be_awaited(harness: GroupHarness) -> None:
     assert harness.confirmed == 5
 
 
-def test_callback_of_a_confirm_must_not_wait(harness: GroupHarness) -> None:
+def test_confirm_callback_must_not_wait(harness: GroupHarness) -> None:
     harness.fill(1)
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -267,7 +267,7 @@ def test_confirm_is_sent_before_the_lease_is_released(harness: GroupHarness, how
 
 
 @pytest.mark.parametrize("how", ["poll", "close", "deactivate", "with"])
-def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(
+def test_unchecked_confirm_refusal_is_raised_by_the_next_call(
     harness: GroupHarness, how: str
 ) -> None:
     harness.fill(1)
@@ -284,7 +284,7 @@ def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(
     assert harness.confirmed is None
 
 
-def test_records_of_an_earlier_term_cannot_be_confirmed(harness: GroupHarness) -> None:
+def test_records_from_an_earlier_term_cannot_be_confirmed(harness: GroupHarness) -> None:
     harness.fill(10)
     sub = harness.subscriber(lease_ttl=60)
     old = sub.poll(5)
@@ -297,7 +297,7 @@ def test_records_of_an_earlier_term_cannot_be_confirmed(harness: GroupHarness) -
     with pytest.raises(meteor.LeaseLost, match="earlier term"):
         sub.confirm(old[5])
     assert sub.confirm(old[4]).result(5) == 5  # the record was returned again
-    with pytest.raises(ValueError, match="not delivered yet"):
+    with pytest.raises(ValueError, match="not been delivered yet"):
         sub.confirm(10)
     assert harness.confirmed == 5
 

@@ -1,4 +1,4 @@
-"""Edge cases of groups: callbacks that hang or raise, dropped subscribers, refusals.
+"""Edge cases for groups: callbacks that hang or raise, dropped subscribers, refusals.
 
 ``test_group_signals.py`` has signal handlers, Ctrl-C and forks.
 """
@@ -117,13 +117,13 @@ def test_member_whose_on_gap_skipped_hangs_loses_the_lease(url: str) -> None:
 
 
 def void(_: object) -> None:
-    """Turn the result of a callback into None, which is not an offset."""
+    """Turn a callback's result into None, which is not an offset."""
 
 
 # Dropped subscribers
 
 
-def test_loop_keeps_a_subscriber_alive_that_no_variable_refers_to(harness: GroupHarness) -> None:
+def test_loop_keeps_an_otherwise_unreferenced_subscriber_alive(harness: GroupHarness) -> None:
     harness.fill(5)
     got: list[int] = []
 
@@ -235,7 +235,7 @@ def polled(sub: meteor.Subscriber) -> meteor.RecordBatch:
     return eventually(lambda: sub.poll(1), 20)
 
 
-def test_checkpoint_of_an_earlier_incarnation_is_refused(harness: GroupHarness) -> None:
+def test_checkpoint_from_an_earlier_incarnation_is_refused(harness: GroupHarness) -> None:
     harness.fill(5)
     with harness.stream.subscriber(group=GROUP) as first:
         first.poll(5)
@@ -361,7 +361,9 @@ def test_close_does_not_raise_for_a_failed_ack_that_was_checked(
 
 
 @pytest.mark.parametrize("what", ["deactivate", "close"])
-def test_callback_of_a_confirm_cannot_leave_the_group(harness: GroupHarness, what: str) -> None:
+def test_confirm_callback_cannot_make_the_member_leave_the_group(
+    harness: GroupHarness, what: str
+) -> None:
     harness.fill(5)
     sub = harness.subscriber(lease_ttl=0.6)
     sub.poll(5)

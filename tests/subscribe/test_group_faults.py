@@ -58,7 +58,7 @@ def events(proxied: ProxiedStream) -> list[str]:
 
 
 def arm(proxied: ProxiedStream, cut: str, script: Script) -> int:
-    """Cut the connection at the next call of a script; return the number of cuts so far."""
+    """Cut the connection at the next call to a script; return the number of cuts so far."""
     cutting = getattr(proxied.proxy, f"cut_{cut}_request")
     cutting(match=script.sha.encode())
     return proxied.proxy.counters.cuts
@@ -116,7 +116,7 @@ class InterruptedConfirm:
         drain_once(self.sub)
         cuts = arm(proxied, cut, CONFIRM_OFFSET)
         self.sent = self.sub.confirm(3)
-        proxied.proxy.refuse()  # the repeat must find the lease taken
+        proxied.proxy.refuse()  # the retry must find the lease taken
         self.sent.add_done_callback(lambda _: None)  # sends it at once
         eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
         self.later = self.sub.confirm(7)
@@ -161,7 +161,7 @@ def test_confirm_that_took_effect_before_the_group_was_moved_succeeds(
 
 
 @CUTS
-def test_confirm_of_a_term_that_the_server_has_forgotten_raises_outcome_unknown(
+def test_confirm_raises_outcome_unknown_if_the_server_has_forgotten_its_term(
     proxied: ProxiedStream, cut: str
 ) -> None:
     member = InterruptedConfirm(proxied, cut)
@@ -437,7 +437,7 @@ def drain_once(sub: meteor.Subscriber) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["member", "receiver", "in doubt"])
-def test_members_of_a_closed_client_leave_a_hung_server_together(
+def test_closed_clients_members_leave_a_hung_server_together(
     private_server: ServerFactory, kind: str
 ) -> None:
     server = private_server()
@@ -467,7 +467,7 @@ def test_members_of_a_closed_client_leave_a_hung_server_together(
     server.resume()
 
 
-def test_members_of_a_closed_client_release_their_leases_at_once(url: str) -> None:
+def test_closed_clients_members_release_their_leases_at_once(url: str) -> None:
     with meteor.connect(url) as other:
         client = meteor.connect(url)
         stream = client.stream(STREAM, create=True)

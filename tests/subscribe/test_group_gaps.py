@@ -36,7 +36,7 @@ def truncated(sub: meteor.Subscriber) -> tuple[int, int]:
 # The ring has moved on
 
 
-def test_gap_of_a_group_is_reported_by_every_poll_until_it_is_skipped(
+def test_group_gap_is_reported_by_every_poll_until_it_is_skipped(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)
@@ -156,7 +156,7 @@ def test_group_at_earliest_starts_even_while_the_ring_moves(harness: GroupHarnes
                 assert sub.poll(10).first_offset > 0
 
 
-def test_first_record_of_a_wrapped_ring_is_returned(harness: GroupHarness) -> None:
+def test_first_record_in_a_wrapped_ring_is_returned(harness: GroupHarness) -> None:
     harness.fill(10, 10)
     assert check_values(harness.subscriber(initial_offset="earliest").poll(5)) == list(
         range(10, 20)
@@ -196,7 +196,7 @@ def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
         assert truncated(sub) == (10, 19)
     with pytest.raises(meteor.LogTruncated):
         sub.confirm().result(10)
-    assert _confirmed(proxied) == 6  # a reader of the old branch cannot confirm records of the new
+    assert _confirmed(proxied) == 6  # a reader on the old branch cannot confirm records on the new
     sub.skip_gap()
     batch = sub.poll(20)
     assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed there
@@ -230,7 +230,7 @@ def test_group_that_is_not_ahead_of_a_lagging_replica_continues(
 # The stream was deleted or recreated
 
 
-def test_members_of_a_deleted_stream_get_stream_not_found(harness: GroupHarness) -> None:
+def test_members_get_stream_not_found_if_the_stream_is_deleted(harness: GroupHarness) -> None:
     harness.fill(5)
     owner, waiter = harness.subscriber(lease_ttl=0.5), harness.subscriber(lease_ttl=0.5)
     owner.poll(5)
@@ -244,7 +244,7 @@ def test_members_of_a_deleted_stream_get_stream_not_found(harness: GroupHarness)
 
 
 @pytest.mark.parametrize("noticed_by", ["reader", "session"])
-def test_members_of_a_recreated_stream_get_log_truncated_and_join_its_group(
+def test_members_get_log_truncated_and_join_the_new_group_if_the_stream_is_recreated(
     harness: GroupHarness, noticed_by: str
 ) -> None:
     harness.fill(5)
@@ -270,7 +270,7 @@ def test_members_of_a_recreated_stream_get_log_truncated_and_join_its_group(
     assert check_values(waiter.poll(5)) == [3]
 
 
-def test_group_of_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness) -> None:
+def test_group_from_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness) -> None:
     harness.fill(5)
     old = harness.subscriber(lease_ttl=60)
     old.poll(5)
@@ -279,7 +279,7 @@ def test_group_of_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness
     lease = harness.redis.get(keys.lease(STREAM, GROUP))
     harness.stream.delete()
     harness.stream = harness.client.stream(STREAM, capacity=10)
-    # As after a delete during another client's call: keys of the old group remain.
+    # As after a delete during another client's call: the old group's keys remain.
     harness.redis.hset(keys.group(STREAM, GROUP), mapping=left)  # type: ignore[arg-type]
     harness.redis.set(keys.lease(STREAM, GROUP), lease)  # type: ignore[arg-type]
     harness.redis.sadd(keys.groups(STREAM), GROUP)

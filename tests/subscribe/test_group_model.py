@@ -1,8 +1,8 @@
 """A group matches a simple model under any sequence of operations.
 
-Hypothesis drives the scripts of groups: members open, acquire before and after the grace period,
-renew, lapse, release and confirm with credentials of current and former terms. Leases expire, and
-other clients move and delete the group. Hypothesis shrinks a failure to the shortest sequence.
+Hypothesis drives the group scripts: members open, acquire before and after the grace period, renew,
+lapse, release and confirm with credentials from current and former terms. Leases expire, and other
+clients move and delete the group. Hypothesis shrinks a failure to the shortest sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ names = count()
 
 
 class Credential(NamedTuple):
-    """Term and nonce of a member that has or had the lease."""
+    """The term and nonce of a member that has or had the lease."""
 
     term: int
     nonce: str
@@ -58,7 +58,7 @@ class Group:
         return self.start if self.confirmed is None else self.confirmed
 
     def end_term(self, nonce: str) -> None:
-        """End a term whose owner has not released the lease: another nonce replaces its own."""
+        """End a term whose owner has not released the lease: another nonce replaces the owner's."""
         if self.nonce and self.nonce != nonce:
             self.ended = f"{self.nonce}:{self.position},{self.ended or ''}"[:256]
 
@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
     # -- invariants ----------------------------------------------------------------------------
 
     def draw(self, data: st.DataObject) -> tuple[Credential, str]:
-        """Draw the credential of a present or former owner, preferably the last, and its name."""
+        """Draw a current or former owner's credential, preferably the last, and its name."""
         index = data.draw(st.one_of(st.just(-1), st.integers(0, len(self.ever) - 1)))
         credential = self.ever[index]
         return credential, credential.nonce[0]

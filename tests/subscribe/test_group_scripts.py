@@ -68,7 +68,7 @@ def test_call_for_a_missing_or_recreated_stream_is_refused_and_writes_nothing(
 
 @pytest.mark.parametrize("left_behind", [False, True])
 @pytest.mark.parametrize("call", ["acquire", "renew", "confirm", "delete"])
-def test_missing_group_or_group_of_an_earlier_incarnation_is_refused(
+def test_missing_group_or_group_from_an_earlier_incarnation_is_refused(
     lua: GroupScripts, call: str, left_behind: bool
 ) -> None:
     lua.create()
@@ -111,7 +111,7 @@ def test_open_without_create_requires_a_confirmed_offset(lua: GroupScripts) -> N
     assert lua.open(0) == ("OK", 4)
 
 
-def test_group_of_an_earlier_incarnation_is_replaced(lua: GroupScripts) -> None:
+def test_group_from_an_earlier_incarnation_is_replaced(lua: GroupScripts) -> None:
     lua.create(next=10)
     old: dict[Any, Any] = {"start": "7", "confirmed": "8", "term": "5", "nonce": "a"}
     lua.plain.hset(lua.group, mapping={"incarnation": "earlier"} | old)
@@ -151,7 +151,7 @@ def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupScri
     assert ten.plain.pttl(ten.lease) > 1000
 
 
-def test_nonce_of_an_expired_lease_gets_a_new_term(ten: GroupScripts) -> None:
+def test_expired_leases_nonce_gets_a_new_term(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.expire()
     assert ok(ten.acquire("a")) > term
@@ -171,7 +171,7 @@ def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupScripts
     assert ten.snapshot() == stored
 
 
-def test_positions_of_the_last_terms_that_were_taken_from_their_owners_are_kept(
+def test_final_positions_of_the_last_terms_taken_from_their_owners_are_kept(
     ten: GroupScripts,
 ) -> None:
     term: int | str = ""
@@ -258,7 +258,7 @@ def test_only_the_first_term_has_a_floating_start(lua: GroupScripts) -> None:
 # renew and lapse
 
 
-def test_renew_extends_the_lease_of_its_owner_only(ten: GroupScripts) -> None:
+def test_renew_extends_only_its_owners_lease(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a", ttl_ms=1000))
     assert ten.renew("a", term, ttl_ms=50_000) == ("OK",)
     stored = ten.snapshot()
@@ -268,7 +268,7 @@ def test_renew_extends_the_lease_of_its_owner_only(ten: GroupScripts) -> None:
     assert ten.snapshot() == stored
 
 
-def test_renew_of_a_group_without_terms_is_fenced(ten: GroupScripts) -> None:
+def test_renew_is_fenced_in_a_group_without_terms(ten: GroupScripts) -> None:
     assert ten.renew("a", 1) == ("FENCED", 0)
     assert ten.confirm("a", 1, 1) == ("FENCED", 0)
     assert ten.holder() is None
@@ -328,7 +328,7 @@ def test_confirm_below_the_start_does_not_move_the_group_back(lua: GroupScripts)
     assert lua.acquire("a")[2] == 5
 
 
-def test_confirm_of_another_history_or_epoch_is_refused(lua: GroupScripts) -> None:
+def test_confirm_with_another_history_or_epoch_is_refused(lua: GroupScripts) -> None:
     lua.create(next=10, epoch=5, epochs="1:0,5:8")
     lua.open(0)
     term = ok(lua.acquire("a"))
@@ -374,7 +374,7 @@ def test_seek_creates_or_moves_a_group(lua: GroupScripts) -> None:
     assert lua.acquire("a")[2] == 3
 
 
-def test_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupScripts) -> None:
+def test_seek_in_an_active_group_needs_force_and_fences_the_owner(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.confirm("a", term, 5)
     stored = ten.snapshot()
@@ -402,7 +402,7 @@ def test_repeated_seek_does_not_undo_later_confirms(ten: GroupScripts) -> None:
     assert ten.snapshot() == stored
 
 
-def test_lease_of_an_earlier_incarnation_does_not_block_a_seek(lua: GroupScripts) -> None:
+def test_lease_from_an_earlier_incarnation_does_not_block_a_seek(lua: GroupScripts) -> None:
     lua.create(next=10)
     lua.plain.hset(lua.group, mapping={"incarnation": "earlier", "term": "5", "nonce": "a"})
     lua.plain.set(lua.lease, "m-a 5", px=TTL_MS)
@@ -496,7 +496,7 @@ def lose_tail(lua: GroupScripts, first: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 5])
-def test_only_records_of_a_lost_branch_cannot_be_confirmed(url: str, lost: int) -> None:
+def test_only_records_on_a_lost_branch_cannot_be_confirmed(url: str, lost: int) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", create=True)
         fill(stream, *[1] * 10)
@@ -512,5 +512,5 @@ def test_only_records_of_a_lost_branch_cannot_be_confirmed(url: str, lost: int) 
                 assert stream.groups()[0].confirmed == 5
             else:
                 assert sub.confirm(9).result(20) == 10
-                assert len(sub.poll()) == 10  # records of the new epoch
+                assert len(sub.poll()) == 10  # records in the new epoch
                 assert sub.confirm().result(20) == 20

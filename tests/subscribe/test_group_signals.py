@@ -98,7 +98,7 @@ def session_threads() -> list[str]:
 # Signal handlers that close
 
 
-def test_signal_handler_may_close_at_any_moment_of_a_confirming_loop(
+def test_signal_handler_may_close_at_any_moment_in_a_confirming_loop(
     harness: GroupHarness, rng: random.Random
 ) -> None:
     harness.fill(100_000)
@@ -121,7 +121,7 @@ def test_signal_handler_may_close_at_any_moment_of_a_confirming_loop(
         assert harness.redis.get(keys.lease(STREAM, group)) is None
 
 
-def test_signal_handler_may_close_in_a_poll_of_a_server_that_does_not_reply(
+def test_signal_handler_may_close_in_a_poll_while_the_server_does_not_reply(
     proxied: ProxiedStream,
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=1.5)
@@ -365,7 +365,7 @@ FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning
 
 @FORKS
 @pytest.mark.parametrize("dropped", [False, True])
-def test_ack_of_the_parent_raises_in_a_forked_child(proxied: ProxiedStream, dropped: bool) -> None:
+def test_parents_ack_raises_in_a_forked_child(proxied: ProxiedStream, dropped: bool) -> None:
     subs = [proxied.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=30)]
     subs[0].poll(5)
     proxied.proxy.stall()

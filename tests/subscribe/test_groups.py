@@ -34,13 +34,13 @@ def served(url: str) -> Iterator[GroupHarness]:
 # SubscriberGroupedTest
 
 
-def test_subscriber_of_a_group_cannot_seek(harness: GroupHarness) -> None:
+def test_subscriber_in_a_group_cannot_seek(harness: GroupHarness) -> None:
     sub = harness.subscriber()
     with pytest.raises(meteor.GroupError, match="seek_group"):
         sub.seek(0)
 
 
-def test_poll_of_an_empty_stream_acquires_the_lease(harness: GroupHarness) -> None:
+def test_polling_an_empty_stream_acquires_the_lease(harness: GroupHarness) -> None:
     sub = harness.subscriber()
     assert (sub.is_assigned, sub.term) == (False, None)
     assert len(sub.poll(0)) == 0
@@ -74,7 +74,7 @@ def test_waiting_poll_returns_records_once_the_lease_is_free(harness: GroupHarne
     assert sub.is_assigned
 
 
-def test_polls_without_a_timeout_get_a_released_lease_promptly(harness: GroupHarness) -> None:
+def test_polls_with_timeout_zero_get_a_released_lease_promptly(harness: GroupHarness) -> None:
     harness.fill(2)
     owner, waiter = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)
     assert check_values(owner.poll(5)) == [0, 1]
@@ -85,7 +85,7 @@ def test_polls_without_a_timeout_get_a_released_lease_promptly(harness: GroupHar
     assert waiter.is_assigned
 
 
-def test_poll_without_a_timeout_replaces_a_dead_connection_while_it_waits(
+def test_poll_with_timeout_zero_replaces_a_dead_connection_while_it_waits(
     served: GroupHarness,
 ) -> None:
     owner, waiter = served.subscriber(lease_ttl=60), served.subscriber(lease_ttl=60)
@@ -117,7 +117,7 @@ def test_expired_lease_is_taken_over_and_renewed(harness: GroupHarness) -> None:
     eventually(lambda: sub.is_assigned)
 
 
-def test_polling_often_does_not_renew_often(harness: GroupHarness) -> None:
+def test_frequent_polling_does_not_cause_frequent_renewals(harness: GroupHarness) -> None:
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(0)
     left_ms = harness.lease_left_ms
@@ -146,7 +146,7 @@ def test_confirm_under_a_lost_lease_changes_nothing_and_raises_once(harness: Gro
     assert harness.owner == "somebody"
 
 
-def test_checked_refusal_of_a_confirm_is_not_raised_by_poll(harness: GroupHarness) -> None:
+def test_checked_confirm_refusal_is_not_raised_by_poll(harness: GroupHarness) -> None:
     harness.fill(1)
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -238,7 +238,7 @@ def test_groups_with_the_same_name_on_two_streams_are_independent(harness: Group
         assert harness.confirmed is None
 
 
-# PubSubTest, and the ledger test of Blackstrom
+# PubSubTest, and Blackstrom's ledger test
 
 
 def test_each_receiver_without_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
@@ -251,7 +251,7 @@ def test_each_receiver_without_a_group_gets_every_record_in_order(served: GroupH
     assert seen == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_one_receiver_of_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
+def test_one_receiver_in_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber() for _ in seen]
     for sub, offsets in zip(subs, seen, strict=True):

@@ -178,7 +178,7 @@ def test_unreachable_server_raises_at_the_timeout(
 def test_loop_over_an_idle_stream_waits_the_full_time_for_an_unreachable_server(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hazard: a short restart ends a loop because it was idle for some time before."""
+    """The hazard: a short restart ends a loop because the loop was idle for some time before."""
     clock = {"now": 0.0, "down_from": 0.0, "down_until": 0.0}
     monkeypatch.setattr("meteor_py.subscribe.fetcher.time.monotonic", lambda: clock["now"])
 
@@ -209,7 +209,9 @@ def test_loop_over_an_idle_stream_waits_the_full_time_for_an_unreachable_server(
     assert 29 < clock["now"] < 40
 
 
-def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: redis.Redis) -> None:
+def test_waiting_poll_raises_if_the_stream_is_deleted(
+    stream: meteor.Stream, plain: redis.Redis
+) -> None:
     def delete(_: threading.Event) -> None:
         blocked(plain)
         stream.delete()
@@ -239,7 +241,7 @@ def test_recreated_stream_is_not_mistaken_for_the_deleted_stream(
         assert drain(sub) == list(range(10))
 
 
-def test_slow_reader_slows_no_other_client(client: meteor.Client) -> None:
+def test_slow_reader_does_not_slow_down_other_clients(client: meteor.Client) -> None:
     stream = client.stream("busy", capacity=1000)
     with stream.subscriber() as slow, stream.subscriber() as fast, stream.publisher() as pub:
         for i in range(50):

@@ -1,7 +1,7 @@
 """Signals, finalizers and retries leave the state intact.
 
-Ctrl-C can interrupt a call of the main thread between any two steps, and a signal handler or a
-finalizer can call the library in the middle of another call of the same thread.
+Ctrl-C can interrupt a call in the main thread between any two steps, and a signal handler or a
+finalizer can call the library in the middle of another call in the same thread.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def test_epoch_unknown_to_the_server_counts_as_lost() -> None:
     assert diverged_at(Position("i", 2_000, 100), "1:0,1500:100", 300) is None
 
 
-def test_idle_publisher_detects_demotion_and_promotion_of_its_server(
+def test_idle_publisher_detects_its_servers_demotion_and_promotion(
     private_server: ServerFactory,
 ) -> None:
     first = private_server()

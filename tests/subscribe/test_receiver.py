@@ -25,7 +25,7 @@ from tests.support.receivers import (
 )
 from tests.support.waiting import eventually
 
-#: Settings of a member that soon loses its lease to another member unless it polls.
+#: Settings for a member that soon loses its lease to another member unless it polls.
 QUICK: dict[str, Any] = {"group": "g", "lease_ttl": 0.6, "max_poll_interval": 0.6}
 
 
@@ -245,7 +245,7 @@ def test_close_returns_at_once_without_a_current_record(stream: meteor.Stream, s
         assert not receiver.alive
 
 
-def test_closing_a_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
+def test_closing_a_client_closes_all_receivers_and_raises_one_error(url: str) -> None:
     client = meteor.connect(url)
     stream = client.stream("s", create=True)
     fill(stream, 5)
@@ -481,7 +481,7 @@ def test_base_exception_ends_the_receiver_under_any_policy(
     assert is_free(stream)
 
 
-def test_receivers_of_a_busy_stream_are_opened_and_closed_cleanly(stream: meteor.Stream) -> None:
+def test_receivers_on_a_busy_stream_are_opened_and_closed_cleanly(stream: meteor.Stream) -> None:
     def publish(stop: threading.Event) -> None:
         with stream.publisher() as pub:
             while not stop.wait(0.001):

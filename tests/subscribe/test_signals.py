@@ -1,4 +1,4 @@
-"""A signal handler that raises leaves members of a group usable, wherever it interrupts them."""
+"""A signal handler that raises leaves group members usable, wherever it interrupts them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
 
 
 @pytest.mark.parametrize("call", ["poll", "confirm", "deactivate"])
-def test_each_call_of_a_member_may_be_interrupted_at_any_moment(
+def test_each_member_call_may_be_interrupted_at_any_moment(
     stream: meteor.Stream, call: str
 ) -> None:
     def confirm() -> None:
@@ -97,7 +97,7 @@ def test_interrupted_deactivate_leaves_the_connection_usable(
         eventually(lambda: works(sub), 10, "the member is stuck")
 
 
-def test_interrupted_close_of_a_member_can_be_repeated(stream: meteor.Stream, rng: Random) -> None:
+def test_interrupted_member_close_can_be_repeated(stream: meteor.Stream, rng: Random) -> None:
     deadline = time.monotonic() + SECONDS
     with Interrupts(rng) as interrupts:
         while time.monotonic() < deadline:

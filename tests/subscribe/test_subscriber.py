@@ -53,7 +53,7 @@ def plain(url: str) -> Iterator[redis.Redis]:
 # As in Meteor's tests
 
 
-def test_poll_of_an_empty_stream_returns_an_empty_batch(stream: meteor.Stream) -> None:
+def test_polling_an_empty_stream_returns_an_empty_batch(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         batch = sub.poll(timeout=0.01)
         assert not batch
@@ -152,7 +152,7 @@ def test_ring_of_ten_keeps_the_last_ten_records(client: meteor.Client) -> None:
         assert drain(sub) == list(range(15, 25))
 
 
-def test_subscribers_of_several_clients_each_get_every_record(
+def test_subscribers_from_several_clients_each_get_every_record(
     client: meteor.Client, url: str
 ) -> None:
     stream = client.stream("all", capacity=5)
@@ -343,7 +343,7 @@ def test_closing_the_subscriber_inside_a_loop_ends_the_loop(stream: meteor.Strea
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_changing_the_values_of_a_batch_does_not_affect_reading(
+def test_changing_a_batchs_values_does_not_affect_reading(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 3)

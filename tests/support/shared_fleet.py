@@ -6,13 +6,14 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import meteor_py as meteor
 from meteor_py.subscribe.dead_letters import OFFSET_HEADER
 from tests.support.group_members import Process
+from tests.support.proxy import Proxy
 from tests.support.servers import plain_client
 from tests.support.shared_worker import HISTORY, POISON, READY, STOP
 from tests.support.sharing import GROUP, STREAM
@@ -38,11 +39,29 @@ class Fleet:
         max_deliveries: int = 5,
         trouble: float = 0.002,
         run: bool = False,
+        visits: bool = False,
+        lossy: bool = False,
     ) -> None:
+        """Start the consumers.
+
+        Args:
+            trouble: The fraction of records that a consumer releases; it rejects half as many.
+            run: The consumers call ``run()`` instead of ``poll()``.
+            visits: The consumers leave and join again after a few polls.
+            lossy: Replies to the consumers are lost at random, and sometimes for longer than a
+                lease.
+        """
         self._stack = ExitStack()
         self.rng = rng
         self._options = {"url": url, "prefetch": prefetch, "trouble": trouble, "run": run}
-        self._options["seed"] = rng.randrange(1 << 32)
+        self._options |= {"seed": rng.randrange(1 << 32), "visits": visits}
+        self._proxies: list[Proxy] = []
+        if lossy:
+            host, port = url.removeprefix("redis://").partition("/")[0].split(":")
+            self._proxies = [self._stack.enter_context(Proxy(host, int(port))) for _ in range(2)]
+            for proxy in self._proxies:
+                proxy.chaos(random.Random(rng.randrange(1 << 32)), 0.002)
+        self._stalled: dict[int, float] = {}  # proxies, and when to cut them
         self.plain: Any = self._stack.enter_context(plain_client(url))
         self.client = self._stack.enter_context(meteor.connect(url))
         self.stream = self.client.stream(STREAM, ordering_key="key", capacity=10_000_000)
@@ -55,7 +74,7 @@ class Fleet:
         self.key_of: list[bytes] = []
         self._names = [b"g%d" % number for number in range(keys)]
         self._publisher = self._stack.enter_context(self.stream.publisher())
-        self._members = [self._start() for _ in range(consumers)]
+        self._members = [self._start(number) for number in range(consumers)]
         for member in self._members:
             assert member.read() == READY
         self.done: Counter[str] = Counter()
@@ -70,18 +89,23 @@ class Fleet:
             member.close()
         self._stack.close()
 
-    def _start(self) -> Process:
-        return Process("-m", "tests.support.shared_worker", json.dumps(self._options))
+    def _start(self, number: int) -> Process:
+        url = self._options["url"]
+        if self._proxies:
+            url = self._proxies[number % len(self._proxies)].url
+        options = self._options | {"meteor_url": url}
+        return Process("-m", "tests.support.shared_worker", json.dumps(options))
 
-    def publish(self, records: int, *, poison: int | None = None) -> None:
-        """Publish in frames of various sizes."""
+    def publish(self, records: int, *, poison: Collection[int] = ()) -> None:
+        """Publish in frames of various sizes; the offsets in ``poison`` kill their consumers."""
         left = records
         while left:
             size = min(left, self.rng.choice([1, 7, 100, 1_000, 4_096]))
             keys = [self.rng.choice(self._names) for _ in range(size)]
             values = [b"%d" % (len(self.key_of) + number) for number in range(size)]
-            if poison is not None and 0 <= poison - len(self.key_of) < size:
-                values[poison - len(self.key_of)] = POISON
+            for offset in poison:
+                if 0 <= offset - len(self.key_of) < size:
+                    values[offset - len(self.key_of)] = POISON
             self._publisher.publish_many(values, keys=keys)
             self.key_of += keys
             left -= size
@@ -92,7 +116,7 @@ class Fleet:
     def kill(self, number: int) -> None:
         self._members[number].close()
         self._paused.pop(number, None)
-        self._members[number] = self._start()
+        self._members[number] = self._start(number)
         self.done["killed"] += 1
 
     def restart_dead(self) -> None:
@@ -107,6 +131,8 @@ class Fleet:
             if time.monotonic() > until:
                 self._members[number].resume()
                 del self._paused[number]
+        self._cut_off()
+        self.restart_dead()
         number = self.rng.randrange(len(self._members))
         if number in self._paused:
             return
@@ -115,16 +141,35 @@ class Fleet:
         self._next.pop()(number)
 
     def _pause(self, number: int) -> None:
-        self._members[number].pause()
+        try:
+            self._members[number].pause()
+        except (FileNotFoundError, ProcessLookupError):
+            return  # a poison record has killed it
         long = self.lease_s * self.rng.choice([0.3, 1.5, 2.5])
         self._paused[number] = time.monotonic() + long
         self.done["paused"] += 1
+
+    def _cut_off(self) -> None:
+        """Now and then hold the replies to half of the consumers for a while, and lose them."""
+        for number, until in list(self._stalled.items()):
+            if time.monotonic() > until:
+                self._proxies[number].cut()
+                self._proxies[number].resume()
+                del self._stalled[number]
+        if self._proxies and not self._stalled and self.rng.random() < 0.05:
+            number = self.rng.randrange(len(self._proxies))
+            self._proxies[number].stall("replies")
+            self._stalled[number] = time.monotonic() + self.lease_s * self.rng.choice([0.5, 1.5])
+            self.done["cut off"] += 1
 
     @contextmanager
     def all_awake(self) -> Iterator[None]:
         for number in list(self._paused):
             self._members[number].resume()
         self._paused.clear()
+        for number in list(self._stalled):
+            self._proxies[number].resume()
+        self._stalled.clear()
         yield
 
     def drain(self, *, every_s: float | None = None) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 import meteor_py as meteor
@@ -25,18 +26,34 @@ POISON = b"poison"
 def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     rng = random.Random(f"{options['seed']} {os.getpid()}")
-    with plain_client(options["url"]) as plain, meteor.connect(options["url"]) as client:
-        stream = client.stream(STREAM, create=False)
-        with stream.shared_subscriber(GROUP, prefetch=options["prefetch"]) as sub:
-            print(READY, flush=True)
-            if options["run"]:
-                run(sub, plain)
-                return
-            while not plain.exists(STOP):
-                try:
-                    work(sub, plain, rng, options["trouble"])
-                except meteor.Fenced:
-                    pass  # other consumers got its records
+    with plain_client(options["url"]) as plain, meteor.connect(options["meteor_url"]) as client:
+        print(READY, flush=True)
+        while not plain.exists(STOP):
+            try:
+                stream = client.stream(STREAM, create=False)
+                with stream.shared_subscriber(GROUP, prefetch=options["prefetch"]) as sub:
+                    if options["run"]:
+                        run(sub, plain)
+                        return
+                    visit(sub, plain, rng, options)
+            except (meteor.Fenced, meteor.OutcomeUnknown, meteor.ConnectionFailed):
+                pass  # while it was opened or closed
+
+
+def visit(
+    sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, options: dict[str, Any]
+) -> None:
+    """Work until the end, or for a short time if consumers come and go."""
+    polls = rng.randrange(1, 40) if options["visits"] else -1
+    while polls and not plain.exists(STOP):
+        polls -= 1
+        try:
+            work(sub, plain, rng, options["trouble"])
+        except meteor.Fenced:
+            pass  # other consumers got its records
+        except (meteor.OutcomeUnknown, meteor.ConnectionFailed):
+            with suppress(meteor.Fenced, meteor.OutcomeUnknown, meteor.ConnectionFailed):
+                sub.rollback()  # records that were polled, and neither processed nor settled
 
 
 def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: float) -> None:
@@ -45,6 +62,8 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
     for record in sub.poll(0.5, rng.choice([1, 10, 100, 1000])):
         if record.standing is not Standing.HELD:
             continue  # returned with an earlier record
+        if record.value == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
         luck = rng.random()
         if luck < trouble:
             record.release(rng.choice([0.0, 0.0, 0.05]))

@@ -1,1 +1,1 @@
-"""Messages between the members of a peer group: requests, inboxes, handlers, replies."""
+"""Messages between peer group members: requests, inboxes, handlers and replies."""

@@ -1,4 +1,4 @@
-"""A call queue: items that wait while a call is under way share the next call.
+"""A call queue: items that arrive while a call is in progress share the next call.
 
 One thread at a time has the *turn*: it takes the waiting items and makes one call. If the queue is
 idle, the thread that adds an item can send the item itself, which saves waking another thread. The
@@ -22,12 +22,12 @@ _FAILED_S = 0.5
 
 
 class CallQueue:
-    """The turns of one call queue. Its owner keeps the items, guarded by ``state``.
+    """Decides which thread makes the next call. The owner keeps the items, guarded by ``state``.
 
     ``is_waiting`` returns whether an item or an unfinished call is waiting; its caller holds
     ``state``. ``take_turn`` makes one call, and returns the seconds to wait before the next turn.
     The owner keeps an unfinished call, and the next turn repeats it. ``track`` is called with the
-    thread when it starts.
+    queue's thread before the thread starts.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class CallQueue:
     def send(self, *, here: bool) -> None:
         """Send the waiting items: in this thread, if ``here`` and no other thread has the turn.
 
-        The main thread never has the turn. A signal handler may interrupt it at any point, and must
-        not wait for a call that it has interrupted.
+        The main thread never takes the turn: a signal handler may interrupt it at any point, and
+        must not wait for a call that it has interrupted.
         """
         if not here or threading.current_thread() is threading.main_thread():
             with self._state:
@@ -71,7 +71,8 @@ class CallQueue:
         self._send()
 
     def wake(self) -> None:
-        """Let the thread send the waiting items. The caller holds ``state``."""
+        """Start or wake the queue's thread to send the waiting items. The caller holds
+        ``state``."""
         if self._thread is None and not self._stopped:
             thread = JoinableThread(self._run, self._name)
             self._track(thread)
@@ -81,7 +82,7 @@ class CallQueue:
             self._state.notify_all()
 
     def _send(self) -> None:
-        """Use the turn for one call, and give the turn back."""
+        """Make one call, then give up the turn."""
         pause_s = _FAILED_S
         try:
             pause_s = self._take_turn()
@@ -104,25 +105,27 @@ class CallQueue:
                 self._send()
             except BaseException:  # any exception: other items are waiting
                 if not self._stopped:
-                    _log.exception("The thread %s failed.", self._name)
+                    _log.exception("Thread %s failed.", self._name)
 
     def _is_ready(self) -> bool:
         return self._is_waiting() and now() >= self._not_before
 
     def _pause_s(self) -> float | None:
-        """Return how long the thread may wait, in seconds. The caller holds ``state``."""
+        """Return the longest time that the thread may wait, in seconds; None for no limit. The
+        caller holds ``state``."""
         if not self._has_turn and self._is_waiting():
             return max(self._not_before - now(), 0.001)
         return None
 
     def drain(self, deadline: float) -> bool:
-        """Wait until nothing is waiting, until ``deadline`` by ``now()``."""
+        """Wait until the queue is empty, or until ``deadline`` (``now()`` clock); return whether it
+        is empty."""
         with self._state:
             while self._has_turn or self._is_waiting():
                 if now() >= deadline or self._stopped:
                     return False
                 self.wake()
-                # The thread sends no notification when it is done, so check now and then.
+                # The thread does not notify waiters when it is done, so check now and then.
                 self._state.wait(min(deadline - now(), 0.005))
         return True
 
@@ -132,7 +135,7 @@ class CallQueue:
             self._state.notify_all()
 
     def join(self, deadline: float, push: Callable[[], None]) -> bool:
-        """Wait for the thread until ``deadline`` by ``now()``; return whether it has ended."""
+        """Wait for the thread until ``deadline`` (``now()`` clock); return whether it has ended."""
 
         def stop() -> None:
             self.stop()

@@ -1,4 +1,4 @@
-"""Dead letters of a peer group: messages that could not be delivered."""
+"""Peer group dead letters: messages that could not be delivered."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meteor_py.peers.protocol import read_fields
 
 @dataclass(frozen=True)
 class PeerLetter:
-    """A message that could not be delivered. Get them with ``group.dead_letters()``."""
+    """A message that could not be delivered. ``group.dead_letters()`` returns them."""
 
-    #: When it became a dead letter, in seconds since 1970 by the group's clock; and why.
+    #: When it became a dead letter, in seconds since 1970 on the group's clock; and why.
     failed_at: float
     reason: str
-    #: The last member that had it.
+    #: The last member that held the message.
     member: str
-    #: The id of the message.
+    #: The message id.
     id: str
     queue: str
     #: "tell", "send" or "ask".
@@ -25,13 +25,13 @@ class PeerLetter:
     #: The id of the member that sent it; None if it was sent through a ``PeerGroup``.
     sender: str | None
     sent_at: float
-    #: The type of the body: "json", "msgpack", "bytes", or the number of a registered type.
+    #: The body's type: "json", "msgpack", "bytes", or a registered type's number.
     type: str
     body: bytes
 
 
 def read_letter(entry: bytes, flat: list[bytes]) -> PeerLetter:
-    """Parse an entry of the stream ``dead``."""
+    """Parse an entry from the ``dead`` stream."""
     fields = read_fields(flat)
     return PeerLetter(
         failed_at=read_place(entry)[0] / 1000,

@@ -1,4 +1,4 @@
-"""The declaration of the queues that a member handles. Requests to other queues fail at once."""
+"""Declares which queues a member handles. Requests to other queues fail at once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between a member's last new handler and its first declaration. A program registers its
-#: handlers one after another, and requests must not fail in between.
+#: A member waits this many seconds after its latest handler before it first declares its queues. A
+#: program registers its handlers one after another, and requests must not fail in between.
 _FIRST_S = 1.0
 
 
 class Declaration:
-    """The declaration of one member, sent by the heartbeat. Later queues are declared at once."""
+    """One member's declaration, sent by the heartbeat. Queues added later are declared at once."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
         self._lock = threading.RLock()
         self._queues: dict[str, None] = {}
         self._changed_at = 0.0
-        #: The session and the queues last declared to the server.
+        #: The session and queues that were last declared to the server.
         self._sent: tuple[str, str] | None = None
 
     def add(self, queue: str) -> None:
@@ -41,10 +41,15 @@ class Declaration:
             try:
                 self._send(None)
             except MeteorError as error:
-                _log.warning("%r declares queue %r later: %s", self._member, queue, error)
+                _log.warning(
+                    "%r could not declare queue %r yet, and will retry: %s",
+                    self._member,
+                    queue,
+                    error,
+                )
 
     def send_if_due(self, connection: Connection) -> None:
-        """Send the declaration, if the server does not have it. The heartbeat calls this."""
+        """Send the declaration if the server does not have it. The heartbeat calls this method."""
         with self._lock:
             is_early = self._sent is None and now() < self._changed_at + _FIRST_S
         if self._queues and not is_early:

@@ -37,7 +37,7 @@ class Dispatcher:
             self._state.notify_all()
 
     def join(self, deadline: float) -> bool:
-        """Wait for the threads until ``deadline`` by ``now()``; return whether all have ended."""
+        """Join the threads until ``deadline`` (``now()`` clock); return whether all have ended."""
         return all(t.ends_within(max(deadline - now(), 0.0), self.stop) for t in self._threads)
 
     @property

@@ -1,16 +1,17 @@
-"""An inbox: the messages of one member, and the handlers that process them.
+"""An inbox: one member's messages, and the handlers that process them.
 
-The server keeps unsettled messages in a stream. One thread reads it and passes a bounded part of
-each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
-queue with more messages than this process may hold is *behind*: when there is room, the thread
-continues reading for it from the queue's own position.
+The server keeps unsettled messages in a stream. One thread reads the stream and passes a bounded
+number of messages from each queue to a dispatcher, whose threads call the handlers. Queues without
+a handler are skipped. If a queue exceeds the number of messages that this process can hold, it is
+*behind*: when there is room, the thread continues reading it from the queue's own position.
 
-Each read also reads the session that owns the member. If that is another session, the thread drops
-the messages. Another process may handle them, or this process reads them again, in order, once it
-has rejoined.
+Each read also fetches the session that owns the member. If that is another session, the thread
+drops the messages. Another process may handle them, or this process reads them again, in order,
+once it has rejoined.
 
-An earlier session may have died while it handled a message. Before a handler gets such a message,
-the server counts the delivery, so that a message that kills its process is not delivered forever.
+An earlier session may have died while it handled a message. Before a handler receives such a
+message, the server counts the delivery, so that a message that kills its process is not delivered
+forever.
 """
 
 from __future__ import annotations
@@ -39,35 +40,36 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of threads of one handler.
+#: Maximum number of threads per handler.
 WORKERS_MAX = 256
-#: Maximum number of entries per read, and the number of bytes that a read should not exceed.
+#: Maximum number of entries per read, and the target size of a read in bytes.
 _COUNT = 100
 _PAGE_BYTES = 4 * 1_048_576
 #: Maximum number of shared bodies per read.
 _BODIES = 8
-#: Settled messages to remember, so that reading the stream again does not deliver them.
+#: Number of settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
-#: Seconds between two checks for room in a full queue that is behind.
+#: Seconds between checks for room in a full queue that is behind.
 _FULL_S = 0.02
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
 
 Ack = Literal["auto", "manual"]
-#: A message and its position: after a failover, another message may have the same position.
+#: A message's position and id: after a failover, another message may have the same position.
 Key = tuple[Place, str]
 
-#: Maximum unsettled messages, and bytes, of one queue in this process.
+#: Maximum number and total bytes of unsettled messages per queue in this process.
 HELD_MAX = 1_000
 HELD_BYTES_MAX = 64 * 1_048_576
-#: The position before all entries.
+#: The position before the first entry.
 START: Place = (0, 0)
 
 
 @dataclass(eq=False)
 class QueueState:
-    """One queue of an inbox: its handler and the messages held for it, under the inbox's lock."""
+    """One queue in an inbox: its handler and the messages held for it. The inbox's lock guards
+    it."""
 
     inbox: Inbox
     queue: str
@@ -92,7 +94,7 @@ class QueueState:
 
 
 class Inbox:
-    """The inbox of one member handle. Reading and settling use separate connections."""
+    """One member handle's inbox. Reading and settling use separate connections."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
@@ -133,7 +135,7 @@ class Inbox:
         if priority is not None:
             check_int("priority", priority, 1, 256)
             if workers != 1:
-                raise ValueError("Handlers with a priority take turns; use workers=1.")
+                raise ValueError("Handlers with a priority share one thread. Use workers=1.")
         state = QueueState(self, queue, function, ack, priority or 0, timeout)
         with self._state:
             self._add(state)
@@ -168,8 +170,8 @@ class Inbox:
             raise self._member.lost_error()
         if state.queue in self._queues:
             raise ValueError(
-                f"The queue {state.queue!r} of member {self._member.id!r} already has a handler or "
-                "an iterator. Give it more workers, or choose another name."
+                f"Queue {state.queue!r} of member {self._member.id!r} already has a handler or an "
+                "iterator. Give the handler more workers, or choose another queue name."
             )
         if self._thread.ident is None:
             self._thread.start()
@@ -190,7 +192,7 @@ class Inbox:
     # -- handling ------------------------------------------------------------------------------
 
     def _handle(self, message: Message) -> None:
-        """Call the handler of a message, in a thread of a dispatcher."""
+        """Call the handler for a message. Runs in a dispatcher thread."""
         state = message.queue_state
         assert state.function is not None, "only queues with a function have threads"
         try:
@@ -200,21 +202,21 @@ class Inbox:
             try:
                 value = state.function(message)
             except BaseException as error:  # even SystemExit: the thread serves other messages
-                _log.warning("The handler of %r failed.", state.queue, exc_info=True)
+                _log.warning("The handler for queue %r failed.", state.queue, exc_info=True)
                 if message.deliveries == turn:
                     self.settle_later(message, "failed", "", _reason(error))
             else:
                 if state.ack == "auto" and message.deliveries == turn:  # else retry() was called
                     self._reply_to(message, value)
         except BaseException:  # even SystemExit, from a registered codec function
-            _log.exception("Message %s of queue %r was not settled.", message.id, state.queue)
+            _log.exception("Message %s in queue %r was not settled.", message.id, state.queue)
 
     def _reply_to(self, message: Message, value: object) -> None:
         try:
             kind, data = self._encode(message, value)
         except BaseException as error:  # any exception: the sender is waiting
-            _log.warning("The return value of the handler of %r cannot be sent.", message.queue)
-            reason = b"The return value of the handler cannot be sent: " + _reason(error)
+            _log.warning("Cannot send the return value of the handler for queue %r.", message.queue)
+            reason = b"The handler's return value cannot be sent: " + _reason(error)
             self.settle_later(message, "failed", "", reason)
         else:
             self.settle_later(message, "ok", kind, data)
@@ -234,19 +236,19 @@ class Inbox:
         try:
             message.body = self._group.requests.codec.decode(message.kind, message.data)
         except UnknownType as error:
-            _log.error("Message %s becomes a dead letter: %s", message.id, error)
+            _log.error("Message %s became a dead letter: %s", message.id, error)
             reason = str(error).encode(errors="replace")
             self.settle_later(message, "unknown", "", reason)
             return False
         return True
 
     def _begin(self, message: Message) -> bool:
-        """Count a delivery of a message that an earlier session may have begun to handle."""
+        """Count the delivery of a message that an earlier session may have begun to handle."""
         count = self._settlements.begin(message)
         if count is None or count <= 0:
             if count == -1:
                 _log.error(
-                    "Message %s of queue %r was delivered %d times and never settled. It is now a "
+                    "Message %s in queue %r was delivered %d times and never settled. It became a "
                     "dead letter.",
                     message.id,
                     message.queue,
@@ -261,7 +263,7 @@ class Inbox:
         return self.settle(message, "ok", *self._encode(message, value))
 
     def _encode(self, message: Message, value: object) -> tuple[str, bytes]:
-        """Encode the reply, if the sender asked for one."""
+        """Encode the reply if the sender asked for one."""
         if message.verb != "ask":
             return "", b""
         kind, data = self._group.requests.codec.encode(value)
@@ -279,7 +281,7 @@ class Inbox:
         return True
 
     def settle(self, message: Message, code: str, kind: str, data: bytes) -> bool:
-        """Settle a message, and return whether this call settled it."""
+        """Settle a message; return whether this call settled it."""
         item = self._settlement(message, code, kind, data)
         if item is None:
             return False
@@ -290,8 +292,8 @@ class Inbox:
             raise
 
     def settle_later(self, message: Message, code: str, kind: str, data: bytes) -> None:
-        """Settle a message, with retries for as long as the member is in the group. If other
-        messages are waiting for a handler, the calling thread does not wait for the server."""
+        """Settle a message, retrying for as long as the member is in the group. If other messages
+        are waiting for a handler, the calling thread does not wait for the server."""
         item = self._settlement(message, code, kind, data)
         if item is not None:
             self._settlements.put(item, here=not message.queue_state.dispatcher.has_waiting)
@@ -305,11 +307,11 @@ class Inbox:
         return Settlement(message, what, code, kind, data)
 
     def _settled(self, item: Settlement) -> None:
-        """Process the server's answer. Any thread may call this: do not block."""
+        """Process the server's answer. Any thread may call this method, so it must not block."""
         message = item.message
         if item.result is None:
             _log.warning(
-                "Member %r no longer belongs to this process: message %s was not settled here.",
+                "Member %r no longer belongs to this process. Message %s was not settled here.",
                 message.member,
                 message.id,
             )
@@ -341,7 +343,7 @@ class Inbox:
     # -- reading -------------------------------------------------------------------------------
 
     def rejoined(self) -> None:
-        """Read the stream again, because the member has another session."""
+        """Read the stream again, because the member has a new session."""
         self._fenced_until = 0.0
         self._wake()
 
@@ -387,7 +389,7 @@ class Inbox:
                 failures += 1
             except Exception:
                 if not self._stopped:
-                    _log.exception("The inbox of %r failed.", self._member)
+                    _log.exception("The inbox for %r failed.", self._member)
                 failures += 1
             with self._state:
                 woken, self._woken = self._woken, False
@@ -456,7 +458,7 @@ class Inbox:
         return None
 
     def _load(self, page: Sequence[Any]) -> list[tuple[bytes, list[bytes]]]:
-        """Read the bodies that entries share with entries of other members, and adapt the size of
+        """Read the bodies that entries share with entries in other inboxes, and adapt the size of
         the next page."""
         entries: list[tuple[bytes, list[bytes]]] = [(entry, flat) for entry, flat in page]
         shared = [flat for _, flat in entries if len(flat) > 2 and flat[-2] == b"shared"]
@@ -476,7 +478,7 @@ class Inbox:
         return entries
 
     def _block_s(self, queues: list[QueueState]) -> float:
-        """How long a read may block."""
+        """The longest time that a read may block, in seconds."""
         if any(not state.live and state.roomy for state in queues) or self._woken:
             return 0.0
         times = [self._connection.block_max_s]
@@ -501,7 +503,7 @@ class Inbox:
             state.live = True
 
     def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
-        """Pass a message to its dispatcher; False if the queue has no room."""
+        """Pass a message to its dispatcher; return False if the queue has no room."""
         place = read_place(entry)
         if place <= state.place:
             return True  # this message was read before
@@ -510,7 +512,7 @@ class Inbox:
         try:
             message = read_message(state, self._identity[0], entry, flat, time, clock.error_bound)
         except (KeyError, ValueError):
-            _log.warning("Skipping entry %s of the inbox, which is not a message.", entry.decode())
+            _log.warning("Skipping inbox entry %s, which is not a message.", entry.decode())
             state.place = place
             return True
         with self._state:
@@ -534,8 +536,8 @@ class Inbox:
             state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """Drop messages that no handler has: they may now belong to another member. If they do not,
-        the thread reads them again."""
+        """Drop messages that no handler has taken: they may now belong to another member. If they
+        do not, the thread reads them again."""
         for state in self._queues.values():
             for key, message in list(state.held.items()):
                 if not message.taken:
@@ -554,11 +556,11 @@ class Inbox:
 
 
 def _patience_s(state: QueueState) -> float:
-    """Seconds until a message of a queue can become overdue."""
+    """Seconds until a message in a queue can become overdue."""
     assert state.timeout is not None, "the caller has checked it"
     times = [math.inf]
     for message in list(state.held.values()):
-        # A handler may take a waiting message at any moment, and then has the whole timeout.
+        # A handler may take a waiting message at any moment, and then has the full timeout.
         at = message.overdue_at
         times.append(state.timeout if at is None else max(at - now(), _FULL_S))
     return min(times)
@@ -574,7 +576,7 @@ def _reason(error: BaseException) -> bytes:
 
 
 def _queue_of(flat: list[Any]) -> str | None:
-    """Return the queue of an inbox entry; None if send.lua did not write the entry."""
+    """Return an inbox entry's queue; None if send.lua did not write the entry."""
     if len(flat) < 4 or flat[2] != b"queue":
         return None
     return str(flat[3], errors="replace")

@@ -11,13 +11,13 @@ from meteor_py.records.config import check_seconds
 if TYPE_CHECKING:
     from meteor_py.peers.messaging.inbox import QueueState
 
-#: The position of an entry in its stream.
+#: An entry's position in its stream.
 Place = tuple[int, int]
 
 
 @dataclass(eq=False)
 class Message:
-    """A message that a member received. Settle it once, with ``ack``, ``reply`` or ``fail``.
+    """A message that a member received. Settle it once with ``ack``, ``reply`` or ``fail``.
 
     An unsettled message stays in the inbox. If its member dies and rejoins, or another process
     takes over the member's name, the message is delivered again with the same ``id``.
@@ -34,12 +34,12 @@ class Message:
     from_leader: bool
     #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: 1 for the first delivery. Each call of ``retry`` in this process adds one, and so does every
-    #: session that had the message and ended without settling it, even if no handler had started.
+    #: 1 for the first delivery. Each call to ``retry`` in this process adds one, and so does every
+    #: session that held the message and ended without settling it, even if no handler had started.
     deliveries: int
-    #: When it was stored, in seconds since 1970 by the group's clock.
+    #: When it was stored, in seconds since 1970 on the group's clock.
     sent_at: float
-    #: When this process read it, by its estimate of the same clock.
+    #: When this process read it, according to its estimate of the same clock.
     received_at: float
     #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float
@@ -47,15 +47,16 @@ class Message:
     queue_state: QueueState = field(repr=False)
     #: The decoded body.
     body: Any = None
-    #: The receiver, the position in its inbox, and when the sender stops waiting (group's clock).
+    #: The receiver, the message's position in the receiver's inbox, and when the sender stops
+    #: waiting (on the group's clock).
     member: str = field(default="", repr=False)
     place: Place = field(default=(0, 0), repr=False)
     until: float = field(default=0.0, repr=False)
-    #: The type and the bytes of the undecoded body.
+    #: The type and bytes of the undecoded body.
     kind: str = field(default="", repr=False)
     data: bytes = field(default=b"", repr=False)
-    #: Whether a handler has it, whether it is settled, whether no handler may get it any more, and
-    #: when the handler's time limit expires.
+    #: Whether a handler has taken it, whether it is settled, whether it was dropped and must not be
+    #: handled, and when the handler's time limit expires.
     taken: bool = field(default=False, repr=False)
     settled: bool = field(default=False, repr=False)
     dropped: bool = field(default=False, repr=False)
@@ -66,14 +67,14 @@ class Message:
 
     @property
     def latency(self) -> float:
-        """Seconds between storing and reading the message."""
+        """Seconds from storing the message until reading it."""
         return self.received_at - self.sent_at
 
     def ack(self) -> bool:
-        """Settle the message as done. A sender that asked gets None.
+        """Settle the message as done. A sender that asked for a reply gets None.
 
         Returns:
-            Whether this call settled the message. False if it was settled before, or no longer
+            Whether this call settled the message. False if it was already settled, or no longer
             belongs to this member: the sender stopped waiting, or another member has it.
 
         Raises:
@@ -82,10 +83,10 @@ class Message:
         return self.queue_state.inbox.settle(self, "ok", "", b"")
 
     def reply(self, value: Any = None) -> bool:
-        """Settle the message as done, with a reply for a sender that asked.
+        """Settle the message as done, with a reply if the sender asked for one.
 
         Raises:
-            TypeError, ValueError: The codec cannot encode the reply, or it exceeds 1 MiB.
+            TypeError, ValueError: The codec cannot encode the reply, or the reply exceeds 1 MiB.
         """
         return self.queue_state.inbox.reply(self, value)
 
@@ -97,17 +98,17 @@ class Message:
     def retry(self, delay: float = 0.0) -> bool:
         """Handle the message again after ``delay`` seconds, unless it expires first.
 
-        Meanwhile other messages of its queue are handled.
+        In the meantime, other messages in the queue are handled.
         """
         return self.queue_state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 
 
-#: A position after all entries.
+#: A position after the last entry.
 LAST: Place = (2**64, 0)
 
 
 def read_place(entry: bytes) -> Place:
-    """Parse the ID of a stream entry."""
+    """Parse a stream entry ID."""
     ms, _, number = entry.partition(b"-")
     return int(ms), int(number)
 
@@ -115,7 +116,7 @@ def read_place(entry: bytes) -> Place:
 def read_message(
     state: QueueState, member: str, entry: bytes, flat: list[bytes], now: float, error: float
 ) -> Message:
-    """Parse an entry of an inbox. The body is not decoded yet."""
+    """Parse an inbox entry, without decoding the body."""
     fields = read_fields(flat)
     return Message(
         id=fields["id"].decode(),

@@ -1,4 +1,4 @@
-"""Replies: how the receivers of a message settled it."""
+"""Replies: how receivers settled a message."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meteor_py.records.times import seconds_in_words
 
 @dataclass(frozen=True)
 class Replies:
-    """The replies to a message to all members."""
+    """The replies to a message that was sent to all members."""
 
     #: The replies, by member id.
     values: dict[str, Any] = field(default_factory=dict)
-    #: The errors of members that did not reply, by member id.
+    #: The errors for members that did not reply, by member id.
     failed: dict[str, MessageFailed] = field(default_factory=dict)
 
     @property
@@ -33,7 +33,7 @@ class Replies:
 
 
 def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Replies:
-    """Parse the replies so far from the fields of a hash ``message:<id>``."""
+    """Parse the replies received so far from the fields of a ``message:<id>`` hash."""
     replies = Replies()
     for name, value in fields.items():
         if not name.startswith("r:"):
@@ -46,7 +46,7 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
                 replies.values[member] = codec.decode(kind.decode(), data)
             except BaseException as error:  # even SystemExit, from a registered decode function
                 replies.failed[member] = HandlerFailed(
-                    f"The reply of member {member!r} cannot be read: {_text(error)}",
+                    f"Cannot decode the reply from member {member!r}: {_text(error)}",
                     group=group,
                     member=member,
                 )
@@ -57,7 +57,7 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
 
 
 def reply_type(reply: bytes) -> str:
-    """The type of a reply; "" if it is an error."""
+    """Return a reply's type; "" if it is an error."""
     code, _, rest = reply.partition(b":")
     return rest.partition(b":")[0].decode() if code == b"ok" else ""
 
@@ -90,7 +90,7 @@ def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
     if code == "nohandler":
         return no_handler(text, group, member)
     if code == "poison":
-        text = f"it was delivered {text} times and never settled. It is now a dead letter."
+        text = f"it was delivered {text} times and never settled, and became a dead letter."
     verb = "cannot read" if code == "unknown" else "failed to handle"
     return HandlerFailed(f"{name} {verb} the message: {text}", group=group, member=member)
 

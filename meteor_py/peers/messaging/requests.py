@@ -1,9 +1,9 @@
 """Requests: the messages that a group handle sends, and the replies to them.
 
-A call queue stores the messages in the order of the calls. Messages that wait while a call is under
-way share the next call. Each call has a number, so that the server recognizes a repeat after a lost
-reply. The event reader completes most futures. One thread of the handle reads the other replies,
-ends messages that time out, and runs the callbacks of futures.
+A call queue stores the messages in the order in which they were sent. Messages that arrive while a
+call is in progress share the next call. Each call has a number, so that the server recognizes a
+repeat after a lost reply. The event reader completes most futures. Another thread reads the other
+replies, ends messages that time out, and runs future callbacks.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _log = logging.getLogger(__name__)
 Verb = Literal["tell", "send", "ask"]
 To = Literal["member", "any", "all", "leader"]
 
-#: Maximum number of unfinished messages of a handle; further calls block.
+#: Maximum number of unfinished messages per handle; further calls block.
 PENDING_MAX = 10_000
-#: Maximum size of a body or a reply in bytes.
+#: Maximum size of a body or reply in bytes.
 BODY_BYTES_MAX = 1_048_576
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.3)
@@ -68,21 +68,21 @@ _BACKOFF_S = (0.01, 0.3)
 _LAST_READ_S = 1.0
 #: Maximum number of messages that one call stores, or whose replies one call reads.
 _BATCH = 100
-#: Bytes of messages after which a call takes no further messages.
+#: Message bytes after which a call takes no more messages.
 _BATCH_BYTES = 262_144
-#: Bytes of messages that may wait to be stored; beyond that, further calls block.
+#: Maximum total bytes of messages waiting to be stored; further calls block.
 _UNSENT_BYTES_MAX = 64 * 1_048_576
-#: Seconds without a pending message after which the reply thread sleeps until the next message.
+#: After this many seconds without a pending message, the reply thread sleeps until the next one.
 _IDLE_S = 1.0
-#: Maximum number of finished messages to report to the server. The rest expire there.
+#: Maximum number of finished messages waiting to be reported to the server. The rest expire there.
 _FINISHED_MAX = 10_000
 
 
 class MessageFuture(Future[Any]):
-    """The future of a message.
+    """A message's future.
 
     A callback may block, so only one thread may run callbacks. ``try_end`` lets any other thread
-    complete a future without callbacks.
+    complete a future that has no callbacks.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class MessageFuture(Future[Any]):
         super().add_done_callback(fn)
 
     def try_end(self, error: BaseException | None, result: Any) -> bool:
-        """Complete the future; False if it has callbacks."""
+        """Complete the future; return False if it has callbacks."""
         with self._gate:
             if self._has_callbacks:
                 return False
@@ -112,7 +112,7 @@ class Request:
     sender: MemberHandle | None
     verb: Verb
     to: To
-    #: The id of the receiver, if ``to`` is "member".
+    #: The receiver's id, if ``to`` is "member".
     member: str
     queue: str
     timeout: float
@@ -122,14 +122,14 @@ class Request:
     id: str = ""
     future: MessageFuture = field(default_factory=MessageFuture)
     receivers: list[str] = field(default_factory=list)
-    #: The type and the bytes of the body, until it is stored.
+    #: The body's type and bytes, until the message is stored.
     kind: str = ""
     data: bytes = b""
-    #: When the sender stops waiting, by ``now()``.
+    #: When the sender stops waiting, on the ``now()`` clock.
     deadline: float = 0.0
 
     def identity(self) -> tuple[str, str]:
-        """The id and the session of the sender."""
+        """The sender's id and session."""
         return ("", "") if self.sender is None else (self.sender.id, self.sender.session)
 
 
@@ -145,7 +145,7 @@ class _Batch:
 
 
 class Requests:
-    """The requests of one group handle. The first message starts the threads."""
+    """One group handle's requests. The first message starts the threads."""
 
     def __init__(self, group: GroupHandle, codec: PeerCodec) -> None:
         self.group = group
@@ -153,20 +153,20 @@ class Requests:
         lock = threading.RLock()
         #: Wakes the reply thread, and callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
-        #: Unfinished messages, the messages among them that are not stored yet, and their bytes.
+        #: Unfinished messages; those of them that are not stored yet, and their total bytes.
         self._pending: dict[str, Request] = {}
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
         self._batch: _Batch | None = None
-        #: How many messages and calls there have been. Their numbers are part of their ids.
+        #: Counters that number the messages and the calls.
         self._messages = self._batches = 0
         self._random = random.Random()  # chooses a member; seeded by the operating system
-        #: Failed calls of the main thread, which the call queue repeats.
+        #: Failed calls from the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
         #: Consecutive attempts that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
-        #: When the reply thread looks for messages that have timed out, by ``now()``.
+        #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
         self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
@@ -190,7 +190,7 @@ class Requests:
     def post(self, message: Request, body: Any) -> Future[Any]:
         """Store a message, and wait for its reply in the background."""
         self.group.check_owned()
-        # Closed later than the group: handlers that closing waits for may still send.
+        # Requests close later than the group: handlers that close() waits for may still send.
         if self._stopped:
             self.group.check_open()
         message.kind, message.data = self.codec.encode(body)
@@ -211,11 +211,11 @@ class Requests:
         return message.future
 
     def _queue(self, message: Request) -> bool:
-        """Queue a message; return whether its caller should send it, because no other message is
+        """Queue a message; return whether the caller should send it, because no other message is
         being sent. A caller of ``tell`` does not wait, so that its next message can share the
         call."""
         with self._state:
-            # A callback of a future would wait for its own thread.
+            # A future's callback would wait for its own thread.
             is_callback = threading.current_thread() is self._thread
             free = self._room.wait_for(
                 lambda: self._has_room() or self._stopped,
@@ -225,8 +225,8 @@ class Requests:
                 raise self._closed_error()
             if not free:
                 raise MessageExpired(
-                    f"{len(self._pending):,} messages of this handle of group {self.group.name!r} "
-                    "await replies. Nothing was sent.",
+                    f"Too many messages sent through this handle for group {self.group.name!r} "
+                    f"are unfinished ({len(self._pending):,}). Nothing was sent.",
                     group=self.group.name,
                 )
             self._messages += 1
@@ -252,10 +252,10 @@ class Requests:
         return self._batch is not None or bool(self._unsent or self._failed)
 
     def _send_directly(self, message: Request) -> None:
-        """Send the only message of this handle in the main thread.
+        """Send this handle's only message in the main thread.
 
-        A signal handler may interrupt this at any point, or raise. So the main thread shares
-        neither its connection nor its session with the call queue.
+        A signal handler may interrupt this method at any point, or raise an exception. So the main
+        thread shares neither its connection nor its session with the call queue.
         """
         self._batches += 1
         batch = _Batch(self._direct_session, self._batches, [message], self._arguments(message))
@@ -330,15 +330,15 @@ class Requests:
             self.group.protocol.heartbeat(connection, "", [])
         if reply[0] == b"OLD":
             raise MessageFailed(
-                f"The server has stored later messages of this handle of group "
-                f"{self.group.name!r}. This one may or may not be stored.",
+                f"The server has already stored later messages from this handle for group "
+                f"{self.group.name!r}. This one may or may not have been stored.",
                 group=self.group.name,
             )
         return [result.decode() for result in reply[1:]]
 
     def _settle_batch(self, batch: _Batch, results: list[str]) -> None:
         """Process the results of a call. Messages without a result, and messages whose sender was
-        expelled and may rejoin, are sent again, before all later messages."""
+        expelled but may rejoin, are sent again, before all later messages."""
         again: list[Request] = []
         stale = False
         for number, message in enumerate(batch.messages):
@@ -374,7 +374,7 @@ class Requests:
             self._end(message.future, result=message.id)
 
     def _take_finished(self) -> str:
-        """The ids of finished messages, which the server deletes."""
+        """Return the ids of finished messages, which the server deletes."""
         ids: list[str] = []
         with suppress(IndexError):  # another thread may take the last one
             while len(ids) < _BATCH:
@@ -391,21 +391,21 @@ class Requests:
             return InboxFull(
                 f"Member {full!r} of group {name!r} already has {self.group.config.max_inbox:,} "
                 "unsettled messages (max_inbox). Nothing was sent. Send the message again later, "
-                "or give the group a larger max_inbox.",
+                "or recreate the group with a larger max_inbox.",
                 group=name,
                 member=full,
             )
         if code == "NOHANDLER":
             return no_handler(message.queue, name, member or None)
         if member:
-            text = f"There is no member {member!r} in group {name!r}."
+            text = f"Group {name!r} has no member {member!r}."
             return MemberUnknown(text, group=name, member=member)
         if self.group.view.members:
             return MemberUnknown(f"No member of group {name!r} is alive.", group=name)
         return MemberUnknown(f"Group {name!r} has no members.", group=name)
 
     def flush(self, sender: MemberHandle, deadline: float) -> None:
-        """Wait until all messages of a member are stored, until ``deadline`` by ``now()``."""
+        """Wait until a member's messages are stored, or until ``deadline`` (``now()`` clock)."""
         with self._state:
             batch = self._batch.messages if self._batch is not None else []
             unsent = any(message.sender is sender for message in (*batch, *self._unsent))
@@ -423,7 +423,7 @@ class Requests:
             if pending is None:
                 return
             reply = fields.get("reply")
-            # A registered type has a function of the application, which may block.
+            # A registered type is decoded by an application function, which may block.
             if reply is None or not self.codec.is_plain(reply_type(reply)):
                 self._arrived.append(message)
                 self._state.notify_all()
@@ -431,8 +431,8 @@ class Requests:
         self._complete(message, {f"r:{fields['member'].decode()}": reply})
 
     def close(self, deadline: float) -> None:
-        """Store the messages that wait, fail those without a reply, and join the threads, all until
-        ``deadline`` by ``now()``."""
+        """Store the waiting messages, fail those without a reply, and join the threads, all until
+        ``deadline`` (``now()`` clock)."""
         self._calls.drain(deadline)
         with self._state:
             self._stopped = True
@@ -448,7 +448,7 @@ class Requests:
         thread = self._thread
         ended = thread is None or thread.ends_within(max(deadline - now(), 0.0), self._wake)
         if not (self._calls.join(deadline, self._out.interrupt) and ended):
-            _log.warning("A message thread of group %r did not end in time.", self.group.name)
+            _log.warning("A message thread for group %r did not end in time.", self.group.name)
         if self._calls.is_free:
             self._out.close()
         self._direct.interrupt()
@@ -477,7 +477,7 @@ class Requests:
                     self._state.wait_for(lambda: self._stopped, pause)
             except BaseException:  # any exception: other messages are waiting for replies
                 if not self._stopped:
-                    _log.exception("Reading replies of group %r failed.", self.group.name)
+                    _log.exception("Reading replies from group %r failed.", self.group.name)
             for message in due:
                 self._expire(message, {})
         connection.close()
@@ -499,8 +499,8 @@ class Requests:
                 if due or self._arrived or self._ended:
                     count = min(len(self._arrived), _BATCH)
                     return [self._arrived.popleft() for _ in range(count)], due
-                # Look again soon even if no message is pending: this way, most messages are
-                # finished without waking this thread.
+                # Check again soon even if no message is pending: this way, most messages finish
+                # without waking this thread.
                 self._looks_at = heap[0][0] if heap else math.inf if idle else now() + _IDLE_S
                 idle = not self._state.wait(
                     None if math.isinf(self._looks_at) else self._looks_at - now()
@@ -514,7 +514,7 @@ class Requests:
                 _end(*self._ended.popleft())
 
     def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
-        """Read replies. A message that is due may also have one: its notification can be lost."""
+        """Read replies. A message that is due may also have a reply whose notification was lost."""
         ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
@@ -555,8 +555,8 @@ class Requests:
         else:
             error = MessageExpired(
                 f"A message to group {self.group.name!r} got no reply within "
-                f"{seconds_in_words(pending.timeout)}. It may have been handled, or may "
-                "still be.",
+                f"{seconds_in_words(pending.timeout)}. It may already have been handled, or may be "
+                "handled later.",
                 group=self.group.name,
                 member=receivers[0] if pending.to == "member" and receivers else None,
                 timeout=pending.timeout,
@@ -567,7 +567,7 @@ class Requests:
         return MessageExpired(
             f"A message to group {self.group.name!r} could not be stored within "
             f"{seconds_in_words(message.timeout)}. If the server's reply was lost, the message may "
-            "be stored.",
+            "still have been stored.",
             group=self.group.name,
             timeout=message.timeout,
         )
@@ -622,7 +622,7 @@ class Requests:
 
     def _closed_error(self) -> MessageFailed:
         return MessageFailed(
-            f"This handle of group {self.group.name!r} was closed before a reply arrived.",
+            f"This handle for group {self.group.name!r} was closed before a reply arrived.",
             group=self.group.name,
         )
 
@@ -631,8 +631,8 @@ def check_size(data: bytes) -> None:
     """Raise ``ValueError`` for a body that is too large."""
     if len(data) > BODY_BYTES_MAX:
         raise ValueError(
-            f"The body of a message may have at most {BODY_BYTES_MAX:,} bytes, not {len(data):,}. "
-            "Send a reference to the data instead."
+            f"A message body is limited to {BODY_BYTES_MAX:,} bytes, but this one has "
+            f"{len(data):,}. Send a reference to the data instead."
         )
 
 
@@ -645,7 +645,7 @@ def _end(future: Future[Any], error: BaseException | None = None, result: Any = 
             future.set_result(result)
     except InvalidStateError:
         pass  # the message has timed out
-    except BaseException:  # from a callback; concurrent.futures logs an Exception itself
+    except BaseException:  # from a callback; concurrent.futures itself logs any Exception
         if threading.current_thread() is threading.main_thread():
             raise
-        _log.exception("A callback of a message's future failed.")
+        _log.exception("A callback on a message's future raised an exception.")

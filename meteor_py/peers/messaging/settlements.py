@@ -1,7 +1,7 @@
 """Settlements: an inbox's reports to the server about the outcome of its messages.
 
-Settlements that wait while a call is under way share the next call. A handler's thread that has no
-other message to handle makes the call itself.
+Settlements that arrive while a call is in progress share the next call. If a handler's thread has
+no other message to handle, it makes the call itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of messages per call, and bytes of replies after which a call takes no more.
+#: Maximum number of messages per call, and reply bytes after which a call takes no more messages.
 _BATCH = 64
 _BATCH_BYTES = 262_144
-#: Maximum number of waiting settlements of handled messages. Beyond that, handlers wait.
+#: Maximum number of settlements waiting for the server. Beyond that, handlers wait.
 _WAITING_MAX = 256
-#: Seconds for which settling is retried while the application waits.
+#: Keep retrying for this many seconds while the application waits.
 _SETTLE_S = 10.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
@@ -43,7 +43,7 @@ What = Literal["settle", "settle-begun", "begin"]
 
 @dataclass(eq=False)
 class Settlement:
-    """One message to settle, or whose delivery is to be counted."""
+    """One message to settle, or one delivery to count."""
 
     message: Message
     what: What
@@ -51,7 +51,8 @@ class Settlement:
     code: str
     kind: str = ""
     data: bytes = b""
-    #: When to stop trying, by ``now()``; None to try for as long as the member is in the group.
+    #: When to stop trying, on the ``now()`` clock; None to try for as long as the member is in the
+    #: group.
     deadline: float | None = None
     #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
     result: int | None = None
@@ -60,7 +61,7 @@ class Settlement:
 
 
 class Settlements:
-    """The settlements of one inbox. ``finished`` gets each one that the server has answered."""
+    """One inbox's settlements. ``finished`` is called with each one that the server answered."""
 
     def __init__(self, member: MemberHandle, finished: Callable[[Settlement], None]) -> None:
         self._member = member
@@ -79,7 +80,7 @@ class Settlements:
         )
 
     def put(self, item: Settlement, *, here: bool) -> None:
-        """Queue a settlement. ``here`` makes the call in this thread if no other is under way."""
+        """Queue a settlement. With ``here``, this thread makes the call if none is in progress."""
         with self._state:
             if not here:
                 self._room.wait_for(lambda: len(self._waiting) < _WAITING_MAX or self._stopped)
@@ -96,7 +97,7 @@ class Settlements:
             patient: Whether to retry for as long as the member is in the group.
 
         Raises:
-            MeteorError: The server refused, or could not be reached; not if ``patient``.
+            MeteorError: The server refused or could not be reached. Not raised if ``patient``.
         """
         item.deadline = None if patient else now() + _SETTLE_S
         self.put(item, here=True)
@@ -106,14 +107,15 @@ class Settlements:
         return item.result
 
     def begin(self, message: Message) -> int | None:
-        """Count a delivery; return the number of deliveries, as in ``peers/settle.lua``."""
+        """Count a delivery and return the delivery count; ``peers/settle.lua`` documents the
+        special values."""
         return self.wait(Settlement(message, "begin", secrets.token_hex(8)), patient=True)
 
     def drain(self, deadline: float) -> bool:
         return self._calls.drain(deadline)
 
     def close(self) -> None:
-        """Make no more calls; drop the waiting settlements."""
+        """Make no more calls, and drop the waiting settlements."""
         with self._state:
             self._stopped = True
             self._room.notify_all()
@@ -155,7 +157,7 @@ class Settlements:
                 self._batch.append(item)
             self._room.notify_all()
         member, session = self._member, self._member.session
-        # A member that rejoined under another id has lost the messages of the old id.
+        # A member that rejoined under another id has lost the messages to its old id.
         for item in list(self._batch):
             if item.message.member != member.id or member.lost.is_set():
                 self._conclude(item, None)
@@ -192,7 +194,7 @@ class Settlements:
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:
             count = len(self._batch)
-            _log.warning("Could not settle messages (%d), and will retry: %s", count, error)
+            _log.warning("Could not settle %d messages, and will retry: %s", count, error)
         for item in list(self._batch):
             if item.deadline is not None and (not retriable or now() >= item.deadline):
                 item.error = error

@@ -1,4 +1,4 @@
-"""Targets: the receivers of a message, and three verbs that say which result the sender awaits."""
+"""Targets: who receives a message, and three verbs that choose which result the sender awaits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Default seconds after which a sender stops waiting for a reply.
 TIMEOUT_S = 10.0
 TIMEOUT_MAX_S = 86_400.0
-#: Default priority of a message: 1 to 256, lower numbers first.
+#: Default message priority: 1 to 256, lower numbers first.
 PRIORITY = 128
 PRIORITY_MAX = 256
 
@@ -27,20 +27,20 @@ class Target:
     Get it from a group or a membership. All three verbs store the message, in the order of the
     calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A
     verb may return before the message is stored; the future reports the outcome. One thread
-    runs the callbacks of all futures, so they must not block. The future may raise:
+    runs the callbacks on all futures, so callbacks must not block. The future can raise:
 
     - ``MemberUnknown``: the group has no such member, or no live member;
     - ``NoLeader``: the group has no leader;
     - ``NoHandler``: the receiver does not handle the queue (see ``wait_for_handler``);
     - ``InboxFull``: the receiver has ``max_inbox`` unsettled messages;
     - ``MemberLeft``: the receiver left before it replied;
-    - ``HandlerFailed``: the receiver's handler raised, or called ``fail()``;
+    - ``HandlerFailed``: the receiver's handler raised an exception, or called ``fail()``;
     - ``MessageExpired``: no reply arrived in time. The message may still be handled;
     - ``MembershipLost``: the sender is no longer a member.
 
     An invalid argument, or a body that the codec cannot encode, raises ``ValueError`` or
-    ``TypeError`` at once. A handle may have 10,000 unfinished messages. Further calls wait for
-    room, except in a callback of a future, where they fail at once.
+    ``TypeError`` at once. A handle can have at most 10,000 unfinished messages. Further calls wait
+    for room, except in a future's callback, where they fail at once.
 
     >>> group.member("worker-7").ask("price", "book", timeout=5).result()  # doctest: +SKIP
     """
@@ -62,18 +62,18 @@ class Target:
         priority: int = PRIORITY,
         wait_for_handler: bool = True,
     ) -> Future[str]:
-        """Store a message; the result is its id.
+        """Store a message; the result is the message id.
 
         The message stays in the inbox until it is settled or its receiver leaves.
 
         Args:
             queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
             body: Any value that the group's codec can encode, up to 1 MiB.
-            timeout: Seconds to keep trying to store it, up to a day.
-            priority: 1 to 256. Of the waiting messages, lower numbers are delivered first.
-            wait_for_handler: If false, raise ``NoHandler`` if no receiver handles the queue. A
-                member that has registered no handler yet may still do so, and a dead member may
-                rejoin: messages to them wait in either case.
+            timeout: Seconds to keep trying to store the message, up to a day.
+            priority: 1 to 256. Among waiting messages, lower numbers are delivered first.
+            wait_for_handler: If false, the future raises ``NoHandler`` if no receiver handles the
+                queue. A member that has not registered any handler may still do so, and a dead
+                member may rejoin: messages to them wait in either case.
         """
         return self._post("tell", queue, body, timeout, priority, wait_for_handler)
 
@@ -86,7 +86,7 @@ class Target:
         priority: int = PRIORITY,
         wait_for_handler: bool = False,
     ) -> Future[None]:
-        """Send a message; the result is None, once the receiver has acknowledged it."""
+        """Send a message; the result is None, available once the receiver has acknowledged it."""
         return self._post("send", queue, body, timeout, priority, wait_for_handler)
 
     def ask(
@@ -164,7 +164,7 @@ class Everybody(Target):
         include_dead: bool = False,
         include_self: bool = True,
     ) -> Future[None]:
-        """Send to all members; raises ``PartialFailure`` unless all acknowledge the message."""
+        """Send to all members; the future raises ``PartialFailure`` unless all acknowledge."""
         options = _options(include_dead, include_self)
         return self._post("send", queue, body, timeout, priority, wait_for_handler, options)
 
@@ -179,7 +179,7 @@ class Everybody(Target):
         include_dead: bool = False,
         include_self: bool = True,
     ) -> Future[Replies]:
-        """Ask all members; the result has the replies and the errors, by member.
+        """Ask all members; the result contains the replies and the errors by member.
 
         The result is complete when all members have replied or left, or after ``timeout`` seconds.
         A member that does not handle the queue fails at once, with ``NoHandler``.
@@ -189,5 +189,5 @@ class Everybody(Target):
 
 
 def _options(include_dead: bool, include_self: bool) -> str:
-    """The options of a message to all, as in ``peers/send.lua``."""
+    """Encode the options for a message to all members, as ``peers/send.lua`` expects them."""
     return ("d" if include_dead else "") + ("" if include_self else "s")

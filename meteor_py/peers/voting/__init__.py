@@ -1,1 +1,1 @@
-"""Votes of a peer group, and actions at an agreed time."""
+"""Peer group votes, and actions at an agreed time."""

@@ -1,4 +1,4 @@
-"""Actions: functions that members run at one agreed instant, by the server's clock."""
+"""Actions: functions that all members run at an agreed time on the server's clock."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How many seconds before its time, in addition to ``early``, an action gets a thread.
+#: Start an action's thread this many seconds before it is due, in addition to ``early``.
 _AHEAD_S = 0.03
-#: How many seconds before an action a heartbeat reads the server's clock once more.
+#: Take one more reading of the server's clock this many seconds before an action.
 _SHARPEN_S = 0.3
-#: Maximum seconds between checks of the clock, because it may be adjusted at any time.
+#: Check the clock at least this often, in seconds, because it may be adjusted at any time.
 _CHECK_S = 0.5
-#: Seconds to wait for a better reading of the clock, and how many times.
+#: Seconds to wait for a better clock reading, and the number of attempts.
 _READING_S = (0.2, 3)
 
 
@@ -37,13 +37,13 @@ class Action:
 
     name: str
     params: Any
-    #: The agreed time, in seconds by the group's clock.
+    #: The agreed time, in seconds on the group's clock.
     at: float
-    #: Seconds by which this process was late when it started the action or learned of it.
+    #: How many seconds late this process was when it started the action or learned of it.
     late: float
-    #: Maximum error of ``late`` in seconds, either way: the error of this process's clock.
+    #: Maximum error of ``late`` in seconds, either way: the error of this process's group clock.
     error_bound: float
-    #: The poll that agreed on it.
+    #: The id of the poll that approved it.
     poll: str
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
@@ -58,7 +58,7 @@ class Handler(NamedTuple):
     early: float
     run_late: bool
     max_late: float
-    #: When it was registered, by ``now()``.
+    #: When it was registered, on the ``now()`` clock.
     since: float
 
 
@@ -72,12 +72,12 @@ class Task(NamedTuple):
 
     @property
     def ready_at(self) -> float:
-        """When it needs a thread, by the group's clock."""
+        """When the task needs a thread, on the group's clock."""
         return self.at - self.handler.early - _AHEAD_S
 
 
 class Actions:
-    """The schedule of a group handle. It has a thread while actions are pending."""
+    """A group handle's action schedule. It has a thread while actions are pending."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
@@ -107,7 +107,7 @@ class Actions:
         late = -self._group.clock.until(task.at)
         if late > 0:
             if now() - late < task.handler.since:
-                return  # its time was before the handler was registered
+                return  # the action was due before the handler was registered
             if not task.handler.run_late:
                 self.miss(task)
                 return
@@ -129,7 +129,7 @@ class Actions:
         task.member.voter.missed(self._action(task))
 
     def close(self, deadline: float) -> None:
-        """Start no more actions, and wait for running ones until ``deadline`` by ``now()``."""
+        """Start no more actions, and wait for running ones until ``deadline`` (``now()`` clock)."""
         with self._state:
             self._stopped = True
             self._tasks.clear()
@@ -139,7 +139,7 @@ class Actions:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
-                    _log.warning("An action of group %r did not end in time.", self._group.name)
+                    _log.warning("An action in group %r did not end in time.", self._group.name)
 
     # -- in the schedule's thread --------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Actions:
         while not self._stopped and (left := clock.until(task.at) - handler.early) > 0:
             time.sleep(min(left, _AHEAD_S))
         while not self._stopped and clock.until(task.at) > 0:
-            time.sleep(0)  # lets other threads of this process run
+            time.sleep(0)  # lets other threads in this process run
         if self._stopped or not task.member.active:
             return
         action = self._action(task)
@@ -187,7 +187,7 @@ class Actions:
             else:
                 handler.function(action)
         except BaseException:  # even SystemExit: nothing else would report it
-            _log.exception("Action %r of group %r failed.", action.name, self._group.name)
+            _log.exception("Action %r in group %r failed.", action.name, self._group.name)
 
     def _action(self, task: Task) -> Action:
         outcome, clock = task.outcome, self._group.clock
@@ -205,7 +205,7 @@ class Actions:
 
 
 def _vote_of(task: Task) -> bool | None:
-    """The vote of the member that runs the action."""
+    """How the member that runs the action voted."""
     ids = {task.member.id, *task.member.former_ids}
     if ids.intersection(task.outcome.yes):
         return True

@@ -1,9 +1,9 @@
-"""The clock of a group: a process's estimate of its server's clock.
+"""The group clock: a process's estimate of the server's clock.
 
-The server reads its time at some point between the sending of the request and the arrival of the
-reply, so half of that interval bounds the error. After that, the two clocks may drift apart. If a
-new reading contradicts an old one by more than their bounds, the server's clock was set, or this is
-another server. The clock then drops the old reading.
+The server reads its time at some point between when the request is sent and when the reply arrives,
+so half of that interval bounds the error. After that, the two clocks may drift apart. If a new
+reading differs from an old one by more than their error bounds, the server's clock was set, or
+another server has replied. The old reading is then dropped.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from typing import NamedTuple
 
 from meteor_py.runtime.clock import now
 
-#: How many readings are kept.
+#: Maximum number of readings to keep.
 _READINGS = 8
 #: Maximum drift between two clocks, in seconds per second.
 _DRIFT = 100e-6
 
 
 class _Reading(NamedTuple):
-    #: The time by ``now()``; the difference from the server's clock; and half of the round trip.
+    #: The time on the ``now()`` clock, the difference from the server's clock, and half the
+    #: round-trip time.
     at: float
     offset: float
     error: float
 
     def bound(self, at: float) -> float:
-        """The maximum error of this reading at another time."""
+        """The reading's maximum error at another time."""
         return self.error + _DRIFT * abs(at - self.at)
 
 
 class GroupClock:
-    """Seconds since 1970 by the server's clock. Each heartbeat reply adds a reading."""
+    """Estimates seconds since 1970 on the server's clock. Each heartbeat reply adds a reading."""
 
     def __init__(self) -> None:
         # Other threads read the tuple while the heartbeat replaces it.
         self._readings: tuple[_Reading, ...] = ()
 
     def read(self, sent: float, arrived: float, server: float) -> None:
-        """Add a reading: when the request was sent, when the reply arrived, and the time in it."""
+        """Add a reading: when the request was sent, when the reply arrived, and the time in the
+        reply."""
         middle = (sent + arrived) / 2
         new = _Reading(middle, server - middle, (arrived - sent) / 2)
         agreeing = (
@@ -52,12 +54,12 @@ class GroupClock:
         return bool(self._readings)
 
     def now(self) -> float:
-        """The current time."""
+        """The current time on the server's clock."""
         at = now()
         return at + self._best(at).offset
 
     def until(self, time: float) -> float:
-        """Seconds from now to a time."""
+        """Seconds from now until ``time``."""
         return time - self.now()
 
     @property

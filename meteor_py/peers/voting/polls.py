@@ -1,9 +1,9 @@
-"""The polls of a group handle: its proposals, the open votes, and the outcomes.
+"""A group handle's polls: its proposals, the open votes, and the outcomes.
 
-The server counts and decides, so a vote survives its proposer and the leader. Events report
-proposals and outcomes. If the event of an outcome was lost, the handle asks for the outcome when
-the vote is over, so every future completes. Until this process votes or proposes, no thread runs
-and events about votes are ignored.
+The server counts the votes and decides, so a vote survives the death of its proposer or the leader.
+Events report proposals and outcomes. If the event for an outcome was lost, the handle asks for the
+outcome when the vote is over, so every future completes. Until this process votes or proposes, no
+thread runs and events about votes are ignored.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between the end of a vote on an action and the action, so that all members get the
-#: decision in time.
+#: A vote on an action ends at least this many seconds before the action, so that all members learn
+#: the decision in time.
 LEAD_S = 0.2
-#: Decided polls to remember, so that each outcome is reported once.
+#: Number of decided polls to remember, so that each outcome is reported once.
 REMEMBERED = 1_000
-#: How many seconds after the end of a vote its proposer asks for the outcome.
+#: The proposer asks for the outcome this many seconds after the vote ends.
 _ASK_S = 0.01
-#: The same for other handles, as a random range: if the proposer is dead, one of them must ask.
+#: The same for other handles, as a random range: one of them must ask if the proposer is dead.
 _OTHERS_ASK_S = (0.3, 1.3)
-#: How many seconds after the end of a vote a handle stops asking for its outcome.
+#: A handle stops asking for the outcome this many seconds after the vote ends.
 _ABANDON_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
 
 
 class VoteFuture(Future[Outcome]):
-    """The future of a vote's outcome. ``poll`` is the id of the poll, the same as ``proposal.id``
-    for the voters, and as ``outcome.poll``."""
+    """A future for a vote's outcome. ``poll`` is the poll's id. Voters see the same id as
+    ``proposal.id``, and ``outcome.poll`` repeats it."""
 
     def __init__(self, poll: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Motion(NamedTuple):
     timeout: float
     require_leader: bool
     action: str = ""
-    #: In ms by the group's clock.
+    #: In ms on the group's clock.
     at: int | None = None
     #: In us.
     max_error: int | None = None
@@ -80,7 +80,7 @@ class Motion(NamedTuple):
 class _Open:
     """A vote whose outcome this process does not know yet."""
 
-    #: When to ask for the outcome, and when to stop asking, by ``now()``.
+    #: When to ask for the outcome, and when to stop asking, on the ``now()`` clock.
     ask_at: float
     abandon_at: float
     future: VoteFuture | None = None
@@ -88,7 +88,7 @@ class _Open:
 
 
 class Polls:
-    """The polls of one group handle. The first use starts a thread."""
+    """One group handle's polls. The first use starts a thread."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
@@ -126,7 +126,7 @@ class Polls:
         with self._state:
             if self._stopped:
                 raise MeteorError(
-                    f"This handle of group {self._group.name!r} is closed. Open another with "
+                    f"This handle for group {self._group.name!r} is closed. Open another with "
                     "client.peer_group()."
                 )
             self._open[poll] = entry  # first: the outcome may arrive before the reply
@@ -159,7 +159,7 @@ class Polls:
         try:
             reply = put() if by is None else by.retry_fenced(put, deadline)
         except ConnectionFailed as error:
-            error.add_note(f"Poll {poll} may be open; on_decision would report its outcome.")
+            error.add_note(f"Poll {poll} may be open. If so, on_decision reports its outcome.")
             raise
         if reply[0] != b"OK":
             raise self._refusal(reply, motion)
@@ -180,18 +180,18 @@ class Polls:
                 )
             case b"PENDING":
                 return ActionRefused(
-                    f"Action {motion.action!r} is already pending, by poll {reply[1].decode()}. "
-                    "Propose it again when its time is over.",
+                    f"Action {motion.action!r} is already pending (poll {reply[1].decode()}). "
+                    "Propose it again after its scheduled time.",
                     group=name,
                 )
             case b"NOMEMBER":
-                text = f"No member of group {name!r} is alive to vote. Join it first."
+                text = f"Group {name!r} has no live member that could vote. Join it first."
                 return PeerError(text, group=name)
         text = f"Group {name!r} already has {reply[1]} open votes. Wait until one of them ends."
         return PeerError(text, group=name)
 
     def run(self, script: Script, args: Sequence[Any], deadline: float) -> list[Any]:
-        """Run a script that is safe to repeat, with retries until ``deadline`` by ``now()``."""
+        """Run a script that is safe to repeat; retry until ``deadline`` (``now()`` clock)."""
         failures = 0
         while True:
             try:
@@ -206,7 +206,8 @@ class Polls:
     # -- events --------------------------------------------------------------------------------
 
     def proposed(self, event: Event) -> None:
-        """Process a proposal, under the group's lock, so that the view matches the proposal."""
+        """Process a proposal. The caller holds the group's lock, so the view matches the
+        proposal."""
         if self._thread is None:
             return
         members = self._group.view.members
@@ -226,7 +227,7 @@ class Polls:
             self._put(partial(self._decide, event.fields))
 
     def resync(self) -> None:
-        """After lost events, ask the server for open votes and outcomes."""
+        """Ask the server for open votes and outcomes, because events were lost."""
         if self._thread is not None:
             self._put(self._ask_for_all)
 
@@ -249,12 +250,10 @@ class Polls:
                 try:
                     work()
                 except UnknownType as error:
-                    _log.warning(
-                        "A vote of group %r cannot be decoded here: %s", self._group.name, error
-                    )
-                except BaseException:  # even SystemExit, from a callback of a future
+                    _log.warning("Cannot decode a vote in group %r: %s", self._group.name, error)
+                except BaseException:  # even SystemExit, from a future's callback
                     if not self._stopped:
-                        _log.exception("Processing the votes of group %r failed.", self._group.name)
+                        _log.exception("Processing votes in group %r failed.", self._group.name)
 
     def _pause(self) -> float | None:
         times = [entry.ask_at for entry in self._open.values()]
@@ -313,7 +312,7 @@ class Polls:
                 self._abandon(poll, f"could not be read in time ({error})")
             return
         if found is None:
-            self._abandon(poll, "is lost, because the server has lost state")
+            self._abandon(poll, "was lost, because the server lost state")
             return
         left_s, fields = found
         if fields["result"]:
@@ -325,8 +324,8 @@ class Polls:
     def read(
         self, what: str, which: str, patience_s: float = 0.0
     ) -> Iterator[tuple[float, dict[str, bytes]]]:
-        """Read one poll, or all polls that concern a member. Yield the seconds left to vote, and
-        the same fields as in the poll's events."""
+        """Read one poll, or all polls that concern a member. For each, yield the seconds left to
+        vote and the same fields as in the poll's events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             yield int(left_ms) / 1000, read_fields(flat)
@@ -352,7 +351,7 @@ class Polls:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, deadline: float) -> None:
-        """Stop the threads, waiting until ``deadline`` by ``now()``, and fail open futures."""
+        """Stop the threads, waiting until ``deadline`` (``now()`` clock), and fail open futures."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -366,11 +365,11 @@ class Polls:
             self._abandon(poll, "is unknown, because this handle was closed first")
         for voter in voters:
             if not voter.join(deadline):
-                _log.warning("A vote handler of group %r did not end in time.", self._group.name)
+                _log.warning("A vote handler for group %r did not end in time.", self._group.name)
 
 
 def remember(known: dict[str, None], poll: str) -> None:
-    """Add a poll to a bounded set, and drop the oldest."""
+    """Add a poll to a bounded set, dropping the oldest if the set is full."""
     known[poll] = None
     while len(known) > REMEMBERED:
         del known[next(iter(known))]

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from meteor_py.peers.codec import PeerCodec
 
 Kind = Literal["majority", "consensus"]
-#: Why a vote ended. "left": a voter that was needed left before voting.
+#: Why a vote ended. "left": a voter whose vote was needed left before voting.
 Reason = Literal["passed", "rejected", "left", "timeout", "no leader"]
 
-#: Maximum bytes of a topic or of an action's parameters: every event about it carries them.
+#: Maximum size of a topic or of action parameters, in bytes. Every event about the poll carries
+#: them.
 TOPIC_MAX = 65_536
 
 
@@ -25,29 +26,29 @@ class Proposal:
     topic: Any
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
-    #: How many voters must say yes: a "majority", all ("consensus"), or a number.
+    #: How many voters must vote yes: a "majority", all ("consensus"), or a number.
     kind: Kind | int
-    #: When the vote ends, in seconds by the group's clock.
+    #: When the vote ends, in seconds on the group's clock.
     deadline: float
     #: The name of the proposed action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: The time of the action, in seconds by the group's clock.
+    #: When the action is due, in seconds on the group's clock.
     at: float | None = None
-    #: Maximum error of a voter's clock in seconds; None if it does not matter.
+    #: Maximum error of a voter's clock in seconds; None for no limit.
     max_error: float | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a vote: the same in every process."""
+    """The outcome of a vote. It is the same in every process."""
 
     #: The id of the poll.
     poll: str
     passed: bool
-    #: "passed", "rejected" (too few can still say yes), "left" (a needed voter left), "timeout", or
-    #: "no leader" (it needed a leader).
+    #: "passed", "rejected" (it can no longer get enough yes votes), "left" (a needed voter left),
+    #: "timeout", or "no leader" (the vote required a leader).
     reason: Reason
-    #: The members that said yes, said no, abstained, and did not vote or left before voting.
+    #: The members that voted yes, voted no, abstained, and did not vote (or left before voting).
     yes: tuple[str, ...]
     no: tuple[str, ...]
     abstained: tuple[str, ...]
@@ -56,11 +57,11 @@ class Outcome:
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
     kind: Kind | int
-    #: When it was decided, in seconds by the group's clock.
+    #: When it was decided, in seconds on the group's clock.
     decided: float
     #: The name of the action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: The time of the action, in seconds by the group's clock.
+    #: When the action is due, in seconds on the group's clock.
     at: float | None = None
 
     @property
@@ -78,7 +79,7 @@ def dump_topic(topic: Any, codec: PeerCodec) -> bytes:
     kind, data = codec.encode(topic)
     if len(data) > TOPIC_MAX:
         raise ValueError(
-            f"The topic or parameters of a vote may have at most {TOPIC_MAX:,} bytes, not "
+            f"The topic or parameters of a vote are limited to {TOPIC_MAX:,} bytes, but these have "
             f"{len(data):,}. Send the data first, and vote on a reference to it."
         )
     return kind.encode() + b":" + data
@@ -88,14 +89,14 @@ def load_topic(data: bytes, codec: PeerCodec) -> Any:
     """Decode a topic.
 
     Raises:
-        UnknownType: Its type is not registered here.
+        UnknownType: The topic's type is not registered here.
     """
     kind, _, body = data.partition(b":")
     return codec.decode(kind.decode(), body)
 
 
 def read_proposal(fields: Mapping[str, bytes], codec: PeerCodec) -> Proposal:
-    """Parse the fields of an event "proposed"."""
+    """Parse the fields of a "proposed" event."""
     return Proposal(
         id=fields["poll"].decode(),
         topic=load_topic(fields["topic"], codec),
@@ -109,7 +110,7 @@ def read_proposal(fields: Mapping[str, bytes], codec: PeerCodec) -> Proposal:
 
 
 def read_outcome(fields: Mapping[str, bytes], codec: PeerCodec) -> Outcome:
-    """Parse the fields of an event "decided"."""
+    """Parse the fields of a "decided" event."""
 
     def members(name: str) -> tuple[str, ...]:
         return tuple(sorted(filter(None, fields[name].decode().split(","))))

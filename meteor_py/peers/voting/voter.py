@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for which to retry reading open votes while the server is unreachable.
+#: Keep trying to read open votes for this many seconds while the server is unreachable.
 _PATIENCE_S = 5.0
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -29,15 +29,15 @@ Vote = Callable[[Proposal], bool | None]
 
 
 class Voter:
-    """The voter of one member. Its first handler starts its own thread, so a slow handler delays
-    only the votes of this member."""
+    """One member's voter. The first handler starts the voter's own thread, so a slow handler delays
+    only this member's votes."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
         self._vote: Vote | None = None
         self._handlers: dict[str, Handler] = {}
         self._missed: list[Callable[[Action], object]] = []
-        #: Polls in which it voted or tried to, and polls whose action it has scheduled.
+        #: Polls in which the member voted or tried to, and polls whose action it has scheduled.
         self._voted: dict[str, None] = {}
         self._acted: dict[str, None] = {}
         self._state = SignalSafeCondition()
@@ -66,7 +66,8 @@ class Voter:
         self.catch_up()
 
     def ask(self, proposal: Proposal, deadline: float) -> None:
-        """Vote before ``deadline`` by ``now()``. Without a handler, ``catch_up`` votes later."""
+        """Vote before ``deadline`` (``now()`` clock). If there is no handler yet, ``catch_up``
+        votes later."""
         if self._thread is not None:
             self._thread.call(self._consider, proposal, deadline)
 
@@ -112,7 +113,7 @@ class Voter:
             vote = self._vote(proposal)
         except BaseException:  # even SystemExit: the proposer is waiting
             _log.exception(
-                "The vote handler of %r failed, which counts as a no vote.", self._member
+                "The vote handler for %r failed, which counts as a no vote.", self._member
             )
             return "n"
         return "a" if vote is None else "y" if vote else "n"
@@ -123,13 +124,14 @@ class Voter:
         try:
             reply = member.group.polls.run(PEERS_VOTE, args, deadline)
         except (ConnectionFailed, PeerError) as error:
-            _log.warning("A vote of %r did not reach the server: %s", member, error)
+            _log.warning("A vote by %r did not reach the server: %s", member, error)
             return
         if reply[0] != b"OK" or not reply[1]:
-            _log.info("A vote of %r in poll %s was too late.", member, poll)
+            _log.info("A vote by %r in poll %s was too late.", member, poll)
 
     def act(self, outcome: Outcome) -> None:
-        """Schedule an agreed action. Safe in any thread."""
+        """Schedule an agreed action. Safe to call from any thread."""
+
         handler = self._handlers.get(outcome.action or "")
         member = self._member
         actions = member.group.polls.actions
@@ -146,11 +148,11 @@ class Voter:
         if was_asked:
             actions.schedule(task)
         else:
-            actions.miss(task)  # the member was expelled after the vote, and has another id
+            actions.miss(task)  # the member was expelled after the vote, and has a new id
 
     def missed(self, action: Action) -> None:
         """Report an action that this member does not run."""
-        _log.warning("%r misses %r (%+.3f s).", self._member, action.name, action.late)
+        _log.warning("%r missed action %r (%+.3f s late).", self._member, action.name, action.late)
         for function in self._missed:
             if self._thread is not None:
                 self._thread.call(function, action)

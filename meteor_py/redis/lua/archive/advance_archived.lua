@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Record that the store holds more records, and trim the ring accordingly.
 --
--- KEYS  1 log  2 meta  3 group of the archivers  4 index, if the stream has an ordering key
+-- KEYS  1 log  2 meta  3 the archivers' group  4 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 nonce  4 term
 --       5 epoch in which the records were read  6 'archived' as the caller knows it
 --       7 new value of 'archived'

@@ -4,7 +4,7 @@
 -- KEYS  1 meta  2... groups whose unconfirmed records must stay
 -- ARGV  1 incarnation  2 offset below which all records may be deleted
 -- Returns {'OK', first offset that stays}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOSTORE'}
--- Atomic because 'expired' must never decrease, or pass 'archived' or the position of a group.
+-- Atomic because 'expired' must never decrease, or pass 'archived' or a group's position.
 
 local s = redis.call('HMGET', KEYS[1], 'archived', 'expired')
 if not s[1] then return {'NOSTORE'} end

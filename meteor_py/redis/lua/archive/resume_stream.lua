@@ -2,8 +2,8 @@
 -- Create a stream from the state in its store, or return the settings of an existing stream.
 --
 -- KEYS  1 meta  2 settings  3 fences  4 groups  5... the groups to restore
--- ARGV  1 incarnation  2 number of fields of meta, their names and values included
---       3... fields and values of meta, then for each group: name, start, confirmed or '',
+-- ARGV  1 incarnation  2 total number of meta fields and values that follow
+--       3... meta fields and values; then for each group: name, start, confirmed or '',
 --       floating, term; then for each writer: name, fence
 -- Returns {1 if created else 0, all fields and values of meta, all fields and values of settings}.
 -- Atomic because a writer or member that finds the stream must also find its own state.

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Acquire the lease of a group, if it is free.
+-- Acquire a group's lease, if it is free.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events
 -- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce
@@ -8,17 +8,17 @@
 -- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
 --   {'HELD', ms until it expires, ID of the last event, owner}
 --   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not release the lease, and may
---     be alive without a connection. Wait for the grace period, then try again with that term.
+--     be alive without a connection. Wait out the grace period, then try again with that term.
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because there must be only one owner, and a waiter must not miss a release event.
 --
--- If the group already has the caller's nonce, the caller lost the first reply and gets it again.
+-- If the group already has the caller's nonce, the first reply was lost, so send it again.
 -- 'floating' applies only to the first term: the next term must not silently skip records that the
--- first term received but did not confirm. The field then holds the number of the first term.
+-- first term received but did not confirm. The field holds the first term's number after that.
 --
 -- 'ended' lists the last terms that another member or a seek has ended, newest first, each as
--- 'nonce:position,'. An owner that lost the reply to its last confirm finds its final position
--- there. The comma after each entry shows that the entry is complete and was not cut off.
+-- 'nonce:position,'. If the reply to an owner's last confirm was lost, the owner finds its final
+-- position there. The comma after each entry shows that the entry is complete and was not cut off.
 
 local function last_event()
   local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]

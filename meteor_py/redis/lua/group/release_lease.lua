@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Release the lease of a group, and wake the members that wait for it.
+-- Release a group's lease, and wake the members that wait for it.
 --
 -- KEYS  1 group  2 lease  3 events
 -- ARGV  1 name of the group  2 name of the member  3 nonce

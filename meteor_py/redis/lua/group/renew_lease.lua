@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Renew the lease of a group. Reclaim it in the same term if it has expired or was released.
+-- Renew a group's lease. Reclaim it in the same term if it has expired or was released.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events
 -- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce

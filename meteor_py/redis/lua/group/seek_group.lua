@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Move the position of a group, and fence its owner.
+-- Move a group's position, and fence its owner.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events  5 groups
 -- ARGV  1 incarnation  2 name of the group  3 offset

@@ -2,7 +2,7 @@
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown.
 -- publish.lua runs once per frame, so this library is written for speed: it creates no tables and few
 -- functions, formats whole numbers with '%d', which takes half as long as '%.0f', and calls the
--- server only if it must. Each of these costs a few percent.
+-- server only if it must. Each of these measures saves a few percent.
 
 local format, call = string.format, redis.call
 
@@ -47,7 +47,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   local bytes, marks, known
   if m[9] then
     -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark is
-    -- 48 digits: the offset of a frame, the value of 'bytes' after it, and its append time. Records
+    -- 48 digits: a frame's offset, the value of 'bytes' after it, and its append time. Records
     -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
     -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
     -- are at most 128. A call drops at most about 10,000 records, so that other clients do not wait
@@ -106,8 +106,8 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     call('HSET', KEYS[2], 'bytes', format('%d', bytes))
     if marks ~= known then call('HSET', KEYS[2], 'marks', marks) end
   end
-  -- 'large' tells readers how many frames they may fetch at once (log/ring_reader.py): the offset
-  -- after the last frame of more than 512 KiB, and the bytes of the largest frame before that.
+  -- 'large' tells readers how many frames to fetch at once (log/ring_reader.py): the offset
+  -- after the last frame larger than 512 KiB, and the size of the largest frame before that.
   local size = #payload
   if size > 524288 or not m[10] then
     local largest = m[10] and tonumber(string.match(m[10], ':(%d+)')) or 0

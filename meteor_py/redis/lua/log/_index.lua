@@ -1,4 +1,4 @@
--- Library of the scripts that trim the index of ordering keys together with the log.
+-- Library for scripts that trim the ordering-key index together with the log.
 
 -- Return the ID below which index entries belong to frames that lie wholly below the offset `floor`.
 -- The log drops only whole frames. A frame may have several index entries (see

@@ -8,7 +8,7 @@ local is_setting = {
   store_before = true, store_uri = true, retain = true, retain_bytes = true,
 }
 
--- Copy the settings of this incarnation from meta.
+-- Copy this incarnation's settings from meta.
 local function copy_settings(meta_key, settings_key)
   redis.call('DEL', settings_key)
   redis.call('HSET', settings_key, 'incarnation', redis.call('HGET', meta_key, 'incarnation'))

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Change settings of a stream. If the capacity shrinks, first trim the log in small steps.
+-- Change a stream's settings. If the capacity shrinks, first trim the log in small steps.
 --
 -- KEYS  1 log  2 meta  3 settings  4 index, if the stream has, or gets, an ordering key
 -- ARGV  1 incarnation  2 new capacity, '' to keep the current one

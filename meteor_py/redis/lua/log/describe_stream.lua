@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- Return the state of a stream at one instant.
+-- Return a stream's state, read at one moment.
 --
 -- KEYS  1 log  2 meta  3 settings, or none
 -- ARGV  none

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Begin a new epoch of a stream if the server's history has changed since the last write.
+-- Begin a new stream epoch if the server's history has changed since the last write.
 --
 -- KEYS  1 meta
 -- ARGV  1 incarnation  2 history that the caller found in meta  3 history of the server
@@ -25,7 +25,7 @@ local epochs = redis.call('HGET', KEYS[1], 'epochs') .. ',+' .. number .. ':' ..
 local _, commas = string.gsub(epochs, ',', '')
 if commas >= 1000 then
   -- Drop the oldest epoch. A position from before the second epoch can then no longer be checked: -1
-  -- means that all records before it may be lost.
+  -- means that all records before it may have been lost.
   epochs = string.gsub(epochs, '^[^,]*,%+?(%d+):[^,]*', '%1:-1')
 end
 redis.call('HSET', KEYS[1], 'history', ARGV[3], 'epoch', number, 'epochs', epochs)

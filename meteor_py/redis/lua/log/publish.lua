@@ -3,7 +3,7 @@
 -- KEYS  1 log  2 meta  3 producer  4 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown
 --       3 producer epoch  4 sequence  5 number of records  6 fingerprint of the payload
---       7 lifetime of the producer key, ms; '' keeps the one it has
+--       7 lifetime of the producer key, ms; '' keeps the current one
 --       8 format of the frame  9 payload  10 crc32, '' for none
 --       11 epoch of the stream as the sender knows it, '' if unknown
 --       12... with an index: its entry (see records/ordering_index.py)

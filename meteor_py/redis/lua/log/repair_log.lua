@@ -8,7 +8,7 @@
 --   {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
 -- Atomic because the copy must also contain frames that publishers append during the repair.
 --
--- Only a copy helps: the server never accepts an ID below the highest ID that a stream has ever had,
+-- Only a copy works: the server never accepts an ID below the highest ID that a stream has ever had,
 -- even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
 
 local meta = redis.call('HMGET', KEYS[2], 'incarnation', 'next')
@@ -16,7 +16,7 @@ if meta[1] ~= ARGV[1] then return {meta[1] and 'INCARNATION' or 'NOSTREAM'} end
 local copied, after = tonumber(ARGV[4]), ARGV[3]
 if copied and copied > 0 and redis.call('XLEN', KEYS[3]) ~= copied then return {'GONE'} end
 
--- Return whether meteor_py wrote this entry: a frame in the log, or an entry of the index.
+-- Return whether meteor_py wrote this entry: a frame in the log, or an index entry.
 local function is_ours(id, fields)
   local last, n = string.match(id, '^(%d+)-(%d+)$')
   last, n = tonumber(last), tonumber(n)

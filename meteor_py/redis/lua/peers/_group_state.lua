@@ -1,13 +1,13 @@
--- The state of a peer group: read the clock, drop overdue members, elect a leader. Scripts that do more
--- than send or settle messages continue with this file after _messages.lua. So every live client acts
+-- Peer group state: reads the clock, drops overdue members, and elects a leader. Scripts that do more
+-- than send or settle messages continue with this file after _messages.lua, so every live client acts
 -- as a failure detector for the group.
 
 local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
--- How many times a message to any member may move. A message moves only when its member leaves, so
--- the limit stops only an endless series of members that leave before they handle the message.
+-- Maximum number of times that a message to any member moves. A message moves only when its member
+-- leaves, so the limit stops only an endless series of members that leave before they handle it.
 local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
@@ -19,14 +19,14 @@ if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
 local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
 -- Nothing is due before this time (ms). The time is never far ahead, so an earlier version of these
--- scripts, which does not know this field, may run at the same time.
+-- scripts, which does not know this field, can safely run at the same time.
 local due = tonumber(s[8] or 0)
 
 -- If no script ran for half a ttl, the server was down or its clock was set. Each member then gets
 -- a full ttl for its next heartbeat, and all other deadlines keep their remaining time. A member
--- gets this grace once per heartbeat: otherwise clients that are repeatedly late, or that only call
--- now and then, would keep a dead member alive forever. If the clock steps back a little, time
--- stands still until it catches up.
+-- gets this grace once per heartbeat: otherwise, clients that are repeatedly late or that rarely
+-- call would keep a dead member alive forever. If the clock steps back a little, time stands still
+-- until the clock catches up.
 local micros, seconds
 local function read_clock()
   local time = call('TIME')
@@ -60,8 +60,8 @@ end
 local now = read_clock()
 
 -- Every change is one event. Events are numbered without gaps, and the number is the view. Each event
--- names the mark of the previous event: after a failover that lost events, the same numbers have other
--- marks.
+-- contains the previous event's mark: after a failover that lost events, the same numbers have
+-- different marks.
 local function emit(kind, ...)
   local after = mark
   view = view + 1
@@ -81,7 +81,7 @@ local function renew(id)
   call('ZADD', DEADLINES, int(now + TTL), id)
   call('ZREM', GRACED, id)
 end
--- Make a script look for due work at this time, or earlier.
+-- Make sure that a script looks for due work at this time or earlier.
 local function due_at(time)
   if time >= due then return end
   due = time
@@ -96,7 +96,7 @@ local function late(id)
   return not deadline or tonumber(deadline) < now
 end
 
--- Choose a leader: among the members with the highest priority, the oldest or a random one.
+-- Choose a leader: the oldest or a random member among those with the highest priority.
 -- A member that resigns ('not_id') is the last choice, whatever its priority.
 local function candidate(not_id)
   local same, level, resigned = {}, nil, nil
@@ -120,7 +120,7 @@ local function elect(not_id)
   local id = candidate(not_id)
   local m = id and read_member(id)
   if not m then return end
-  -- Numbers follow the clock: a number that a failover lost is not assigned again.
+  -- Terms follow the clock, so that a term lost in a failover is never reused.
   term = max(term + 1, now)
   leader, session = id, m.session
   call('HSET', STATE, 'leader', leader, 'term', int(term), 'session', session)
@@ -151,11 +151,11 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
--- Move a message to another member; return its bytes. The dead member may have begun to handle the
--- message, so the count of its deliveries moves with it.
+-- Move a message to another member; return its size in bytes. The dead member may have begun to
+-- handle it, so its delivery count moves too.
 local function move(inbox, owner, others, place)
   local entry = call('XRANGE', P .. 'inbox:' .. inbox, place, place)[1]
-  if not entry then  -- a part of the group was deleted
+  if not entry then  -- part of the group was deleted
     call('ZREM', P .. 'movable:' .. inbox, place)
     return 0
   end
@@ -182,10 +182,10 @@ local function move(inbox, owner, others, place)
   return #f.body
 end
 
--- The inbox of a member that left is an orphan. Its messages to any member move to another member, and
--- the senders of all other messages get an error. Each call does a part of this, since an inbox may
--- hold a million messages, or a gigabyte. If there is no other member, a dead named member keeps its
--- messages until another member joins or it returns.
+-- When a member leaves, its inbox becomes an orphan. Messages that were sent to any member move to
+-- another member, and the senders of all other messages get an error. Each call does part of this
+-- work, since an inbox may hold a million messages or a gigabyte. If there is no other member, a dead
+-- named member keeps its messages until another member joins or the dead one rejoins.
 local budget, bytes, orphans = 500, 262144, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
@@ -258,9 +258,9 @@ local function orphan_for_good(id)
   orphan(inbox)
 end
 
--- Polls: each voter's field is '-' (open), 'y', 'n', 'a' (abstained) or 'g' (gone). Events list the ids
--- for each kind of vote: with one field per voter, a command would get more arguments than a script
--- may pass.
+-- Polls: each voter's field is '-' (open), 'y', 'n', 'a' (abstained) or 'g' (gone). Events list voter
+-- ids by vote. One field per voter could exceed the number of arguments that a script may pass to a
+-- command.
 local function describe(id)
   local key = P .. 'poll:' .. id
   local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
@@ -283,7 +283,7 @@ local function decide(id, result, reason)
   call('ZREM', LIMITS, id)
   if not f[1] then return end  -- it was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- Members that rejoin before the time of an agreed action must be able to find it.
+  -- Members that rejoin before an agreed action is due must be able to find it.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)
@@ -293,7 +293,7 @@ local function decide(id, result, reason)
   end
   emit('decided', unpack(describe(id)))
 end
--- Count one vote. Each vote is counted on arrival, because a poll may have a thousand votes.
+-- Count one vote. Votes are counted as they arrive, because a poll may have a thousand of them.
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)
@@ -307,7 +307,7 @@ local function tally(id, vote, reason)
     decide(id, 'no', reason)
   end
 end
--- A member that left cannot vote. A vote that it has cast still counts.
+-- A member that has left cannot vote. If it has already voted, its vote still counts.
 local function unseat(member)
   for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
     if call('HGET', P .. 'votes:' .. id, member) == '-' then
@@ -323,7 +323,7 @@ local function succeed(not_id)
     if call('HGET', P .. 'poll:' .. id, 'led') == '1' then decide(id, 'no', 'no leader') end
   end
 end
--- Forget actions an hour after their time, a few per call.
+-- Forget actions an hour after they were due, a few per call.
 local function prune()
   for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, '-inf', int(now - HOUR), 'LIMIT', 0, 64)) do
     call('ZREM', AGENDA, name)
@@ -332,14 +332,14 @@ local function prune()
 end
 
 -- Drop a member as 'left', 'removed' or 'expired'. With 'stays', a named member becomes dead instead.
--- The caller elects afterwards, so that no member is elected that is about to be dropped.
+-- The caller holds the election afterwards, so that a member about to be dropped is not elected.
 local function drop(id, reason, stays)
   local m = read_member(id)
   for _, key in ipairs({DEADLINES, CANDIDATES, LEAVING, EXPIRATIONS, GRACED}) do
     call('ZREM', key, id)
   end
   call('HDEL', HANDLERS, id)
-  if not m then  -- a part of the group was deleted
+  if not m then  -- part of the group was deleted
     if leader == id then depose(reason) end
     return
   end
@@ -377,8 +377,8 @@ local function sweep_all()
   sweep(DEADLINES, '(' .. int(now), true)
   sweep(EXPIRATIONS, int(now), false)
   succeed()
-  -- LIMITS closes a vote on an action before the action's time, even if a grace period moved the
-  -- deadline of the vote.
+  -- LIMITS closes a vote on an action before the action is due, even if a grace period moved the
+  -- vote's deadline.
   for _, key in ipairs({POLLS, LIMITS}) do
     for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
       decide(id, 'no', 'timeout')

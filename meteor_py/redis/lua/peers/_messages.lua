@@ -1,17 +1,17 @@
--- Messages of a peer group: writes inboxes, replies and dead letters. The scripts that send and settle
+-- Peer group messages: writes inboxes, replies and dead letters. The scripts that send and settle
 -- messages load only this file, because they run for every message. All other scripts continue with
 -- _group_state.lua.
 --
 -- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
--- keys.py describes them.
+-- keys.py describes the keys.
 
 local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
 local P = KEYS[1]
 local CONFIG, STATE, MEMBERS = P .. 'config', P .. 'state', P .. 'members'
 local DEADLINES, LEAVING, HANDLERS = P .. 'deadlines', P .. 'leaving', P .. 'handlers'
 local HOUR = 3600000
--- A longer body for several receivers is stored once, and a longer reply is not repeated in the
--- notification of its sender.
+-- Size threshold in bytes. A larger body for several receivers is stored once. A larger reply is left
+-- out of the notification to the message's sender.
 local LONG = 4096
 
 local function int(x) return format('%.0f', x) end
@@ -21,9 +21,9 @@ local function pairs_of(flat)
   return f
 end
 
--- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
--- prefixed with '-': no process has such a session, but the former owner of the session can tell that
--- it was the last owner.
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. A dead member's session is
+-- prefixed with '-': no process has such a session, but the session's former owner can tell that it
+-- was the last owner.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end
@@ -33,8 +33,8 @@ local function read_member(id)
   return m
 end
 
--- Return the live members that can get new work. This excludes overdue members, which a sweep has yet
--- to drop, and members that are about to leave.
+-- Return the live members that can get new work. This excludes members that are overdue but not yet
+-- swept, and members that are about to leave.
 local function alive_at(now, most)
   local leaving = call('ZCARD', LEAVING)
   local all = call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0,
@@ -74,9 +74,9 @@ local function complete(id, member, code, value)
   end
 end
 
--- Indexes of an inbox: 'movable' has the messages to any member, in order. 'awaited' has the messages
--- that a sender waits for, by deadline. 'shared' has the messages to several receivers whose body is
--- stored in 'body:<id>'. So no script has to scan large messages.
+-- Each inbox has indexes, so that no script has to scan large messages. 'movable' lists the messages
+-- to any member, in order. 'awaited' lists the messages that a sender waits for, by deadline. 'shared'
+-- lists the messages to several receivers whose body is stored in 'body:<id>'.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
   if f.to == 'any' then
@@ -91,7 +91,7 @@ local function release_body(id)
   local key = P .. 'body:' .. id
   if call('HINCRBY', key, 'holders', -1) <= 0 then call('UNLINK', key) end
 end
--- Remove a message from an inbox. If 'begun' is set, its deliveries may have been counted.
+-- Remove a message from an inbox. Set 'begun' if the message's deliveries may have been counted.
 local function discard(member, place, f, begun)
   call('XDEL', P .. 'inbox:' .. member, place)
   if f.to == 'any' then call('ZREM', P .. 'movable:' .. member, place) end

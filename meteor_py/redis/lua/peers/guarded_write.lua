@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Write a guarded value, if the writer still leads in its term.
+-- Write a guarded value if the writer still leads in its term.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 term  2 session  3 'set' or 'delete'  4 name  5 value
 -- Returns {'OK'}, or {'NOGROUP'}  {'STALE', current term}
--- Atomic because another member could be elected between check and write.
+-- Atomic because another member could be elected between the check and the write.
 
 if int(term) ~= ARGV[1] or session ~= ARGV[2] then return {'STALE', term} end
 if ARGV[3] == 'set' then

@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Join a peer group, or return to it under a name.
+-- Join a peer group, or rejoin it under a name.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
 --       6 'takeover', or 'fail' if a live member has the name
---       7 maximum number of members of a group
--- Returns {'OK', index, ms left of the lease, the last entry in its inbox: this session gets all entries
---   up to that entry again}, or {'NOGROUP'}  {'TAKEN', session}: a live or an unnamed member has the name
---   {'FULL', members}
--- Atomic because joining, the event that reports it, and an election that it makes possible are one
--- step.
+--       7 maximum number of members in a group
+-- Returns {'OK', index, ms left on the lease, the last entry in the member's inbox: this session gets
+--   all entries up to that entry again}, or {'NOGROUP'}  {'FULL', members}
+--   {'TAKEN', session}: a live or unnamed member has the name
+-- Atomic because joining, the event that reports it, and any election that it makes possible must
+-- happen in one step.
 
 local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local m = read_member(id)
@@ -41,7 +41,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- Hand over the messages to any member, if they arrived while all members were dead.
+-- Hand over messages to any member that arrived while all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

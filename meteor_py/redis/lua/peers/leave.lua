@@ -4,7 +4,7 @@
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 its session; '' to remove it, whatever its session  3 'stay' if it may rejoin, else ''
 -- Returns {'OK', 1 if it was a member, else 0}, or {'NOGROUP'}
--- Atomic because its messages, its votes and its leadership end with it.
+-- Atomic because the member's messages, votes and leadership must end at the same moment.
 
 local m = read_member(ARGV[1])
 if not m or (ARGV[2] ~= '' and m.session ~= ARGV[2]) then return {'OK', 0} end

@@ -1,11 +1,11 @@
 -- Create a peer group, or return the settings of an existing one.
 --
 -- KEYS  1 config  2 state  3 members  4 polls  5 orphans  6... other keys that may remain if the
---       server has lost a part of the group
+--       server has lost part of the group
 -- ARGV  1 id of this incarnation of the group  2... settings: field, value, ...
--- Returns all fields and values of the settings.
--- Atomic because if two processes create it with different settings, the settings of one process must
--- win entirely.
+-- Returns the settings as alternating fields and values.
+-- Atomic because if two processes create the group with different settings, one process's settings
+-- must win entirely.
 
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[2], 'life') == 0 then
   local P = string.sub(KEYS[1], 1, -7)

@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Start a vote of all live members on a proposal.
+-- Ask all live members to vote on a proposal.
 --
 -- KEYS  1 the prefix of the group's keys
--- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms left to vote  4 time of the
---       action in ms by the server's clock, '' for no action  5 ms between the end of the vote and the
---       action  6 name of the action, '' for none  7 topic  8 the member that proposes, '' for none
+-- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms left to vote  4 when the action
+--       is due, in ms on the server's clock, '' for no action  5 ms between the end of the vote and the
+--       action  6 name of the action, '' for none  7 topic  8 the proposing member, '' for none
 --       9 its session  10 '1' if there must be a leader until the end  11 maximum error of a voter's
 --       clock in us, '' for any
 -- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
 --   {'FENCED'}: another session now owns the proposing member  {'FULL', open votes}
---   {'TOOLATE', ms by the server's clock}  {'PENDING', poll}: that action is already pending
+--   {'TOOLATE', ms on the server's clock}  {'PENDING', poll}: that action is already pending
 -- Atomic because the voters must be chosen once. Idempotent per poll: a repeat after a lost reply
 -- changes nothing.
 
@@ -21,7 +21,7 @@ if ARGV[8] ~= '' and not (by and by.session == ARGV[9]) then return {'FENCED'} e
 if ARGV[10] == '1' and leader == '' then return {'NOLEADER'} end
 local voters = alive()
 if #voters == 0 then return {'NOMEMBER'} end
--- Bounded, because the script that drops a member updates all open polls.
+-- Limited, because the script that drops a member updates all open polls.
 local open = call('ZCARD', POLLS)
 if open >= 100 then return {'FULL', open} end
 local limit = ARGV[4] ~= '' and ARGV[4] - ARGV[5]

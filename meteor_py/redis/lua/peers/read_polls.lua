@@ -4,10 +4,10 @@
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 'poll' or 'member'  2 its id
 -- Returns {'OK', ms left to vote, fields and values of a poll as in its events, ...}; only 'OK' if
---   there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has yet to vote, then
---   the passed actions that it was asked about. Future actions come first, then those of the last hour,
---   the nearest first; at most 200 polls in all.
--- Atomic because it also closes polls whose time is over: every client that reads polls helps to do so.
+--   there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has not voted yet, then
+--   the passed actions that it was asked about. Future actions precede those from the last hour, and
+--   the nearest come first. At most 200 passed actions are returned.
+-- Atomic because it also closes polls whose time is up: every client that reads polls helps with this.
 
 local reply = {'OK'}
 local function add(id)

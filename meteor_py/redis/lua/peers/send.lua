@@ -1,12 +1,12 @@
 #!lua
--- Store messages in the inboxes of their receivers.
+-- Store messages in their receivers' inboxes.
 --
 -- KEYS  1 the prefix of the group's keys
--- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 number of the batch
---       in its session, higher than the last  4 '1' to skip the check of the clock  5 ids of finished
---       messages of the handle  6... for each message: id; id and session of the sender, '' if it is not
---       a member; queue; verb: tell, send or ask; target: member, any, all or leader; id of the member
---       if that is the target; a random number; options: d includes dead members, s excludes the sender,
+-- ARGV  1 the handle's session, which gets the replies  2 the batch's session  3 the batch's number in
+--       its session, higher than the last  4 '1' to skip the clock check  5 ids of the handle's finished
+--       messages  6... for each message: id; the sender's id and session, '' if it is not a member;
+--       queue; verb: tell, send or ask; target: member, any, all or leader; the member's id if a member
+--       is the target; a random number; options: d includes dead members, s excludes the sender,
 --       h refuses a queue that no receiver handles; priority; ms after which the sender stops waiting;
 --       type of the body; body
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'OLD'}: a later batch was stored
@@ -14,10 +14,10 @@
 --   renew all leases
 --   A result is a code and arguments, separated by line breaks: OK and the receivers, NOMEMBER,
 --   NOLEADER, FULL and a member, NOHANDLER, or STALE: the sender is no longer that member. There are
---   fewer results than messages if the first ones were enough work for one call.
--- Atomic because either all receivers of a message get it or none does, and it must be known whether a
--- receiver that leaves later has got it. Idempotent per batch: a repeat after a lost reply returns the
--- same results. The server refuses the script if its memory is full.
+--   fewer results than messages if the first messages were enough work for one call.
+-- Atomic because a message must reach either all of its receivers or none, and if a receiver leaves
+-- later, it must be known whether the message reached it. Idempotent per batch: a repeat after a lost
+-- reply returns the same results. If the server's memory is full, it refuses to run the script.
 
 local FIRST, SIZE = 6, 13
 -- Deliveries and bytes after which a call ends.
@@ -41,7 +41,7 @@ if known and tonumber(known) >= batch then
   return results
 end
 
--- Data of each member that this call has read: its record, the length of its inbox, and its queues.
+-- Cached data for each member that this call has read: its record, inbox length, and queues.
 local records, length, queues, alive = {}, {}, {}, nil
 local function member_of(id)
   if records[id] == nil then records[id] = read_member(id) or false end
@@ -51,8 +51,8 @@ local function live()
   alive = alive or alive_at(now)
   return alive
 end
--- Return the session of a live member, followed by the queues that it has declared, each after a space.
--- Return false if the member is dead, or if its version writes no such record.
+-- Return a live member's session and the queues that it has declared, each followed by a space.
+-- Return false if the member is dead, or if its release writes no such record.
 local function declaration(id)
   if queues[id] == nil then
     local declared, m = call('HGET', HANDLERS, id), member_of(id)
@@ -66,8 +66,8 @@ local function lacks(id, queue)
   return declared and string.find(declared, ' ', 1, true)
     and not string.find(declared, ' ' .. queue .. ' ', 1, true)
 end
--- Return whether an inbox is full. To make room, remove messages whose sender stopped waiting, a few
--- per call.
+-- Return whether an inbox is full. To make room, first remove a few messages whose sender has stopped
+-- waiting.
 local function full(id)
   length[id] = length[id] or call('XLEN', P .. 'inbox:' .. id)
   if length[id] < MAX_INBOX then return false end
@@ -111,7 +111,7 @@ local function everybody(m, strict)
   if #target == 0 and #lacking > 0 then return nil, 'NOHANDLER' end
   return target, nil, lacking
 end
--- Returns the receivers, or nil and a refusal; and the members that refuse a request to that queue.
+-- Return the receivers, or nil and a refusal; and the members that do not handle the queue.
 local function receivers(m)
   local strict = string.find(m.options, 'h')
   if m.to == 'any' then return choose(m.queue, m.random, strict) end
@@ -190,7 +190,7 @@ for i = FIRST, #ARGV, SIZE do
     type = ARGV[i + 11], body = ARGV[i + 12]})
   if work >= WORK or bytes >= BYTES then break end
 end
--- A repeat can arrive for as long as a sender waits.
+-- Keep the results for as long as a sender may wait, because a repeat can arrive until then.
 if stored then
   call('SET', sent, int(batch) .. '\t' .. table.concat(results, '\t'), 'PX', int(longest + HOUR))
 end

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Set or delete a property of the group.
+-- Set or delete a group property.
 --
 -- KEYS  1 the prefix of the group's keys
--- ARGV  1 name  2 'set' or 'delete'  3 value  4 maximum number of properties of a group
+-- ARGV  1 name  2 'set' or 'delete'  3 value  4 maximum number of properties in a group
 -- Returns {'OK', 1 if it was changed, else 0}, or {'NOGROUP'}  {'FULL', properties}
--- Atomic because the change and the event that reports it are one step.
+-- Atomic because the change and the event that reports it must happen in one step.
 
 local name, value = ARGV[1], ARGV[3]
 local present = call('HGET', PROPERTIES, name)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Settle messages: acknowledge them, reply to them, or fail them. Also count deliveries of messages
--- that an earlier session of the member may have begun to handle.
+-- that one of the member's earlier sessions may have begun to handle.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 member  2 its session
@@ -9,10 +9,10 @@
 --       unknown if it cannot be decoded and becomes a dead letter; type of the reply; reply, or the
 --       reason; or, to begin it: a token, which is the same in a repeat after a lost reply
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session now owns the
---   member and its messages. A result is 0 if the inbox lacks the message. Otherwise it is 1 if the
---   message was settled; for begin, the number of deliveries including this one, or -1 if there were
---   already max_deliveries of them, and the message has become a dead letter.
--- Atomic because a message is settled once, by the session that owns its member.
+--   member and its messages. A result is 0 if the message is not in the inbox. Otherwise, it is 1 if the
+--   message was settled. For begin, it is the delivery count, including this delivery, or -1 if the
+--   message had already been delivered max_deliveries times and became a dead letter.
+-- Atomic because a message must be settled only once, by the session that owns the member.
 
 local FIRST, SIZE = 3, 6
 local config = call('HMGET', CONFIG, 'ttl', 'max_deliveries')
@@ -42,7 +42,7 @@ local function handle(i)
   if not entry then return 0 end
   local fields = entry[2]
   local f = pairs_of(fields)
-  -- After a failover, another message may have the position of a lost one.
+  -- After a failover, another message may have a lost message's position.
   if f.id ~= id then return 0 end
   if what == 'begin' then return begin(place, fields, f, ARGV[i + 3]) end
   if ARGV[i + 3] == 'unknown' then bury(member, ARGV[i + 5], fields, f) end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Do one of four things: change a member's metadata; declare the queues that it handles; resign its
--- leadership and move it to the end of the order; or stop giving it new work, because it will leave as
--- soon as its running work is done.
+-- Do one of four things: change a member's metadata; declare the queues that it handles; end its
+-- leadership and move it to the end of the election order; or stop giving it new work, because it will
+-- leave as soon as its current work is done.
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 'metadata', 'handlers', 'resign' or 'leave'  4 metadata, or the queues with a
@@ -9,7 +9,7 @@
 --       5 the highest term that the member knows of, if it resigns: the next term is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: another session
 --   now owns the member
--- Atomic because the same step must elect another member instead of the one that resigns.
+-- Atomic because the step that ends a member's leadership must also elect its successor.
 
 local id = ARGV[1]
 local m = read_member(id)

@@ -5,12 +5,14 @@
 -- ARGV  1 poll  2 member  3 its session  4 y, n or a
 -- Returns {'OK', 1 if the vote counted, 0 if it was too late or repeated, or the member was not asked},
 --   or {'NOGROUP'}  {'FENCED'}: another session now owns the member
--- Atomic because each vote counts once, and the last vote that is needed decides.
+-- Atomic because each vote must count exactly once, and the vote that settles the outcome must end the
+-- poll.
 
 local m = read_member(ARGV[2])
 if not m or m.session ~= ARGV[3] then return {'FENCED'} end
--- Each call closes a bounded number of polls, so a poll whose time is over may still be listed. It
--- accepts no votes.
+-- Each call closes a limited number of polls, so a poll whose time is up may still be listed. Such a
+-- poll accepts no votes.
+
 local ends, limit = call('ZSCORE', POLLS, ARGV[1]), call('ZSCORE', LIMITS, ARGV[1])
 if not ends or tonumber(ends) <= now or (limit and tonumber(limit) <= now) then return {'OK', 0} end
 if call('HGET', P .. 'votes:' .. ARGV[1], ARGV[2]) ~= '-' then return {'OK', 0} end

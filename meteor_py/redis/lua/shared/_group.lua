@@ -47,10 +47,14 @@ local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 
 -- counters; then the consumer whose records are being taken back, and the consumer that watches the
 -- index on behalf of all idle consumers.
 local PROGRESS = '<ddddddddddddddddc6c6'
-local p = {}
-p.next, p.waiting, p.clock, p.tick, p.last, p.reap_at, p.due, p.watch_until, p.failing, p.purging,
-  p.acked, p.dead, p.lost, p.purged, p.returned, p.reaped, p.reaping, p.watcher =
-  unpack_struct(PROGRESS, s[2])
+local function read_progress(next, waiting, clock, tick, last, reap_at, due, watch_until, failing, purging,
+                             acked, dead, lost, purged, returned, reaped, reaping, watcher)
+  return {next = next, waiting = waiting, clock = clock, tick = tick, last = last, reap_at = reap_at,
+          due = due, watch_until = watch_until, failing = failing, purging = purging, acked = acked,
+          dead = dead, lost = lost, purged = purged, returned = returned, reaped = reaped,
+          reaping = reaping, watcher = watcher}
+end
+local p = read_progress(unpack_struct(PROGRESS, s[2]))
 
 -- A consumer: number of its last step, end of its lease (tick), records held, first and last batch of
 -- that step, three flags, a key that it reserves for a last try, its name, the report of its last
@@ -58,11 +62,10 @@ p.next, p.waiting, p.clock, p.tick, p.last, p.reap_at, p.due, p.watch_until, p.f
 -- is dead.
 local MEMBER = '<dddddBBBHc0Hc0I4c0'
 local function read_member(raw)
-  local c, idle, alone, dead = {}, 0, 0, 0
-  c.step, c.deadline, c.holding, c.first, c.last, idle, alone, dead, c.kept, c.name, c.report =
+  local step, deadline, holding, first, last, idle, alone, dead, kept, name, report =
     unpack_struct(MEMBER, raw)
-  c.idle, c.alone, c.dead = idle == 1, alone == 1, dead == 1
-  return c
+  return {step = step, deadline = deadline, holding = holding, first = first, last = last,
+          idle = idle == 1, alone = alone == 1, dead = dead == 1, kept = kept, name = name, report = report}
 end
 local function write_member(id, c)
   call('HSET', KEYS[4], id, pack(MEMBER, c.step, c.deadline, c.holding, c.first, c.last,

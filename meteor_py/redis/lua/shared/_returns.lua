@@ -2,39 +2,75 @@
 -- make_returns() creates the functions only when a call needs them, because most steps just
 -- acknowledge and claim.
 local function make_returns()
-  local function merge(a, b)
-    local all, i, j = {}, 1, 1
-    while a[i] or b[j] do
-      if a[i] and (not b[j] or a[i] < b[j]) then
-        all[#all + 1], i = a[i], i + 1
-      else
-        all[#all + 1], j = b[j], j + 1
-      end
+  -- Lines can be long, so these functions cut and join strings instead of reading every offset.
+  -- Return the position, at or after `low`, of the first offset in a line that is above `o`.
+  local function find_above(line, o, low)
+    local high = #line + 1
+    while low < high do
+      local middle = low + 7 * floor((high - low) / 14)
+      if unpack_struct('<I7', line, middle) > o then high = middle else low = middle + 7 end
     end
-    return all
+    return low
   end
-  local function push_chunks(k, t, all)
-    local x, set = extend(t), {}
+  local function insert(line, offsets)
+    local parts, from = {}, 1
+    for i = 1, #offsets do
+      local at = find_above(line, offsets[i], from)
+      parts[#parts + 1], parts[#parts + 2] = sub(line, from, at - 1), pack('<I7', offsets[i])
+      from = at
+    end
+    return concat(parts) .. sub(line, from)
+  end
+  -- Move chunks into the entry until it has all waiting offsets up to `o`. These are few: the owner
+  -- held all of them when it got `o`.
+  local function pull_chunks(k, t, o)
+    local x, parts, fields = t.extended, {t.line}, {}
+    while x and x.far > 0 do
+      local field = k .. ':' .. text(x.first)
+      local chunk = call('HGET', KEYS[6], field) or ''
+      if chunk ~= '' and unpack_struct('<I7', chunk) > o then break end
+      parts[#parts + 1], fields[#fields + 1] = chunk, field
+      x.first, x.far = x.first + 1, x.far - #chunk / 7
+      if x.first > x.last then x.far = 0 end
+    end
+    many('HDEL', KEYS[6], fields)
+    t.line = concat(parts)
+  end
+  -- Set the line of an entry, and move its end to chunks if it is long.
+  local function set_line(k, t, line)
+    t.line = line
+    if #line <= 7 * (2 * NEAR + CHUNK) then return end
+    local x, set, high = extend(t), {}, #line
     if x.far == 0 then x.last = x.first - 1 end
-    local high = #all
-    while high > NEAR do
-      local low = max(high - CHUNK + 1, NEAR + 1)
-      x.first, x.far = x.first - 1, x.far + high - low + 1
-      set[#set + 1], set[#set + 2] = k .. ':' .. text(x.first), to_line(all, low, high)
-      high = low - 1
+    while high > 7 * NEAR do
+      local low = max(high - 7 * CHUNK, 7 * NEAR)
+      x.first, x.far = x.first - 1, x.far + (high - low) / 7
+      set[#set + 1], set[#set + 2] = k .. ':' .. text(x.first), sub(line, low + 1, high)
+      high = low
     end
     many('HSET', KEYS[6], set)
-    t.line = to_line(all, 1, NEAR)
+    t.line = sub(line, 1, 7 * NEAR)
+  end
+  -- Return whether an offset is waiting.
+  local function is_waiting(k, t, o)
+    pull_chunks(k, t, o)
+    local at = find_above(t.line, o, 1) - 7
+    local found = at > 0 and unpack_struct('<I7', t.line, at) == o
+    set_line(k, t, t.line)
+    return found
+  end
+  -- Remove a waiting offset.
+  local function take_out(k, t, o)
+    pull_chunks(k, t, o)
+    local at = find_above(t.line, o, 1) -- behind it
+    set_line(k, t, sub(t.line, 1, at - 8) .. sub(t.line, at))
+    p.waiting = p.waiting - 1
+    if t.line == '' and t.extended and t.extended.far > 0 then pull_chunk(k, t) end
   end
   -- Insert returned offsets, in rising order, among the waiting ones.
   local function put_back(k, t, offsets)
-    while t.extended and t.extended.far > 0 do
-      local chunk = call('HGET', KEYS[6], k .. ':' .. text(t.extended.first))
-      if chunk and unpack_struct('<I7', chunk) > offsets[#offsets] then break end
-      pull_chunk(k, t)
-    end
-    local all = merge(from_line(t.line), offsets)
-    if #all > 2 * NEAR + CHUNK then push_chunks(k, t, all) else t.line = to_line(all) end
+    pull_chunks(k, t, offsets[#offsets])
+    set_line(k, t, insert(t.line, offsets))
     p.waiting, p.returned = p.waiting + #offsets, p.returned + #offsets
     if t.held > 0 and not (t.extended and t.extended.stop ~= FREE) then
       extend(t).stop = BEHIND
@@ -64,5 +100,5 @@ local function make_returns()
     local failures = count_failure(o)
     return tries > 0 and failures >= tries and give_up(o, k, t, reason, failures)
   end
-  return put_back, give_up, count_failure, fail
+  return put_back, give_up, count_failure, fail, is_waiting, take_out
 end

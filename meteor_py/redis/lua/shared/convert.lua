@@ -18,7 +18,8 @@ local call, text = redis.call, function(o) return string.format('%.0f', o) end
 local prefix = ARGV[2]
 local found = call('HGET', KEYS[1], 'incarnation')
 if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
-local PORTION, NEAR, CHUNK = 1000, 128, 128 -- offsets in a call, and as in shared/_keys.lua
+local PORTION, PER_KEY = 500, 15 -- work of one call: an offset counts 1, a key PER_KEY
+local NEAR, CHUNK = 128, 128 -- as in shared/_keys.lua
 local EXTENDED, FREE, DELAYED, PARKED = '<Bc6HBdddddd', 0, 1, 2
 
 -- 1. Settings and counters.
@@ -29,7 +30,7 @@ if call('TYPE', state).ok == 'hash' then
   for i = 1, #s, 2 do old[s[i]] = s[i + 1] end
   if string.match(old.incarnation or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
   local n = function(name) return tonumber(old[name] or 0) or 0 end
-  call('DEL', KEYS[2], KEYS[4], KEYS[5], KEYS[9])
+  call('UNLINK', KEYS[2], KEYS[4], KEYS[5], KEYS[9])
   call('HSET', KEYS[2], 'converting', '1', 'start', old.start or '0', 'lost_last', old.lost_last or '')
   for _, name in ipairs({'incarnation', 'group_cap', 'max_deliveries', 'lease_ms', 'dead_letter',
                          'on_poison', 'default_group', 'ungrouped', 'max_waiting'}) do
@@ -44,6 +45,7 @@ if call('HGET', KEYS[2], 'converting') ~= '1' then return {'OK', 0} end
 
 -- 2. Ordering keys, a few at a time; a long one takes several calls.
 local groups, budget = prefix .. 'groups', PORTION
+local suspects = call('EXISTS', prefix .. 'suspects') == 1
 local function add_line(key, entry, offsets)
   local line, near, far = entry.line, #entry.line / 7, {}
   for _, o in ipairs(offsets) do
@@ -61,35 +63,60 @@ local function add_line(key, entry, offsets)
     entry.far = entry.far + #chunk / 7
   end
 end
--- Return up to `count` waiting and held offsets of a key in the old form, the oldest first.
-local function take_offsets(key, owner, count)
-  local list, held, all = prefix .. 'waiting:' .. key, prefix .. 'held:' .. owner, {}
-  for _, o in ipairs(call('LRANGE', list, 0, count - 1)) do all[#all + 1] = tonumber(o) end
-  local waiting, raw = all[#all] or 2 ^ 53, owner ~= '' and call('HGET', held, key) or ''
-  local some, rest = {}, {}
-  for o in string.gmatch(raw, '%d+') do
-    -- Leave a held record that is newer than the waiting offsets read here for a later call.
-    if tonumber(o) <= waiting or #all < count then some[#some + 1] = tonumber(o) else rest[#rest + 1] = o end
+-- Move up to `count` held offsets of a key, which are in any order, to a sorted set. Return their
+-- number, and whether there are more.
+local function sort_held(key, owner, count)
+  local held, raw, set, at = prefix .. 'held:' .. owner, '', {}, 1
+  if owner ~= '' then raw = call('HGET', held, key) or '' end
+  while #set < 2 * count do
+    local _, after, o = string.find(raw, '^,?(%d+)', at)
+    if not o then break end
+    set[#set + 1], set[#set + 2], at = o, o, after + 1
   end
-  if #all > 0 then call('LTRIM', list, #all, -1) end
-  for _, o in ipairs(some) do all[#all + 1] = o end
-  table.sort(all)
-  if raw ~= '' then call('HSET', held, key, table.concat(rest, ',')) end
-  return all, #some, #rest > 0 or call('EXISTS', list) == 1
+  if #set == 0 then return 0, false end
+  call('ZADD', prefix .. 'converting:' .. key, unpack(set))
+  call('HSET', held, key, string.sub(raw, at))
+  return #set / 2, at <= #raw
+end
+-- Return up to `count` waiting and held offsets of a key in the old form, the oldest first; the number
+-- of those that were held; and whether there are more.
+local function take_offsets(key, count)
+  local list, sorted, all = prefix .. 'waiting:' .. key, prefix .. 'converting:' .. key, {}
+  local waiting, held = call('LRANGE', list, 0, count - 1), call('ZRANGE', sorted, 0, count - 1)
+  local w, h = 1, 1
+  while #all < count and (waiting[w] or held[h]) do
+    local a, b = tonumber(waiting[w] or 2 ^ 53), tonumber(held[h] or 2 ^ 53)
+    if a < b then w = w + 1 else h = h + 1 end
+    all[#all + 1] = math.min(a, b)
+  end
+  if w > 1 then call('LTRIM', list, w - 1, -1) end
+  if h > 1 then call('ZREMRANGEBYRANK', sorted, 0, h - 2) end
+  return all, h - 1, call('EXISTS', list, sorted) > 0
+end
+-- Return the last of these offsets that is suspect, -1 if none is, and forget that they are.
+local function take_suspects(offsets)
+  local names, found, last = {}, {}, -1
+  if #offsets == 0 or not suspects then return last end
+  for i = 1, #offsets do names[i] = text(offsets[i]) end
+  for i, is in ipairs(call('SMISMEMBER', prefix .. 'suspects', unpack(names))) do
+    if is == 1 then found[#found + 1], last = names[i], offsets[i] end
+  end
+  if #found > 0 then call('SREM', prefix .. 'suspects', unpack(found)) end
+  return last
 end
 local function convert_key(key, value)
   local owner, stopped = string.match(value, '^(.-):%d+:(.-):')
   owner, stopped = owner or value, stopped or ''
+  local sorted, unsorted = sort_held(key, owner, math.min(budget, 500))
+  budget = budget - sorted - PER_KEY
+  if unsorted or budget <= 0 then return end
   local raw = call('HGET', KEYS[4], key)
   local t = raw and {struct.unpack(EXTENDED, raw)} or {255, NOBODY, 0, FREE, -1, -1, -1, 0, -1, 0}
   local entry = {line = raw and string.sub(raw, t[11]) or '', last = t[9], far = t[10]}
-  local all, returned, more = take_offsets(key, owner, math.min(budget, 500))
-  budget = budget - #all - 5
+  local all, returned, more = take_offsets(key, math.min(budget, 500))
+  budget = budget - #all
   add_line(key, entry, all)
-  local suspect = t[5]
-  for _, o in ipairs(all) do
-    if call('SREM', prefix .. 'suspects', text(o)) == 1 then suspect = math.max(suspect, o) end
-  end
+  local suspect = math.max(t[5], take_suspects(all))
   local stop = stopped == 'd' and DELAYED or stopped == 'p' and PARKED or FREE
   t[4], t[5], t[9], t[10] = stop, suspect, entry.last, entry.far
   call('HINCRBY', KEYS[2], 'returning', returned)
@@ -104,13 +131,12 @@ local function convert_key(key, value)
   end
   call('HDEL', groups, key)
   if owner ~= '' then call('HDEL', prefix .. 'held:' .. owner, key) end
-  call('DEL', prefix .. 'waiting:' .. key)
 end
 for _ = 1, 64 do
   if budget <= 0 then break end
   local some = call('HRANDFIELD', groups, 16, 'WITHVALUES') or {}
   if #some == 0 or (#some == 2 and some[1] == '') then
-    call('DEL', groups)
+    call('UNLINK', groups)
     break
   end
   for i = 1, #some, 2 do
@@ -121,19 +147,33 @@ end
 if call('EXISTS', groups) == 1 then return {'OK', 1} end
 
 -- 3. Dead letters: list them in `unsettled`, as batches are.
-for _, o in ipairs(call('HKEYS', KEYS[13])) do call('ZADD', KEYS[11], o, 'letter:' .. o) end
+local cursor = call('HGET', KEYS[2], 'letters_cursor') or '0'
+if cursor ~= 'done' then
+  local scanned = call('HSCAN', KEYS[13], cursor, 'COUNT', 200)
+  local marks = {}
+  for i = 1, #scanned[2], 2 do
+    marks[#marks + 1], marks[#marks + 2] = scanned[2][i], 'letter:' .. scanned[2][i]
+  end
+  for low = 1, #marks, 1000 do
+    call('ZADD', KEYS[11], unpack(marks, low, math.min(low + 999, #marks)))
+  end
+  call('HSET', KEYS[2], 'letters_cursor', scanned[1] == '0' and 'done' or scanned[1])
+  return {'OK', 1}
+end
 
 -- 4. Consumers, and the end.
-local consumers = call('HKEYS', prefix .. 'consumers')
-for i = 1, math.min(#consumers, 200) do
-  call('DEL', prefix .. 'held:' .. consumers[i], prefix .. 'more:' .. consumers[i])
-  call('HDEL', prefix .. 'consumers', consumers[i])
+local some = call('HRANDFIELD', prefix .. 'consumers', 100) or {}
+if #some > 0 then
+  for _, consumer in ipairs(some) do
+    call('UNLINK', prefix .. 'held:' .. consumer, prefix .. 'more:' .. consumer)
+  end
+  call('HDEL', prefix .. 'consumers', unpack(some))
+  return {'OK', 1}
 end
-if #consumers > 200 then return {'OK', 1} end
-call('DEL', prefix .. 'consumers', prefix .. 'suspects', prefix .. 'bell', KEYS[9])
+call('UNLINK', prefix .. 'suspects', prefix .. 'bell', KEYS[9])
 local progress = {struct.unpack('<ddddddddddddddddc6c6', call('HGET', KEYS[2], 'converted'))}
 local returned = tonumber(call('HGET', KEYS[2], 'returning') or 0)
 progress[2], progress[15] = progress[2] + returned, progress[15] + returned
 call('HSET', KEYS[2], 'progress', struct.pack('<ddddddddddddddddc6c6', unpack(progress, 1, 18)))
-call('HDEL', KEYS[2], 'converting', 'converted', 'returning')
+call('HDEL', KEYS[2], 'converting', 'converted', 'returning', 'letters_cursor')
 return {'OK', 0}

@@ -13,7 +13,7 @@
 
 local RETURN = 64 -- records to take back in one call, or a few more
 local waits = call('ZCARD', KEYS[11])
-local put_back, give_up, count_failure, fail = make_returns()
+local put_back, give_up, count_failure, fail, is_waiting, take_out = make_returns()
 
 -- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any of
 -- them may have killed it, so from now on they are delivered one at a time. The failure counts for the
@@ -22,17 +22,13 @@ local function blame_first(k, t)
   local x = t.extended
   local o, suspected = x.blame, x.blame <= x.suspect
   x.suspect, x.blame, x.top = max(x.suspect, x.top), -1, -1
+  if not is_waiting(k, t, o) then return end -- it was purged
   local failures = tonumber(call('HGET', KEYS[13], text(o)) or 0)
   if (suspected or failures + 1 ~= tries) and fail(o, k, t, 'Its consumer died.') then
-    local others = {}
-    for _, waiting in ipairs(from_line(t.line)) do
-      if waiting ~= o then others[#others + 1] = waiting end
-    end
-    t.line, p.waiting = to_line(others), p.waiting - 1
-    if t.line == '' and x.far > 0 then pull_chunk(k, t) end
+    take_out(k, t, o)
   end
 end
--- Take back some of the records that a consumer holds; return whether it holds more.
+-- Take back some of the records that a consumer holds; return how many, and whether it holds more.
 local function take_back(owner, died)
   local key, by_key, taken = prefix .. 'batches:' .. owner, {}, 0
   local some = call('HRANDFIELD', key, 16, 'WITHVALUES') or {}
@@ -62,7 +58,7 @@ local function take_back(owner, died)
     disown(k, t)
     if t.extended and t.extended.blame >= 0 and t.held == 0 then blame_first(k, t) end
   end
-  return call('EXISTS', key) == 1
+  return taken, call('EXISTS', key) == 1
 end
 local function free_kept(k)
   load({k})
@@ -70,7 +66,7 @@ local function free_kept(k)
 end
 local function forget(id)
   told[id] = nil -- write_changes must not create the list again
-  call('DEL', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
+  call('UNLINK', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
 end
 
 -- 1. Leave.
@@ -79,7 +75,8 @@ if ARGV[4] == 'leave' then
   local kept = c.kept
   c.kept = ''
   if kept ~= '' then free_kept(kept) end
-  left = not take_back(me, false)
+  local taken, more = take_back(me, false)
+  c.holding, left = c.holding - taken, not more
   if left then
     call('HDEL', KEYS[4], me)
     call('ZREM', KEYS[10], me)
@@ -113,9 +110,12 @@ if p.reaping == NOBODY and p.reap_at <= p.tick then
     call('ZREM', KEYS[10], first[1]) -- a lease without a consumer
   end
 end
-if p.reaping ~= NOBODY and not take_back(p.reaping, true) then
-  forget(p.reaping)
-  p.reaping, p.reaped = NOBODY, p.reaped + 1
+if p.reaping ~= NOBODY then
+  local _, more = take_back(p.reaping, true)
+  if not more then
+    forget(p.reaping)
+    p.reaping, p.reaped = NOBODY, p.reaped + 1
+  end
 end
 
 -- 3. End delays, and assign dead letters.

@@ -30,18 +30,19 @@ if raw then
     t = {255, string.sub(raw, 1, 6), struct.unpack('<H', raw, 7), FREE, -1, -1, -1, 0, -1, 0}
     line = string.sub(raw, 9)
   end
-  while line ~= '' and #purged < MOST do
-    local o = struct.unpack('<I7', line)
+  local at = 1
+  while at <= #line and #purged < MOST do
+    local o, after = struct.unpack('<I7', line, at)
     if o >= upto then break end
-    purged[#purged + 1] = string.format('%.0f', o)
-    line = string.sub(line, 8)
-    if line == '' and t[10] > 0 then
+    purged[#purged + 1], at = o, after
+    if at > #line and t[10] > 0 then
       local field = key .. ':' .. string.format('%.0f', t[8])
-      line = call('HGET', KEYS[4], field) or ''
+      line, at = call('HGET', KEYS[4], field) or '', 1
       call('HDEL', KEYS[4], field)
       t[8], t[10] = t[8] + 1, t[10] - #line / 7
     end
   end
+  line = string.sub(line, at)
   more = line ~= '' and #purged >= MOST and struct.unpack('<I7', line) < upto and 1 or 0
   if #purged > 0 then
     local owner, held = t[2], t[3]
@@ -64,7 +65,11 @@ if raw then
     else
       call('HSET', KEYS[3], key, struct.pack(EXTENDED, unpack(t, 1, 10)) .. line)
     end
-    p.failing = p.failing - call('HDEL', KEYS[8], unpack(purged))
+    if p.failing > 0 then
+      local fields = {}
+      for i = 1, #purged do fields[i] = string.format('%.0f', purged[i]) end
+      p.failing = p.failing - call('HDEL', KEYS[8], unpack(fields))
+    end
     p.waiting, p.purged = p.waiting - #purged, p.purged + #purged
   end
 end

@@ -3,9 +3,9 @@
 --
 -- KEYS  1 log  2 meta  3 fences  4 plan  5 stage  6 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
---       5 frames moved so far, of all stages  6 the first frame of this stage to move
+--       5 frames moved so far, from all stages  6 the first frame to move from this stage
 --       7 frames in this stage  8 bytes after which to stop; each frame counts as 1 KiB more
--- Returns {'OK', frames moved so far, of all stages}, or the reason why no frame was moved:
+-- Returns {'OK', frames moved so far, from all stages}, or the reason why no frame was moved:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'FENCED', current version}  {'AT', frames moved so far}: not the number in ARGV[5]
 --   {'LOST'}, {'INVALID'}: the frame is not in the stage, or another program has changed it
@@ -32,7 +32,7 @@ local function strings(packed)
   return #found % 2 == 0 and #found > 0 and #found < 5000 and found or nil
 end
 
--- A release before 0.3 staged one entry per frame: two bytes for the key of each record, then the keys.
+-- A release before 0.3 staged one entry per frame: two bytes for each record's key, then the keys.
 local function renewed(found, n)
   if #found[1] ~= 2 * n then return found end
   local entries = {}

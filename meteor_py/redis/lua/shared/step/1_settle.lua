@@ -18,8 +18,9 @@
 --   scan; end of the stream; number of the first batch granted; {offsets of each batch, six bytes
 --   each}; report; end of the records that only the store has, 0 if the index has them; 1 if
 --   maintenance is due; what to do if nothing was granted: 0 claim again, 1 wait for a wake-up, 2 wait
---   for a wake-up or a new index entry; then ms until maintenance is due, -1 for never; epoch of the
---   stream; its field 'large'}
+--   for a wake-up or a new index entry; then ms until maintenance is due, -1 for never, 0 for
+--   'AGAIN', after which the consumer must claim before it waits; epoch of the stream; its field
+--   'large'}
 --   A report is '' or 'failed;refused;lost;dropped'. failed: 'o:failures,...' of granted records that
 --   have failed. refused: 'o,...' not settled, because the batch no longer has them. lost:
 --   'first:last,...'. dropped: 'o:failures,...' of records discarded without a dead letter
@@ -37,26 +38,29 @@ if number == c.step then
     local raw = call('HGET', KEYS[17], text(n))
     lines[#lines + 1] = raw and select(2, read_batch(raw)) or ''
   end
-  return {'AGAIN', text(p.next), text(stream_end), c.first, lines, c.report, 0, 1, 0, -1,
+  local idle = c.idle and (p.watcher == me and 2 or 1) or 0
+  return {'AGAIN', text(p.next), text(stream_end), c.first, lines, c.report, 0, 1, idle, 0,
           tonumber(stream[4]), stream[5]}
 elseif number ~= c.step + 1 then
   return {'REPEAT', c.step}
 end
 
 -- Read the batches first: a step that asks for too much must change nothing.
-local whole, found, size = {}, {}, 0
-for n in gmatch(ARGV[7], '%d+') do whole[#whole + 1] = n end
-if #whole > 512 or #ARGV > 1600 then return {'INVALID'} end
-if #whole > 0 then found = call('HMGET', KEYS[17], unpack(whole)) end
-local batches = {} -- keys and line of each
-for i = 1, #whole do
-  if found[i] then
-    local names, line = read_batch(found[i])
-    batches[i] = {names, line}
-    size = size + #names
+local whole, asked, raw_batches, size = {}, {}, {}, 0
+for n in gmatch(ARGV[7], '%d+') do whole[#whole + 1], asked[#asked + 1] = n, n end
+for i = 12, #ARGV, 3 do
+  local n = ARGV[i]
+  if n ~= '' and raw_batches[n] == nil then raw_batches[n], asked[#asked + 1] = false, n end
+end
+if #whole > 512 or #asked > 1024 or #ARGV > 2000 then return {'INVALID'} end
+if #asked > 0 then
+  local found = call('HMGET', KEYS[17], unpack(asked))
+  for i = 1, #asked do
+    raw_batches[asked[i]] = found[i]
+    size = size + (found[i] and byte(found[i]) or 0)
   end
 end
-if size > 640 then return {'INVALID'} end
+if size > 1600 then return {'INVALID'} end
 
 if c.deadline < p.tick + lease then
   c.deadline = p.tick + lease + floor(lease / 8)
@@ -75,13 +79,13 @@ local function keep_batch(n, names, offsets)
   local mark = me .. ':' .. n
   if #offsets == 0 then
     call('HDEL', KEYS[17], n)
-    marks[mark] = false
+    raw_batches[n], marks[mark] = false, false
     return
   end
   local lowest = offsets[1]
   for i = 2, #offsets do if offsets[i] < lowest then lowest = offsets[i] end end
-  call('HSET', KEYS[17], n, write_batch(names, to_line(offsets)))
-  marks[mark] = lowest
+  raw_batches[n], marks[mark] = write_batch(names, to_line(offsets)), lowest
+  call('HSET', KEYS[17], n, raw_batches[n])
 end
 local function acknowledge(k)
   local t = entries[k]
@@ -95,16 +99,16 @@ local function acknowledge(k)
   end
 end
 for i = 1, #whole do
-  local batch = batches[i]
-  if batch then
-    local names = batch[1]
+  local n = whole[i]
+  if raw_batches[n] then
+    local names, line = read_batch(raw_batches[n])
     load(names)
     for j = 1, #names do acknowledge(names[j]) end
     if p.failing > 0 then
-      for _, o in ipairs(from_line(batch[2])) do healed[#healed + 1] = text(o) end
+      for _, o in ipairs(from_line(line)) do healed[#healed + 1] = text(o) end
     end
     p.acked, c.holding = p.acked + #names, c.holding - #names
-    marks[me .. ':' .. whole[i]] = false
+    raw_batches[n], marks[me .. ':' .. n] = false, false
   end
 end
 if #whole > 0 then call('HDEL', KEYS[17], unpack(whole)) end
@@ -112,15 +116,14 @@ if #whole > 0 then call('HDEL', KEYS[17], unpack(whole)) end
 local at = 11
 while ARGV[at] == 'A' do
   local n, done = ARGV[at + 1], {}
-  local raw = call('HGET', KEYS[17], n)
+  local raw = raw_batches[n]
   for o in gmatch(ARGV[at + 2], '%d+') do done[tonumber(o)] = o end
   if raw then
     local names, line = read_batch(raw)
-    local kept, left = {}, {}
-    load(names)
+    local kept, left, acked = {}, {}, {}
     for i, o in ipairs(from_line(line)) do
       if done[o] then
-        acknowledge(names[i])
+        acked[#acked + 1] = names[i]
         p.acked, c.holding = p.acked + 1, c.holding - 1
         if p.failing > 0 then healed[#healed + 1] = done[o] end
         done[o] = nil
@@ -128,6 +131,8 @@ while ARGV[at] == 'A' do
         kept[#kept + 1], left[#left + 1] = names[i], o
       end
     end
+    load(acked)
+    for i = 1, #acked do acknowledge(acked[i]) end
     keep_batch(n, kept, left)
   end
   for _, o in pairs(done) do refused[#refused + 1] = o end
@@ -140,15 +145,13 @@ if ARGV[at] then
   local opened, back, delays, touched = {}, {}, {}, {}
   local function open_batch(n)
     if opened[n] == nil then
-      local raw = call('HGET', KEYS[17], n)
       opened[n] = false
-      if raw then
-        local names, line = read_batch(raw)
+      if raw_batches[n] then
+        local names, line = read_batch(raw_batches[n])
         local batch = {names = names, offsets = from_line(line), key = {}}
         for i, o in ipairs(batch.offsets) do
           batch.key[o] = names[i] == '' and '\0' .. text(o) or names[i]
         end
-        load(names)
         opened[n] = batch
       end
     end
@@ -178,6 +181,7 @@ if ARGV[at] then
     call('HDEL', KEYS[14], o)
     marks['letter:' .. o], healed[#healed + 1], p[counter] = false, o, p[counter] + 1
   end
+  local names, settled = {}, {}
   for i = at, #ARGV - 2, 3 do
     local kind, o, rest = ARGV[i], match(ARGV[i + 2], '^(%d+):?(.*)$')
     if kind == 'D' then
@@ -189,12 +193,14 @@ if ARGV[at] then
       local k = batch and batch.key[tonumber(o)]
       if k then
         batch.key[tonumber(o)] = nil
-        settle(kind, k, tonumber(o), rest)
+        names[#names + 1], settled[#settled + 1] = k, {kind, k, tonumber(o), rest}
       else
         refused[#refused + 1] = o
       end
     end
   end
+  load(names)
+  for i = 1, #settled do settle(unpack(settled[i])) end
   for k in pairs(touched) do
     local t = as_table(k)
     if back[k] then

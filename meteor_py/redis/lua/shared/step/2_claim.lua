@@ -2,6 +2,7 @@
 -- Its last try is granted alone: if it kills its consumer, no other record is blamed. A consumer that
 -- comes to a last try reserves the key, and gets no more records until it has settled all it holds.
 local QUANTUM, ROUND = 16, 64 -- records of one key, and keys, to take before others get their turn
+local ROUNDS = 16
 local got, granted, offsets = 0, {}, {}
 if c.alone and c.holding == 0 then c.alone = false end
 local stop = c.alone or (c.kept ~= '' and c.holding > 0)
@@ -97,7 +98,7 @@ for i = 1, #freed do
 end
 local rounds, cut = 0, false
 while got < want and not stop do
-  cut = rounds > 0 and loaded > LOADS
+  cut = rounds > 0 and (loaded > LOADS or rounds == ROUNDS)
   if cut then break end
   rounds = rounds + 1
   local before, names, seen, total = got, {}, {}, 0

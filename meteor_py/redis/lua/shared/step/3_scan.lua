@@ -30,7 +30,7 @@ local function read_entry(id, strings)
   found.first, found.last = max(last - found.size + 1, 0), min(last, stream_end - 1)
   return found
 end
-local entry, listed, at_entry, per_entry = false, {}, 0, 64
+local entry, listed, at_entry, per_entry = false, {}, 0, SCAN -- read one entry first: it may be large
 if tonumber(ARGV[8]) == nxt then
   if ARGV[9] == 'lost' then
     local to = min(tonumber(ARGV[10]) or 0, stream_end)
@@ -51,9 +51,11 @@ local function next_entry()
   per_entry = found.size
   return found
 end
--- Return the keys of the next records in the entry.
+-- Return the keys of the next records in the entry. Rows grow while records are not granted.
+local row_size = 1
 local function read_row()
-  local last = min(entry.last, nxt + max(want - got, 8) - 1)
+  local last = min(entry.last, nxt + max(want - got, row_size) - 1)
+  row_size = 4 * row_size
   local low, high = nxt - entry.first, last - entry.first
   local row, names, numbers
   if entry.width == 1 then
