@@ -35,7 +35,7 @@ def test_50_000_records_survive_lost_replies_short_visits_and_poison(
     """Consumers come and go, die of some records, and lose replies together with their leases."""
     with Fleet(url, rng, consumers=6, lease_ttl=0.5, visits=True, lossy=True) as fleet:
         fleet.publish(50_000, poison=rng.sample(range(50_000), 5))
-        fleet.work_off(every_s=0.1)
+        fleet.drain(every_s=0.1)
         fleet.check()
         assert fleet.done["killed"] + fleet.done["paused"] > 20
         assert fleet.done["cut off"]
