@@ -98,7 +98,8 @@ class Connector:
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply."""
-        return self.use(lambda connection: connection.call(*command), tag_of(command))
+        tag = tag_of(command) if self._topology.guards_slots else None
+        return self.use(lambda connection: connection.call(*command), tag)
 
     def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Send commands in one round trip and return their replies."""
@@ -108,7 +109,7 @@ class Connector:
 
     def run(self, script: Script, script_keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
         """Run a script and return its reply."""
-        tag = tag_of(script_keys)
+        tag = tag_of(script_keys) if self._topology.guards_slots else None
         return self.use(lambda connection: connection.run(script, script_keys, args), tag)
 
     def use(self, work: Callable[[Connection], _T], tag: str | None) -> _T:
@@ -253,9 +254,10 @@ class Connector:
 
     def _shared_connection(self, node: Node | None) -> SharedConnection:
         with self._exclusive():
-            address = self.resolve()
+            self._check_open()
             shared = self._shared.get(node)
             if shared is None:
+                address = self.resolve()
                 # Nodes may be replaced by others for ever: forget those that are gone.
                 self._shared = {at: one for at, one in self._shared.items() if one.connected}
                 opener = partial(Connection, address, self.timeout_s, self._topology, None, node)
