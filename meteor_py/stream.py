@@ -209,10 +209,9 @@ class Stream:
     ) -> SharedSubscriber:
         """Open a consumer of a shared group. Close it, or use ``with``.
 
-        The consumers of a shared group work in parallel. Records with the same ordering key are
-        processed in order, by one consumer at a time. ``SharedConfig`` describes the settings of
-        the group, ``max_per_key`` to ``keyless``. The first consumer chooses them, and later ones
-        must omit them or pass the same. ``ConsumerConfig`` describes this consumer's settings.
+        The consumers work in parallel. Records with the same ordering key are processed in order,
+        by one consumer at a time. ``SharedConfig`` describes the group's settings, ``max_per_key``
+        to ``keyless``; the first consumer chooses them. ``ConsumerConfig`` describes the others.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
