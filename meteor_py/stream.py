@@ -215,8 +215,7 @@ class Stream:
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
-            initial_offset: Where a new group begins: EARLIEST (also AUTO), LATEST, an offset, or an
-                aware datetime. With NONE, the group must exist.
+            initial_offset: Where a new group starts. With NONE, the group must exist.
             codec: Decodes values; None means the stream's codec.
 
         Raises:
@@ -224,7 +223,7 @@ class Stream:
             MeteorError: The stream has no ``ordering_key``.
             GroupConfigMismatch: The group exists with other settings, or is not a shared group.
             GroupNotFound: ``initial_offset`` is NONE, and the group does not exist.
-            ValueError, TypeError: A setting is out of range or of the wrong type.
+            ValueError, TypeError: A setting is invalid.
         """
         requested = without_none(
             max_per_key=max_per_key,
@@ -235,7 +234,6 @@ class Stream:
             default_key=default_key,
             keyless="default" if keyless is None and default_key is not None else keyless,
         )
-        start = parse_start("initial_offset", initial_offset)
         config = ConsumerConfig(
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
@@ -246,6 +244,7 @@ class Stream:
         )
         if self.config.ordering_key is None:
             self._handle.snapshot()  # it may have been given one since this object opened it
+        start = parse_start("initial_offset", initial_offset)
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
 
