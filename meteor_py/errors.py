@@ -273,7 +273,7 @@ class GroupConfigMismatch(GroupError):
 
 
 class Fenced(GroupError):
-    """The records ``offsets`` of a shared group no longer belong to this consumer.
+    """Records of a shared group, listed in ``offsets``, no longer belong to this consumer.
 
     The consumer's lease expired or it left the group, unless this is a ``Rewound`` or an
     ``AckTimeout``. The records have been, or will be, delivered again. Settling them here was

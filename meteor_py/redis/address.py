@@ -266,7 +266,7 @@ def _check_remap(remap: Mapping[Node, Node]) -> dict[Node, Node]:
 
 
 def _without_secrets(reason: str, url: str) -> str:
-    """Replace the reason for refusing ``url`` if it may quote the password."""
+    """Replace the reason why ``url`` was refused if that text may contain the password."""
     if "@" in url and "'" in reason:
         return "a port is not a number, or the password has an unescaped character"
     return reason

@@ -88,7 +88,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
     def warn_of_hidden_history(self, tag: str) -> None:
-        """Warn the caller if the server of these keys could lose records unnoticed."""
+        """Warn if the server that holds these keys could lose records without being detected."""
         try:
             self.use(warn_of_hidden_history, tag)
         except ConnectionFailed:

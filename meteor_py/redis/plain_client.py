@@ -47,7 +47,7 @@ def _open_cluster(address: Address, options: dict[str, Any]) -> redis.RedisClust
 
 
 def _following(base: Any, address: Address, topology: Topology) -> Any:
-    """Return a connection class that connects to the primary that the sentinels name now."""
+    """Return a connection class that connects to the primary that the sentinels currently name."""
 
     class FollowingConnection(base):  # type: ignore[misc]
         def _connect(self) -> socket:

@@ -113,7 +113,7 @@ class ThreadConnections:
         """Call ``work`` with a connection.
 
         Raises:
-            ConnectionFailed: Other threads used the connection for ``timeout_s`` seconds.
+            ConnectionFailed: Other threads kept the connection busy for ``timeout_s`` seconds.
         """
 
         def call(connection: Connection) -> _T:

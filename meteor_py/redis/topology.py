@@ -30,7 +30,7 @@ ABANDONED_S = 5.0
 
 
 class Watched(Protocol):
-    """A connection that a topology can make reconnect."""
+    """A connection that a topology can tell to leave its node."""
 
     def leave_node(self) -> None: ...
 

@@ -206,7 +206,7 @@ class Deliveries:
         return self._ack_timeouts.due_s()
 
     def extended(self) -> bool:
-        """Whether ``extend`` asked to keep a record beyond now. The caller holds the lock."""
+        """Whether an ``extend`` of a held record is still in effect. The caller holds the lock."""
         time = now()
         return any(record.extended_until > time for record in self.holdings.held())
 

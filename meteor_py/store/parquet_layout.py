@@ -112,7 +112,7 @@ def read_footer(data: bytes, size: int) -> list[RowGroup]:
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
     groups = [_row_group(group, size) for group in _field(footer, 4)]
     if sum(group.rows for group in groups) != _field(footer, 3):
-        raise ValueError("the row groups do not add up to the file's records")
+        raise ValueError("the record counts of its row groups do not add up to the file's")
     return groups
 
 

@@ -103,7 +103,7 @@ class Cluster(ServerGroup):
         return owner_of(number, self.nodes)
 
     def others(self, node: Node) -> list[Node]:
-        """Return the primaries without this node: where its slots can move."""
+        """Return all primaries except this node. Its slots can move to any of them."""
         return [each for each in self.primaries if each is not node]
 
     def flush(self) -> None:

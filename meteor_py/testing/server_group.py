@@ -34,11 +34,11 @@ class ServerGroup(ABC):
         """Start all servers, and wait until they know each other and accept writes.
 
         Raises:
-            RuntimeError: They were started before.
+            RuntimeError: They have already been started.
             ServerStartFailed: A server did not start. The message ends with its log.
         """
         if self._all_servers():
-            raise RuntimeError(f"{self} was started before. Create another.")
+            raise RuntimeError(f"{self} has already been started. Create another.")
         for tries_left in reversed(range(START_TRIES)):
             try:
                 self._start_servers()

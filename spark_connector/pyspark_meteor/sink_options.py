@@ -71,7 +71,7 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     check_columns(schema, named=bool(stream or path))
     delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
     if options.text("txnVersion") and not options.text("txnId"):
-        raise ValueError("txnVersion numbers the writes under a txnId. Pass a txnId as well.")
+        raise ValueError("txnVersion needs a txnId. Set txnId as well, or omit txnVersion.")
     return SinkOptions(
         server=ServerOptions.parse(options),
         stream=stream or path,

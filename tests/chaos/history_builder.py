@@ -12,7 +12,7 @@ GROUP = "g"
 
 
 class HistoryBuilder:
-    """A history built event by event, one per millisecond."""
+    """Builds a history event by event. Events are one millisecond apart."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -352,7 +352,7 @@ class Nemesis:
             self._writer.add("error", who="nemesis", text=f"The slot cannot be moved: {error}")
 
     def failover(self) -> bool:
-        """Promote the replica of the primary that has the stream, which loses nothing."""
+        """Promote a replica of the stream's primary. This planned failover loses no records."""
         cluster = self._backend.cluster
         if cluster is None or "server" in self._busy:
             return False

@@ -119,7 +119,7 @@ def test_other_roles_can_work_on_a_stream_with_an_ordering_key(
         assert stream.store.flush() == 410
         assert stream.describe().length < 410
     with grouped.client() as plain:
-        # An index entry has up to 64 records.
+        # An index entry covers at most 64 records, so a frame may need several.
         assert plain.xlen("meteor:{orders}:index") >= plain.xlen("meteor:{orders}:log") > 0
     with connect(grouped, "member") as m:
         assert m.stream("orders", create=False).seek_group("g", 4) == 4

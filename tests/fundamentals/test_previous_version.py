@@ -1,7 +1,7 @@
-"""Upgrading keeps your data: this version continues all state that version 0.1 wrote.
+"""Upgrading keeps your data: this version can use all state that version 0.1 wrote.
 
 Streams, subscriber groups, shared groups, peer groups, stores and unfinished transactions continue
-where they left off, on Valkey and Redis, even if members died or were alive when 0.1 was stopped.
+where they left off, on Valkey and Redis, whether members had died or were alive when 0.1 stopped.
 ``tests/fixtures/version_0_1/write.py`` shows how 0.1 wrote the state.
 """
 

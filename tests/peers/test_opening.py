@@ -48,7 +48,7 @@ def test_deleted_group_leaves_no_keys(url: str) -> None:
         assert m.peer_groups() == ["workers2"]
 
 
-def test_group_recreated_while_it_is_deleted_is_listed(
+def test_group_recreated_during_deletion_is_listed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(url) as m, meteor.connect(url) as n:

@@ -192,7 +192,7 @@ def test_a_replica_joins_and_leaves(cluster: Cluster) -> None:
 
 
 def test_wrong_use_of_a_cluster_raises(cluster: Cluster) -> None:
-    with pytest.raises(RuntimeError, match="was started before"):
+    with pytest.raises(RuntimeError, match="has already been started"):
         cluster.start()
     with pytest.raises(ValueError, match="at least one primary"):
         Cluster(primaries=0)

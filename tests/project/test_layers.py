@@ -102,7 +102,7 @@ def test_imports_point_downwards() -> None:
     assert sorted(upward_imports()) == sorted(EXCEPTIONS)
 
 
-def test_exceptions_are_for_type_checkers_only() -> None:
+def test_upward_imports_are_for_type_checking_only() -> None:
     assert {pair for pair, typed in upward_imports().items() if not typed} == set()
 
 

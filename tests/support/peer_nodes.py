@@ -63,7 +63,7 @@ class Node(Peer):
 
 
 class Nodes:
-    """Starts processes, several at once, and stops them at the end."""
+    """Starts member processes in parallel, and stops them on exit."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -85,7 +85,7 @@ class Replica(Server):
         self.args = (*self.args, "--replicaof", host, str(port or master.port))
 
     def wait_in_sync(self, timeout_s: float = 20) -> None:
-        """Wait until the replica has all of the master's writes up to now."""
+        """Wait until the replica has all of the primary's writes up to this moment."""
         wanted = self.master.info("replication")["master_repl_offset"]
 
         def caught_up() -> bool:

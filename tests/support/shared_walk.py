@@ -33,7 +33,8 @@ from tests.support.sharing import make_due
 
 STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 
-#: Steps without progress after which a group counts as stuck: a step reports only a few letters.
+#: Steps without progress after which a group counts as stuck. Several are normal, because each
+#: step reports only a few dead letters.
 IDLE_STEPS = 30
 #: Parts of the state that a consumer changes when it joins.
 _OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")

@@ -2,8 +2,8 @@
 
 -- Redis stores a small hash as a list, which it searches for each field, unless a value is long.
 local PADDING = string.rep('-', 600)
--- Releases before 0.3 expect a hash in the key that gets this text. They refuse the group without
--- changing anything.
+-- Releases before 0.3 expect a hash at the key that holds this text, so they refuse the group
+-- without changing anything.
 local NOTICE = 'This shared group needs meteor-py 0.3 or later.'
 local NOBODY, NEVER = '......', 2 ^ 52
 

@@ -21,8 +21,8 @@ local function make_returns()
     end
     return concat(parts) .. sub(line, from)
   end
-  -- Move chunks into the entry until it has all waiting offsets up to `o`. These are few: the owner
-  -- held all of them when it got `o`.
+  -- Move chunks into the entry until it has all waiting offsets up to `o`. There are only a few: the
+  -- owner held all of them when it got `o`.
   local function pull_chunks(k, t, o)
     local x, parts, fields = t.extended, {t.line}, {}
     while x and x.far > 0 do

@@ -93,7 +93,7 @@ local function take_offsets(key, count)
   if h > 1 then call('ZREMRANGEBYRANK', sorted, 0, h - 2) end
   return all, h - 1, call('EXISTS', list, sorted) > 0
 end
--- Return the last of these offsets that is suspect, -1 if none is, and forget that they are.
+-- Remove these offsets from the suspects. Return the last one that was suspect, or -1 if none was.
 local function take_suspects(offsets)
   local names, found, last = {}, {}, -1
   if #offsets == 0 or not suspects then return last end

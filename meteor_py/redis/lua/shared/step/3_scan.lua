@@ -86,7 +86,7 @@ local function purge_marks(row)
   for _, k in ipairs(names) do marks_of[k] = tonumber(call('ZSCORE', KEYS[16], k) or -1) end
   return marks_of
 end
--- Return whether records of a key, whose entry is a table, can be granted without waiting.
+-- Return whether records of key k can be granted at once. Its entry t must be a table.
 local function grantable(k, t)
   if t.line ~= '' or pushed[k] or t.held >= cap or (t.owner ~= me and t.owner ~= NOBODY) then
     return false
