@@ -237,7 +237,7 @@ class Client(Closeable):
     def load_scripts(self) -> None:
         """Load all Lua scripts, for users whose ACL forbids loading them (docs/acl.md).
 
-        On a cluster, every primary loads them, and passes them on to its replicas.
+        On a cluster, every primary loads them. Load them again after a failover.
         """
         self._connector.use_each(_load_scripts)
 

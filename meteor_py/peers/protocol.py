@@ -114,12 +114,14 @@ class PeerProtocol:
         if not create:
             return self.settings()
         target = connection or self.connector
+        # On a cluster, the list of groups is in another slot than the group.
+        registry = self.connector if self.connector.is_cluster else target
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]
         try:
-            self.connector.call("SADD", keys.PEERS, self.name)  # another slot than the group's
+            registry.call("SADD", keys.PEERS, self.name)
             flat = target.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-            self.connector.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
+            registry.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:

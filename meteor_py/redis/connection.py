@@ -488,7 +488,8 @@ class Connection:
         waited_s = self._redirects.note()
         slot = getattr(error, "slot_id", None)
         if isinstance(error, redis.exceptions.MovedError):
-            host = error.host or (self.node[0] if self.node else "")
+            is_same = error.host in ("", "?") and self.node is not None
+            host = self.node[0] if is_same and self.node else error.host
             self.topology.note_moved(error.slot_id, (host, int(error.port)))
             text = f"Slot {slot} is no longer on the node at {self.target}."
             return _not_now(text, redirected=True)

@@ -19,7 +19,7 @@ from meteor_py.redis.plain_client import open_plain
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.sentinels import Sentinels
 from meteor_py.redis.server_warnings import check_server, warn_of_hidden_history
-from meteor_py.redis.shared_connection import SharedConnection
+from meteor_py.redis.shared_connection import ConnectionBusy, SharedConnection
 from meteor_py.redis.slot_map import SlotMap
 from meteor_py.redis.topology import PAUSES_S, Topology, slot_of, tag_of
 from meteor_py.runtime.backoff import pause_s
@@ -137,16 +137,30 @@ class Connector:
         """
         if not self._topology.is_movable:
             return [self.use(work, None)]
-        results: list[_T] = []
-        for node in self._again(self._topology.primaries):
-            try:
-                results.append(self._use_at(node, None, work))
-            except ConnectionFailed:
-                if unreachable is None:
-                    results.append(self._again(partial(self._use_at, node, None, work)))
-                else:
-                    results.append(unreachable(self.address.at(node) if node else self.address))
-        return results
+        results: dict[Node | None, _T] = {}
+
+        def use_rest() -> None:
+            nodes = self._topology.primaries()
+            for node in [*results]:
+                if node not in nodes:
+                    del results[node]  # it is no longer a primary
+            for node in nodes:
+                if node in results:
+                    continue
+                try:
+                    results[node] = self._use_at(node, None, work)
+                except ConnectionFailed:
+                    if unreachable is None:
+                        raise
+                    results[node] = unreachable(self.address.at(node) if node else self.address)
+
+        self._again(use_rest)
+        return list(results.values())
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys with different hash tags may be on different servers."""
+        return self._topology.guards_slots
 
     def is_same_server(self, tag: str, other: str) -> bool:
         """Return whether the keys of two tags are on the same server, as far as is known."""
@@ -203,7 +217,13 @@ class Connector:
             connection.tag = tag  # for the text of errors
             return self._checked_use(work, connection)
 
-        return self._shared_connection(node).use(use)
+        try:
+            # Bounded: a signal handler may hold the connection to one node and wait for another.
+            return self._shared_connection(node).use(use, timeout_s=self.timeout_s)
+        except ConnectionBusy:
+            raise ConnectionFailed(
+                f"Other threads kept the connection to {self.address} busy until the deadline."
+            ) from None
 
     def _scatter(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Send each command to the node that has its keys; return the replies in order.
@@ -265,6 +285,7 @@ class Connector:
             return shared
 
     def _checked_use(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
+        self._check_open()  # another thread may have closed the client meanwhile
         if connection.node not in self._checked:
             check_server(connection)
             self._checked.add(connection.node)

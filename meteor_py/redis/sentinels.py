@@ -35,8 +35,9 @@ _CHANNEL = "+switch-master"
 _ASK_S = 1.0
 #: Seconds for which a sentinel that did not reply is not asked, if another one replies.
 _AVOID_S = 5.0
-#: Seconds between attempts of the watcher to reach a sentinel, and between its other checks.
-_RECONNECT_S = 1.0
+#: Seconds between attempts of the watcher to reach a sentinel, and between its other checks. The
+#: pause doubles with each failed attempt, up to the maximum.
+_RECONNECT_S, _RECONNECT_MAX_S = 1.0, 30.0
 #: Seconds that closing waits for the watcher.
 _JOIN_S = 3.0
 
@@ -99,11 +100,15 @@ class Sentinels(Topology):
 
     def check(self) -> None:
         """Ask the sentinels now. If the primary has changed, make all connections leave it."""
-        self._is_stale, self._asked_at = True, -REFRESH_S
         try:
-            self._refresh_locked()
+            self._refresh_locked(force=True)
         except MeteorError as error:
             _log.debug("Cannot ask the sentinels at %s: %s", self._address, error)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the primary may have changed since the sentinels were last asked."""
+        return self._is_stale
 
     @property
     def known(self) -> list[Node]:
@@ -115,17 +120,21 @@ class Sentinels(Topology):
             return False
         return not self._is_stale or time.monotonic() - self._asked_at < REFRESH_S
 
-    def _refresh_locked(self) -> None:
+    def _refresh_locked(self, *, force: bool = False) -> None:
         try:
-            run_locked(self._lock, self._timeout_s, self._refresh)
+            run_locked(self._lock, self._timeout_s, lambda: self._refresh(force=force))
         except LockBusy:
             raise ConnectionFailed(
                 f"Another thread is still asking the sentinels at {self._address}."
             ) from None
 
-    def _refresh(self) -> None:
-        """Ask all sentinels. If none replies, keep the primary that is known."""
-        if self._is_usable():
+    def _refresh(self, *, force: bool) -> None:
+        """Ask the sentinels. If none replies, keep the primary that is known.
+
+        With ``force``, ask them even if another thread has just asked, and ask those that were
+        silent: one of them may have announced a new primary.
+        """
+        if not force and self._is_usable():
             return  # another thread has asked
         self._is_stale = False  # first: another thread may find it stale again meanwhile
         best: tuple[int, Node] | None = None
@@ -136,10 +145,11 @@ class Sentinels(Topology):
         now = time.monotonic()
         for sentinel in sorted(self._sentinels, key=lambda one: self._silent_until.get(one, 0.0)):
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or (best is not None and self._silent_until.get(sentinel, 0.0) > now):
+            is_silent = not force and self._silent_until.get(sentinel, 0.0) > now
+            if left_s <= 0 or (best is not None and is_silent):
                 continue
             try:
-                found = self._ask(sentinel, min(left_s, share_s))
+                found, others = self._ask(sentinel, min(left_s, share_s))
             except MeteorError as error:
                 self._silent_until[sentinel] = time.monotonic() + _AVOID_S
                 if failure is None or isinstance(failure, ConnectionFailed):
@@ -148,6 +158,10 @@ class Sentinels(Topology):
             self._silent_until.pop(sentinel, None)
             replied += 1
             best = max(best, found) if best is not None else found
+            if best is found and others is not None:  # sentinels come and go
+                self._sentinels = list(dict.fromkeys([*self._address.seeds, *others]))
+            if found[0] > self._epoch >= 0:
+                break  # a new primary: do not wait for sentinels that may be silent
         self._asked_at = time.monotonic()
         # A minority may have missed a failover. A majority with a lower epoch was set up anew.
         is_majority = 2 * replied > len(self._sentinels)
@@ -168,31 +182,29 @@ class Sentinels(Topology):
                 if connection is not None:
                     connection.leave_node()
 
-    def _ask(self, sentinel: Node, timeout_s: float) -> tuple[int, Node]:
-        """Return the configuration epoch and the primary that a sentinel names."""
+    def _ask(self, sentinel: Node, timeout_s: float) -> tuple[tuple[int, Node], list[Node] | None]:
+        """Return the configuration epoch and the primary that a sentinel names, and its peers."""
         connection = Connection(self._address.sentinel_at(sentinel), timeout_s)
         try:
             flat = connection.call("SENTINEL", "MASTER", self._address.service)
             facts = dict(zip(flat[::2], flat[1::2], strict=True))
-            self._learn(connection)
+            others = self._peers_of(connection)
         finally:
             connection.close()
         node = facts[b"ip"].decode(), int(facts[b"port"])
-        return int(facts.get(b"config-epoch", 0)), node
+        return (int(facts.get(b"config-epoch", 0)), node), others
 
-    def _learn(self, connection: Connection) -> None:
-        """Add the sentinels that a sentinel knows, once: the seeds may be gone some day."""
-        if len(self._sentinels) > len(self._address.seeds):
-            return
+    def _peers_of(self, connection: Connection) -> list[Node] | None:
+        """Return the other sentinels that a sentinel knows, because the seeds may be gone some day.
+
+        Returns None if this user may not list them.
+        """
         try:
-            others: list[Any] = connection.call("SENTINEL", "SENTINELS", self._address.service)
+            rows: list[Any] = connection.call("SENTINEL", "SENTINELS", self._address.service)
         except ServerRefused:
-            return  # this user may not list them
-        for flat in others:
-            facts = dict(zip(flat[::2], flat[1::2], strict=True))
-            other = facts[b"ip"].decode(), int(facts[b"port"])
-            if other not in self._sentinels:
-                self._sentinels.append(other)
+            return None
+        peers = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in rows]
+        return [(facts[b"ip"].decode(), int(facts[b"port"])) for facts in peers]
 
     def _unreachable(self, failure: MeteorError | None) -> MeteorError:
         if isinstance(failure, ServerRefused) and not isinstance(failure, AccessDenied):
@@ -234,6 +246,7 @@ class _Watcher:
         self._stopped = False
         self._connections: dict[Node, Connection] = {}
         self._retry_at: dict[Node, float] = {}
+        self._failures: dict[Node, int] = {}
         self._thread = JoinableThread(self._run, "meteor-sentinels")
 
     def start(self) -> None:
@@ -250,37 +263,45 @@ class _Watcher:
 
     def _run(self) -> None:
         try:
+            has_message = False
             while not self._stopped:
                 topology = self._topology()
                 if topology is None or topology.is_closed:  # or dropped without being closed
                     return
-                if self._connect(topology):
-                    topology.check()  # a message may have been missed
-                del topology
-                if self._wait():
-                    topology = self._topology()
-                    if topology is not None and not self._stopped:
+                try:
+                    is_new = self._connect(topology)  # a message may have been missed before
+                    if has_message or is_new or topology.is_stale:
                         topology.check()
-                    del topology
+                except Exception:  # the thread must go on listening
+                    _log.exception("The watcher of the sentinels failed, and tries again.")
+                del topology
+                has_message = self._wait()
         finally:
-            for connection in self._connections.values():
-                connection.close()
+            self._disconnect(list(self._connections))
             self._woken.close()
             self._wake.close()
 
+    def _disconnect(self, sentinels: Sequence[Node]) -> None:
+        for sentinel in sentinels:
+            self._connections.pop(sentinel).close()
+
     def _connect(self, topology: Sentinels) -> bool:
         """Subscribe to the sentinels that are not connected; return whether there was one."""
-        found = False
-        for sentinel in topology.known:
+        found, known = False, topology.known
+        self._disconnect([sentinel for sentinel in self._connections if sentinel not in known])
+        for sentinel in known:
             is_due = time.monotonic() >= self._retry_at.get(sentinel, 0.0)
             if sentinel in self._connections or not is_due or self._stopped:
                 continue
             try:
                 self._connections[sentinel] = topology.open_subscription(sentinel)
+                self._failures.pop(sentinel, None)
                 found = True
             except MeteorError as error:
                 _log.debug("Cannot listen to the sentinel at %s: %s", sentinel, error)
-                self._retry_at[sentinel] = time.monotonic() + _RECONNECT_S
+                failures = self._failures[sentinel] = self._failures.get(sentinel, 0) + 1
+                pause = min(_RECONNECT_S * 2 ** min(failures - 1, 5), _RECONNECT_MAX_S)
+                self._retry_at[sentinel] = time.monotonic() + pause
         return found
 
     def _wait(self) -> bool:
@@ -296,7 +317,6 @@ class _Watcher:
                 while connection.wire is not None and connection.wire.read_now() is not NO_REPLY:
                     found = True
             except (OSError, redis.RedisError):
-                connection.close()
-                del self._connections[sentinel]
+                self._disconnect([sentinel])
                 found = True
         return found

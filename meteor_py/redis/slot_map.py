@@ -54,6 +54,10 @@ class SlotMap(Topology):
         self._table = _Table([], [], [])
         self._moved: dict[int, Node] = {}  # newer than the table
         self._ask_first: list[Node] = []  # the nodes that know most, best first
+        self._source: Node | None = None  # the node that sent the table
+        #: Nodes that failed, or whose table led to a failure: a node that was cut off from the
+        #: others still reports the slots that it had. They are asked last, until another replies.
+        self._doubtful: set[Node | None] = set()
         self._is_stale = True
         self._refreshed_at = -REFRESH_S
 
@@ -64,7 +68,7 @@ class SlotMap(Topology):
         slot = slot_of(tag)
         node = self._moved.get(slot) or self._table.find(slot)
         if node is None:
-            self._is_stale = True
+            self.note_failed(None)
             error = ConnectionFailed(
                 f"No node of the cluster at {self._address} has slot {slot}. See `redis-cli "
                 "--cluster check`."
@@ -94,7 +98,8 @@ class SlotMap(Topology):
 
     def note_failed(self, node: Node | None) -> None:
         self._is_stale = True
-        self._ask_first = [known for known in self._ask_first if known != node]
+        self._doubtful = {*self._doubtful, node, self._source}
+        self._ask_first = [known for known in self._ask_first if known not in self._doubtful]
         for slot, other in list(self._moved.items()):
             if other == node:
                 self._moved.pop(slot, None)
@@ -130,7 +135,8 @@ class SlotMap(Topology):
         if self._is_usable():
             return  # another thread has refreshed it
         deadline = time.monotonic() + self._timeout_s
-        nodes = dict.fromkeys([*self._ask_first, *self._table.nodes, *self._address.seeds])
+        known = dict.fromkeys([*self._ask_first, *self._table.nodes, *self._address.seeds])
+        nodes = sorted(known, key=lambda node: node in self._doubtful)
         share_s = max(_ASK_S, self._timeout_s / len(nodes))
         failure: MeteorError | None = None
         self._is_stale = False  # first: another thread may find it stale again meanwhile
@@ -148,7 +154,10 @@ class SlotMap(Topology):
             for slot, other in list(self._moved.items()):
                 if table.find(slot) == other:
                     self._moved.pop(slot, None)
-            self._prefer(node)
+            self._source = node
+            if node not in self._doubtful:
+                self._doubtful = set()
+                self._prefer(node)
             self._refreshed_at = time.monotonic()
             return
         self._is_stale = True

@@ -168,8 +168,8 @@ class SharedSubscriber(Closeable):
             concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: Another ``run()`` is active, or an error that ``poll`` raises. ``Fenced`` is
-                only logged, and ``ConnectionFailed`` is raised only after an outage of 30 seconds.
+            MeteorError: Another ``run()`` is active, or an error that ``poll`` raises. ``Fenced``
+                is only logged, and ``ConnectionFailed`` is raised after an outage of 30 seconds.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)

@@ -116,8 +116,8 @@ def restored(
     elif before.end < end:
         _log.warning(
             "The store for stream %r has no state for records %d to %d, which another version of "
-            "meteor-py archived. If a writer repeats one of their transactions, its records will be "
-            "duplicated.",
+            "meteor-py archived. If a writer repeats one of their transactions, its records will "
+            "be duplicated.",
             *(stream, before.end, end - 1),
         )
     groups = {name: group.clamped(end) for name, group in before.groups.items()}

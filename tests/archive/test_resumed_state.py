@@ -395,7 +395,7 @@ def test_state_from_a_lost_branch_is_not_chosen() -> None:
 
 def test_records_without_a_state_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert choose(30, {5: 0}, {5 * TERMS + 1: [at(10, w="1:2:2:3")]}) == (10, {"w": "1:2:2:3"})
-    assert "from 10 to 29" in caplog.text
+    assert "records 10 to 29" in caplog.text
 
 
 def test_groups_are_moved_back_to_the_end_of_the_records() -> None:

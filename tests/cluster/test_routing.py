@@ -12,6 +12,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys, scripts
+from meteor_py.redis.address import parse
+from meteor_py.redis.slot_map import SlotMap
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
 from tests.support.proxy import Proxy
@@ -40,6 +42,24 @@ def test_address_of_a_cluster_is_refused_by_a_single_server(url: str) -> None:
     single = url.replace("redis://", "redis+cluster://").removesuffix("/0")
     with meteor.connect(single) as m, pytest.raises(meteor.ServerRefused, match="Write redis://"):
         m.streams()
+
+
+def test_node_whose_table_led_to_a_failure_is_asked_last(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = SlotMap(parse(cluster.url), 5.0)
+    asked: list[object] = []
+    ask = SlotMap._ask
+
+    def note(slots: SlotMap, node: Any, timeout_s: float) -> Any:
+        asked.append(node)
+        return ask(slots, node, timeout_s)
+
+    monkeypatch.setattr(SlotMap, "_ask", note)
+    for _ in range(3):  # each node in turn, if each table leads to a failure
+        slots.note_failed(slots.locate("orders"))
+        slots._refreshed_at = -1.0  # without waiting until it may ask again
+    assert asked[0] != asked[1]
 
 
 def test_streams_and_peer_groups_of_all_nodes_are_listed(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
+from meteor_py.redis import sentinels as sentinels_module
+from meteor_py.redis.address import parse
 from meteor_py.testing import Sentinels
 from meteor_py.testing.sentinels import Sentinel
 from meteor_py.testing.server import HOST
@@ -84,6 +87,28 @@ def test_sentinel_with_an_old_view_is_outvoted(sentinels: Sentinels) -> None:
             assert m._connector._topology.locate(None) == (HOST, new.port)
     finally:
         stale.close()
+
+
+def test_announcement_makes_the_client_ask_sentinels_that_were_silent(
+    sentinels: Sentinels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = sentinels_module.Sentinels(parse(sentinels.url), 5.0)
+    try:
+        topology.locate(None)
+        asked: list[object] = []
+        ask = sentinels_module.Sentinels._ask
+
+        def note(asking: sentinels_module.Sentinels, node: Any, timeout_s: float) -> Any:
+            asked.append(node)
+            return ask(asking, node, timeout_s)
+
+        monkeypatch.setattr(sentinels_module.Sentinels, "_ask", note)
+        silent = topology.known[0]
+        topology._silent_until[silent] = float("inf")
+        topology.check()
+        assert silent in asked
+    finally:
+        topology.close()
 
 
 def test_watcher_ends_with_the_client_and_a_forked_child_has_its_own(sentinels: Sentinels) -> None:

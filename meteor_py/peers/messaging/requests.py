@@ -226,8 +226,8 @@ class Requests:
             if not free:
                 raise MessageExpired(
                     f"Too many messages sent through this handle for group {self.group.name!r} "
-                    f"are unfinished ({len(self._pending):,}). Nothing was sent. Wait for earlier ones "
-                    "to finish.",
+                    f"are unfinished ({len(self._pending):,}). Nothing was sent. Wait for earlier "
+                    "messages to finish.",
                     group=self.group.name,
                 )
             self._messages += 1
