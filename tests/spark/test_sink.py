@@ -276,7 +276,7 @@ def columns(ddl: str) -> StructType:
         ("value string", {"stream": None}, "Set the stream"),
         ("value string", {"other": "x"}, "no option 'other'"),
         ("value string", {"delivery": "atLeastOnce"}, "delivery does not apply here"),
-        ("value string", {"txnVersion": "2"}, "Pass a txnId"),
+        ("value string", {"txnVersion": "2"}, "Set txnId as well"),
         ("value string", {"path": "t"}, "Set it only once"),
         ("value string", {"txnId": "a", "txnVersion": "x"}, "txnVersion must be from 0"),
         ("value string", {"capacity": "0"}, "capacity must be from 1"),
