@@ -267,6 +267,7 @@ def columns(ddl: str) -> StructType:
     return schema
 
 
+@pytest.mark.usefixtures("spark")  # a schema is parsed by Spark
 @pytest.mark.parametrize(
     ("schema", "options", "words"),
     [
@@ -300,6 +301,7 @@ def test_invalid_option_or_column_is_refused_by_name(
         parse_sink(given, columns(schema), streaming=streaming)
 
 
+@pytest.mark.usefixtures("spark")  # a schema is parsed by Spark
 @pytest.mark.parametrize(
     ("row", "words"),
     [
