@@ -103,6 +103,7 @@ class Sentinels(Topology):
         try:
             self._refresh_locked(force=True)
         except MeteorError as error:
+            self._is_stale = True  # the watcher asks again
             _log.debug("Cannot ask the sentinels at %s: %s", self._address, error)
 
     @property
@@ -163,7 +164,7 @@ class Sentinels(Topology):
             if found[0] > self._epoch >= 0:
                 break  # a new primary: do not wait for sentinels that may be silent
         self._asked_at = time.monotonic()
-        # A minority may have missed a failover. A majority with a lower epoch was set up anew.
+        # A minority may have missed a failover. A majority with a lower epoch was newly set up.
         is_majority = 2 * replied > len(self._sentinels)
         if best is not None and (best[0] >= self._epoch or is_majority):
             self._adopt(*best)
@@ -268,14 +269,16 @@ class _Watcher:
                 topology = self._topology()
                 if topology is None or topology.is_closed:  # or dropped without being closed
                     return
+                must_repeat = False
                 try:
                     is_new = self._connect(topology)  # a message may have been missed before
                     if has_message or is_new or topology.is_stale:
                         topology.check()
-                except Exception:  # the thread must go on listening
-                    _log.exception("The watcher of the sentinels failed, and tries again.")
+                except Exception:  # the thread must keep listening
+                    must_repeat = True
+                    _log.exception("Watching the sentinels failed and is retried.")
                 del topology
-                has_message = self._wait()
+                has_message = self._wait() or must_repeat
         finally:
             self._disconnect(list(self._connections))
             self._woken.close()
@@ -308,6 +311,7 @@ class _Watcher:
         """Wait for messages; return whether there was one, or a connection has ended."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
+        self._disconnect([node for node, c in self._connections.items() if c.fileno() < 0])
         for connection in self._connections.values():
             poll.register(connection.fileno(), select.POLLIN)
         poll.poll(_RECONNECT_S * 1000)
