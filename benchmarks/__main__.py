@@ -115,13 +115,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare meteor_py with redis-py on a private server. A complete run takes "
         "about five minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
     )
-    parser.add_argument("--quick", action="store_true", help="measure less, in about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="take fewer measurements, in about a minute"
+    )
     parser.add_argument(
         "--only",
         action="append",
         choices=FAMILIES,
         metavar="NAME",
-        help=f"only this one of {', '.join(FAMILIES)}; can be repeated",
+        help=f"measure only this family, one of {', '.join(FAMILIES)}; can be repeated",
     )
     parser.add_argument(
         "--server",
