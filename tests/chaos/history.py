@@ -16,8 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal[
-    # Publishers: `values` were published; they are in the log at `offsets`; they are not in the
-    # log; it is unknown whether they are.
+    # Publishers: `values` were sent; they are in the log at `offsets`; they are not in the log; it
+    # is unknown whether they are in the log.
     "publish",
     "acked",
     "failed",
@@ -50,7 +50,7 @@ Kind = Literal[
     # An error that no fault explains.
     "error",
     # The run: a sample of the ring's bounds, `archived` and all confirmed offsets at one moment;
-    # a fault; the store was hidden, and shown again; the end of all faults.
+    # a fault; the store was hidden; it was shown again; all faults were healed.
     "sample",
     "fault",
     "hidden",
