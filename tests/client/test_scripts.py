@@ -426,7 +426,7 @@ def test_epoch_numbers_increase_even_if_the_clock_does_not(lua: StreamScripts) -
     assert int(lua.meta_field("epoch")) == far + 7
 
 
-def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
+def test_epoch_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     lua.create()
     lua.publish(0, 5)
     for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):
@@ -437,7 +437,7 @@ def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     assert lua.meta_field("epochs").count(",+") == 4
 
 
-def test_the_epoch_table_is_bounded_and_errs_on_the_safe_side(lua: StreamScripts) -> None:
+def test_epoch_table_is_bounded_and_very_old_positions_are_refused(lua: StreamScripts) -> None:
     table = ",".join(f"{number}:{number * 10}" for number in range(1, 1001))
     lua.create(next=20_000, epoch=1000, epochs=table)
     for number, seen in enumerate("abc"):

@@ -143,7 +143,7 @@ def test_a_setting_that_differs_from_the_stream_is_refused_by_name(
     assert client.stream("s", create=True).config == meteor.StreamConfig()
 
 
-def test_one_of_two_creators_with_different_settings_wins_completely(any_url: str) -> None:
+def test_only_one_of_several_concurrent_creators_sets_the_settings(any_url: str) -> None:
     def create(capacity: int) -> int | None:
         with meteor.connect(any_url) as m:
             try:

@@ -281,7 +281,7 @@ class Died(Exception):
 
 
 def die_after(patch: pytest.MonkeyPatch, portions: int) -> list[int]:
-    """Make the conversion end after so many portions; the list tells whether it has."""
+    """Make the conversion stop after this many portions. The returned list is empty until then."""
     real, died, left = Connector.run, list[int](), portions
 
     def run(self: Connector, script: Script, *args: Any, **options: Any) -> Any:

@@ -232,7 +232,8 @@ def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes
 def test_an_lz4_block_that_ends_early_is_refused_instead_of_padded_with_stale_memory() -> None:
     message = arrow_message({"value": pa.array([b"x" * 200] * 40)})
     size = len(message)
-    # Three bytes short: LZ4's rules for the end of a block hide that from a smaller buffer.
+    # The block is three bytes short. Decoding into a smaller buffer would not reveal that, because
+    # of LZ4's rules for the end of a block.
     block = lz4_sequence(message[: size - 12], (1, 4)) + lz4_sequence(b"LAST5")
     with pytest.raises(meteor.CorruptFrame, match="unpacks to"):
         decode("s", [raw_entry("1v.lz4", struct.pack("<I", size) + block, 40)])
