@@ -39,7 +39,7 @@ class Mutant:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-#: A store that is always available and never merged, and few other workers.
+#: Settings for a run with few workers and a store that is always available and never merged.
 QUIET_STORE: dict[str, Any] = {
     "store": True,
     "compact_pause_s": 0.0,

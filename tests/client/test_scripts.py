@@ -413,8 +413,8 @@ def test_clients_that_find_the_same_replication_id_begin_one_epoch(lua: StreamSc
     number = int(lua.meta_field("epoch"))
     assert before < number < before + 60_000  # numbers follow the clock
     assert epochs(lua) == [(1, 0), (number, 5)]
-    assert new_epoch(lua, HISTORY, "b") == [b"OK"]  # the second client
-    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # saw an outdated history
+    assert new_epoch(lua, HISTORY, "b") == [b"OK"]  # a second client found the same id
+    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # a third had read an outdated id
     assert lua.snapshot() == after
     assert lua.publish(1, history="b") == ("OK", 5, number)
 

@@ -85,7 +85,7 @@ def test_a_million_records_are_read_sequentially(million: meteor.Stream) -> None
     assert end == MILLION
 
 
-# Machines
+# State machines
 
 names = count()
 sizes = st.sampled_from([1, 1, 2, 5, 33, 40, 300])
@@ -99,7 +99,7 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.records: list[meteor.Record] = []
-        self.frames: list[tuple[int, int]] = []  # first and last offset, of those in the ring
+        self.frames: list[tuple[int, int]] = []  # frames in the ring: first and last offset
         self.archived = self.expired = 0
 
     @property

@@ -222,7 +222,7 @@ def test_an_arrow_message_without_metadata_is_corrupt() -> None:
 
 
 def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes:
-    """Literals, then a match given as (distance, length)."""
+    """Return an LZ4 sequence: literals, then a match given as (distance, length)."""
     length = len(literals)
     token = (min(length, 15) << 4) | (match[1] - 4 if match else 0)
     more = b"" if length < 15 else b"\xff" * ((length - 15) // 255) + bytes([(length - 15) % 255])
