@@ -65,7 +65,7 @@ class Sampler(threading.Thread):
             self.sample()
 
     def sample(self) -> Event | None:
-        """Take one sample; None if the server does not reply."""
+        """Take one sample; return None if the server does not reply."""
         with self._lock:
             began = now()
             try:

@@ -170,14 +170,14 @@ class Machine(RuleBasedStateMachine):
             columns["headers"] = [{"n": b"%d" % i} if i % 2 else None for i in span]
         if shape & 4:
             columns["timestamps"] = [stamp + i if i % 5 else None for i in span]
-        # A frame has no more records than the ring had when the publisher was opened.
+        # The ring's capacity when a publisher is opened limits the size of its frames.
         self.pub.close()
         self.pub = self.stream.publisher()
         ack = self.pub.publish_many([b"%d" % i * (i % 50) for i in span], **columns)
         assert ack.result() == first
         while self.tail.position < span.stop:
             batch = self.tail.poll(timeout=5)
-            self.model.records += batch  # as the ring returns them
+            self.model.records += batch  # as they were in the ring
         assert self.model.next == span.stop
         for i, record in zip(span, self.model.records[first:], strict=True):
             assert (record.offset, record.value) == (i, b"%d" % i * (i % 50))

@@ -161,7 +161,7 @@ def test_source_without_a_stream_is_refused() -> None:
         parse_source({}, streaming=True)
 
 
-def test_unknown_option_is_refused_with_the_schema() -> None:
+def test_unknown_option_is_refused_when_the_schema_is_requested() -> None:
     with pytest.raises(ValueError, match=r"'streem'.*streamsPattern"):
         MeteorDataSource(CaseInsensitiveDict({"streem": "orders"})).schema()
     assert not parse_columns({"endingOffsets": "latest", "group": "g"}).headers
