@@ -78,7 +78,7 @@ def _poll(
         except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
             _skip_gap(sub, loss, options, wanted)
             continue
-        if batch.last_offset >= stop:  # after a gap
+        if batch.last_offset >= stop:  # possible after a gap
             batch = batch[: max(stop - batch.first_offset, 0)]
         if batch:
             yield batch

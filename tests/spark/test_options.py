@@ -436,7 +436,7 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         assert engine.read() == [], "the planned records are gone, but the batch must end"
         kept.done += 1
         engine.batch()
-        assert engine.batch() == []  # and is not planned again
+        assert engine.batch() == []  # the batch is not planned again
 
 
 def test_lost_records_fail_the_query_or_are_skipped_and_logged(

@@ -262,7 +262,7 @@ def test_segment_added_during_tidying_is_not_removed(untidy: ParquetStore, tmp_p
 def test_mending_after_a_failover_makes_the_file_list_exact(
     store: ParquetStore, tmp_path: Path
 ) -> None:
-    store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover back to 70
+    store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover to offset 70
     with pytest.raises(StoreUnavailable, match=MERGING):
         store.files(INCARNATION, 0, 100)
     before = names(tmp_path)
