@@ -157,9 +157,9 @@ def free_port() -> int:
 def messages(bench: Bench) -> list[Row]:
     """Measure messages to a member in another process.
 
-    The names and windows follow Atomix's three kinds of execution: requests with replies one at a
-    time, the same 16 at a time, and ASYNC messages until they are handled, with up to 256 not yet
-    stored.
+    The names and windows follow Atomix's three kinds of execution: one request at a time, 16
+    requests at a time, and ASYNC messages, of which up to 256 are not yet stored. A request ends
+    with its reply, an ASYNC message when it is handled.
     """
     bench.clear()
     told = _CONTEXT.Queue()

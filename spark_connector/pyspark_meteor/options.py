@@ -245,8 +245,8 @@ def _parse_streams(options: RawOptions) -> tuple[tuple[str, ...], str | None]:
     selectors = [name for name in _SELECTING if options.text(name)]
     if len(selectors) != 1:
         raise ValueError(
-            "Select the streams with one of stream, streams (a,b,c), streamsPattern or load(), not "
-            f"with {' and '.join(selectors) or 'none of them'}."
+            "Select the streams with exactly one of stream, streams (a,b,c), streamsPattern or "
+            f"load(). You used {' and '.join(selectors) or 'none of them'}."
             + ("" if selectors else f" If this is a table: {NO_TABLES}")
         )
     (selector,) = selectors

@@ -1,7 +1,7 @@
 """Planted bugs, each of which the checker must find.
 
 They exist only inside the workers of a run. Each alters the text of a script or a function, and
-fails if the text to replace is missing: otherwise a mutant could silently become the original, and
+fails if the text to replace is missing. Otherwise a mutant could silently equal the original, and
 the checker would seem to miss a bug.
 """
 

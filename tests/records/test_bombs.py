@@ -1,7 +1,8 @@
 """A frame that would unpack to more than the limit is refused before it unpacks.
 
-A bomb can hide in the frame's own compression, in Arrow's compression inside a message (declared in
-any of three ways, old and new), and in lengths that MessagePack declares without data.
+A bomb can hide in the frame's own compression, in Arrow's compression inside a message, and in
+lengths that MessagePack declares without providing the data. Arrow's compression can be declared in
+three ways, old and new.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_invalid_option_is_refused_by_name(
 
 
 def test_source_without_a_stream_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"streamsPattern or load\(\), not with none of them"):
+    with pytest.raises(ValueError, match=r"streamsPattern or load\(\)\. You used none of them"):
         parse_source({}, streaming=True)
 
 
