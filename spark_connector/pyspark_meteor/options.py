@@ -291,7 +291,7 @@ def _parse_spec(option: str, value: str | int) -> OffsetSpec:
             return OffsetSpec(_KAFKA_OFFSETS[value])
         raise ValueError(
             f'{option} has the number {value}. For {-value} records before the end, write "{value}"'
-            ", with quotes. Numbers are offsets, or as in Kafka -1 (latest) and -2 (earliest)."
+            ", with quotes. Numbers are offsets or, as in Kafka, -1 (latest) and -2 (earliest)."
         )
     if isinstance(value, str):
         if value in ("earliest", "latest") or (value == "group" and option == "startingOffsets"):

@@ -477,7 +477,7 @@ def test_a_value_that_cannot_be_decoded_is_reported_with_its_raw_record_and_can_
         assert next(iter(sub)).value == 3
 
 
-def test_a_codec_may_be_any_object_that_encodes_and_decodes(client: meteor.Client) -> None:
+def test_a_codec_can_be_any_object_that_encodes_and_decodes(client: meteor.Client) -> None:
     class Upper:
         def encode(self, value: Any) -> bytes:
             return str(value).lower().encode()
