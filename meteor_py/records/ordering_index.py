@@ -131,7 +131,7 @@ class OrderingRule:
 
 
 def packed(entry: Iterable[bytes]) -> bytes:
-    """Return an entry as one string, in which each part is preceded by its length."""
+    """Return an entry as one string, with each part preceded by its length."""
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 
@@ -190,7 +190,7 @@ def unpack_keys(packed_keys: bytes) -> list[bytes]:
 
 
 def _entries(order: list[int], keys: list[bytes], size: int) -> Iterator[bytes]:
-    """Yield two strings for each ``size`` records; ``order`` has each record's key number."""
+    """Yield an entry, two strings, per ``size`` records. ``order`` has each record's key number."""
     packed_keys = [pack_key(_short(key)) for key in keys]
     for start in range(0, len(order), size):
         part = order[start : start + size]
