@@ -344,7 +344,7 @@ class Accumulator:
     # -- for the direct line, which holds the lock ---------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether the sender has work. A record on the direct line counts if a thread waits."""
+        """Whether the sender has work, such as a record on the direct line that a thread awaits."""
         in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None
@@ -449,7 +449,7 @@ class Accumulator:
                 return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline or in_callback():  # the sender runs callbacks, and cannot make room
+            if now >= deadline or in_callback():  # a callback keeps the sender from making room
                 raise PublisherFull(
                     f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",

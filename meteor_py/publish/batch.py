@@ -38,7 +38,7 @@ class Batch(Completion):
         self.created_at = created_at
         self.deadline = deadline
         self.sequence = -1
-        #: Whether the batch was sent and its reply lost, so that it may be in the log.
+        #: Whether the batch was sent and its reply was lost, so that it may be in the log.
         self.in_doubt = False
         #: The stream epoch named in the last attempt. A reply that is a bare offset refers to it.
         self.stream_epoch = 0
