@@ -95,7 +95,7 @@ class StreamHandle:
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def open_connection(self) -> Connection:
-        """Return a new connection to the server of the stream. The caller must close it."""
+        """Return a new connection to the stream's server. The caller must close it."""
         return self.connector.open_connection(self.name)
 
     def use(self, work: Callable[[Connection], _T]) -> _T:
@@ -103,7 +103,7 @@ class StreamHandle:
         return self.connector.use(work, self.name)
 
     def clock(self) -> datetime:
-        """Return the time by the clock of the stream's server."""
+        """Return the current time on the stream's server."""
         seconds, micros = self.use(lambda connection: connection.call("TIME"))
         return datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(micros))
 

@@ -30,7 +30,7 @@ LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
 _FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
 
 _ID_MAX = 2**64 - 1
-#: Consecutive fetches after which the reader sends the next one ahead.
+#: Number of sequential fetches after which the reader sends the next fetch ahead.
 _SEQUENTIAL_MIN = 3
 
 
@@ -184,7 +184,7 @@ class RingReader:
 
     @property
     def _replies(self) -> int:
-        """Number of replies to a request: the frames, meta, and in a group the nonce."""
+        """Number of replies to a request: the frames, meta and, in a group, the nonce."""
         return 2 if self._nonce is None else 3
 
     def _request(self, offset: int, records: int, block_s: float = 0.0) -> bytes:
