@@ -171,9 +171,9 @@ def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
 
 
 def _settled(fences: Mapping[str, str]) -> dict[str, str]:
-    """Return the fences without versions that have no frame in the log: their plans are lost.
+    """Replace versions that have no frame in the log, because their plans are lost.
 
-    Such a writer's previous version is complete, or there was none.
+    Such a writer's fence then names its previous version, which is complete, or is left out.
     """
     settled: dict[str, str] = {}
     for writer, fence in fences.items():
