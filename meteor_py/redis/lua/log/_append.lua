@@ -46,7 +46,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
 
   local bytes, marks, known
   if m[9] then
-    -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark is
+    -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark has
     -- 48 digits: a frame's offset, the value of 'bytes' after it, and its append time. Records
     -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
     -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
