@@ -137,7 +137,7 @@ class Client(Closeable):
         setting. Readers do not create streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
-        ``store`` for older records. ``StreamConfig`` describes the settings, ``capacity`` to
+        ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to
         ``retain_bytes``. If the stream exists, only the settings that you pass must match.
 
         >>> orders = m.stream("orders", capacity=1_000_000)      # doctest: +SKIP
@@ -191,7 +191,7 @@ class Client(Closeable):
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
-        """Open a peer group. Close it when done, or use a ``with`` block.
+        """Open a peer group to watch, join or message it. Close it when done, or use ``with``.
 
         The first client to open a group chooses its settings, which ``PeersConfig`` describes. If
         the group exists, only the settings that you pass must match.

@@ -59,7 +59,7 @@ class Stream:
         self._opened = handle
 
     def _at(self, handle: StreamHandle) -> Stream:
-        """Return the same stream with another handle, for example after a recreation."""
+        """Return the same stream with another handle, for example after it was recreated."""
         return Stream(self.client, self._name, handle)
 
     @property
@@ -210,8 +210,9 @@ class Stream:
         """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. ``SharedConfig`` describes the group's settings, ``max_per_key``
-        to ``keyless``; the first consumer chooses them. ``ConsumerConfig`` describes the others.
+        by one consumer at a time. The settings from ``max_per_key`` to ``keyless`` belong to the
+        group, and its first consumer chooses them; see ``SharedConfig``. ``ConsumerConfig``
+        describes the other settings.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
@@ -243,7 +244,7 @@ class Stream:
             on_gap_skipped=on_gap_skipped,
         )
         if self.config.ordering_key is None:
-            self._handle.snapshot()  # the stream may have one by now
+            self._handle.snapshot()  # the stream may have an ordering key by now
         start = parse_start("initial_offset", initial_offset)
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))

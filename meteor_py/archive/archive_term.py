@@ -4,13 +4,13 @@ The archiver gathers records, starting at the stream's ``archived`` offset. When
 it saves the stream's state, appends the records to the store, and then commits them by advancing
 ``archived``. A crash at any point is harmless: until the commit, the ring keeps the records, and
 readers ignore segments beyond ``archived``. While it appends a large segment, a second thread
-gathers the records of the next one. ``store/state.py`` explains why a segment ends where a
-snapshot of the state was taken, and why the archiver saves the state first.
+gathers records for the next one. ``store/state.py`` explains why a segment ends where a snapshot of
+the state was taken, and why the archiver saves the state first.
 
 After a failover, the old server and its archiver may still be running, and no lease stops that
-archiver from appending. A term in the store therefore begins with the epoch, which is higher on the
-new server, so the new server's segments supersede those of the old one. An archiver that sees a
-later epoch stops.
+archiver from appending. Term numbers in the store therefore begin with the epoch, which is higher
+on the new server. So the new server's segments supersede those of the old one. An archiver that
+sees a later epoch stops.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class ArchiveTerm:
             self._gather(self._log.fetch(self._position, block_s, records=wanted))
         except _UNREADABLE:
             if self.records:
-                self._commit()  # the records before the damage are intact, and no more will come
+                self._commit()  # the records before the damage are intact, and no more can be read
             raise
 
     def finish(self) -> None:
@@ -379,8 +379,9 @@ class ArchiveTerm:
         ]
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
-        # Send the epoch in which this term began, which is part of the segments' term; the log
-        # reader may have seen a later epoch. Never retry: a late copy could arrive in a new epoch.
+        # Send the epoch in which this term began: the segments' term numbers contain it, and the
+        # log reader may have seen a later epoch. Never retry: a late copy could arrive in a new
+        # epoch.
         reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
@@ -432,7 +433,7 @@ class ArchiveTerm:
         return snapshot
 
     def _align(self) -> None:
-        """Gather records up to the end of a snapshot, if that is near."""
+        """Gather records up to the end of a snapshot, if it is near."""
         if self._states is None or self._log is None:
             return
         for attempt in range(_SNAPSHOTS):

@@ -161,8 +161,8 @@ class StreamHandle:
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
         """Resolve a seek target to an offset. Also return whether the offset may still move.
 
-        The offset of "earliest" may move: it means the first record that exists when it is read,
-        and the ring may drop the current first record before that. If the stream is empty,
+        The offset of "earliest" may move. The word means the first record at the time of reading,
+        and the ring may drop the current first record before then. If the stream is empty,
         "earliest" means the end, like "latest".
 
         Raises:

@@ -162,7 +162,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to the fetch sent ahead; None if that was not for this offset."""
+        """Return the replies to the fetch sent ahead; None if it was for another offset."""
         if self._ahead is None:
             return None
         try:

@@ -344,7 +344,7 @@ class Accumulator:
     # -- for the direct line, which holds the lock ---------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether the sender has work, such as a record on the direct line that a thread awaits."""
+        """Whether the sender has work. An awaited record on the direct line counts as work."""
         in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None

@@ -58,7 +58,7 @@ class Batch(Completion):
         super().settle_quietly(error)
 
     def poll(self) -> bool:
-        line = self.line  # another thread may settle the batch
+        line = self.line  # a thread that settles the batch clears it
         if line is not None:
             line.look_for_reply(self)
         return self.settled

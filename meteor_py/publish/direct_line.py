@@ -143,7 +143,7 @@ class DirectLine:
         self._usable_until = 0.0  # on the monotonic clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
-        self._lent = 0  # how many times the line was lent
+        self._lent = 0  # number of times that the line was lent
         self._command: Sequence[Any] = ()  # the command that ``_head`` encodes
         self._head = self._epoch_argument = b""
 
@@ -439,7 +439,7 @@ class DirectLine:
                 return None
             self._read_until, self._reader = read_until, me
             self.state = _READING
-            self._accumulator.note_sender_waits(False)  # further records must wait anyway
+            self._accumulator.note_sender_waits(False)  # records must wait for this reply anyway
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:

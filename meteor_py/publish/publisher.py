@@ -187,7 +187,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes little longer than ``delivery_timeout``.
+                takes only slightly longer than ``delivery_timeout``.
 
         Raises:
             TimeoutError: Records are still unacknowledged.
@@ -209,7 +209,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes little longer than ``delivery_timeout``.
+                takes only slightly longer than ``delivery_timeout``.
 
         Raises:
             MeteorError: A record failed, and the application has not seen the error.

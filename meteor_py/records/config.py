@@ -118,7 +118,7 @@ class StreamConfig:
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, CODECS)
         if self.ordering_key is not None:
-            OrderingRule(self.ordering_key)  # raises
+            OrderingRule(self.ordering_key)  # raises if the key is invalid
 
     def check_room(self) -> StreamConfig:
         """Raise ``ValueError`` if ``max_unarchived`` is below the capacity; return self.
@@ -240,9 +240,9 @@ class SubscriberConfig:
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called with the subscriber, in the polling thread, when it gets the lease. May return the
-    #: position to start from: an offset or, better, a ``checkpoint``. A program that stores the
-    #: checkpoint together with its results processes each record exactly once.
+    #: Called in the polling thread, with the subscriber, each time the subscriber gets the lease.
+    #: May return the position to start from: an offset or, better, a ``checkpoint``. A program that
+    #: stores the checkpoint together with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
     #: Whether each poll confirms the records that the previous poll returned.
     auto_confirm: bool = False

@@ -27,7 +27,7 @@ from meteor_py.store.parquet_layout import Column, read_footer, read_pages
 from meteor_py.store.segment import Segment
 
 #: Maximum size of a row group in records, and its approximate maximum in bytes. A row group never
-#: has more than twice as many bytes, unless it consists of one record.
+#: exceeds twice that size in bytes, unless it holds only one record.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
 #: Maximum unpacked size of a row group in bytes, whoever wrote it. Releases before 0.3 wrote larger
@@ -330,6 +330,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
         batch = file.read(group)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
-        if appended[0].as_py() < before or rising is False:  # None: only one record
+        if appended[0].as_py() < before or rising is False:  # None for one record
             raise ValueError(f"append times decrease in row group {group}")
         before = appended[-1].as_py()

@@ -110,7 +110,7 @@ def bury(
         stop: Called after each failed attempt; True ends the retries.
 
     Returns:
-        The server's replication history that has the dead letter; '' if the server hides it.
+        The replication history in which the dead letter is stored; '' if the server hides it.
 
     Raises:
         ConnectionFailed, OutOfMemory, StreamFull: The server, or enough replicas, did not
@@ -137,7 +137,7 @@ def bury(
 
 
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
-    """Publish a dead letter once; return the server's replication history that has it."""
+    """Publish a dead letter once; return the replication history in which it is stored."""
     sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     if sent.reply[0] == b"ORDERED":  # the target got an ordering key in the meantime
         target.adopt_ordering_key(sent.reply[1].decode())

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _RENEWALS = 3
 #: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
-#: Minimum seconds between the thread's checks for a silent application.
+#: Minimum seconds between the thread's checks that the application still polls.
 _SILENCE_S = 0.05
 #: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
@@ -307,7 +307,7 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # ended by a signal handler: no thread sends this
+            if self._state.term is not term:  # a signal handler ended it: no thread sends this
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
@@ -340,7 +340,7 @@ class GroupSession:
                 self.confirms.want(offset)
 
     def note_letter(self, offset: int, history: str, term: Term | None) -> None:
-        """Note that the group's server, in this replication history, has a record's dead letter.
+        """Note that the group's server stored a record's dead letter in this replication history.
 
         If the server's history has changed by the time this member confirms the record, the dead
         letter may be lost, and the confirm must not be sent; see ``_check_letters``.

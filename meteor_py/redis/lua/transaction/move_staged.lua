@@ -52,7 +52,7 @@ local function renewed(found, n)
 end
 
 local next_offset, now = tonumber(m[4]), append_time()
-local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients wait meanwhile
+local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients must wait
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
