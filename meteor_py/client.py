@@ -41,7 +41,7 @@ def connect(
         url: One of:
 
             * ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS) or ``unix:///socket``: a
-              server.
+              single server.
             * ``redis+cluster://host1:port,host2:port``: a cluster. List at least one of its nodes.
             * ``redis+sentinel://host1:port,host2:port/name/db``: the primary that the sentinels at
               these addresses know by ``name``. ``?sentinel_username=`` and ``sentinel_password=``

@@ -214,8 +214,8 @@ class Accumulator:
     def wait_sender_ended(self, timeout_s: float) -> bool:
         """Wait for the sender to end; return whether it has ended.
 
-        Releases the lock while it waits. A signal handler may close the publisher while the code
-        that it interrupted holds the lock, which the sender needs to end.
+        Releases the lock while it waits, because the sender needs the lock to end. A signal handler
+        may close the publisher while the code that it interrupted holds the lock.
         """
         with self._lock:
             return self._room.wait_for(lambda: self._sender_ended, timeout_s)

@@ -336,7 +336,7 @@ class Subscriber(Closeable):
                 Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no
-                failover can keep the confirm and lose the letter.
+                failover can keep the confirm and lose the dead letter.
 
         Raises:
             MeteorError: The subscriber already has a receiver, or is closed.
