@@ -19,8 +19,8 @@ from meteor_py.records.config import RECORD_BYTES_LIMIT
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection, encode
 
-#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the limit
-#: in bytes if a publisher older than 0.2 appends frames at the same time.
+#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the byte
+#: limit if a publisher older than 0.2 appends frames at the same time.
 FETCH_BYTES = 1024 * 1024
 FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256

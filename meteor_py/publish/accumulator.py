@@ -256,7 +256,7 @@ class Accumulator:
 
         While ``busy`` (replies are outstanding), returns only full batches and does not wait.
         Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
-        line meanwhile, and the caller must take it over.
+        line during the wait, and the caller must then take the line over.
         """
         with self._lock:
             if not busy and not self._full:
