@@ -16,7 +16,7 @@ from tests.support.servers import HOST, Replica, Server, plain_client
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory  # circular at run time
+    from tests.conftest import ServerFactory  # importing it at run time would be circular
 
 NAME = "orders"
 
