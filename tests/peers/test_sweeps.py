@@ -1,4 +1,4 @@
-"""Housekeeping by the peer group scripts, and what it costs the server.
+"""Housekeeping by the peer group scripts, and its cost to the server.
 
 The tests call the scripts directly, with a clock that the test sets. They check which members
 expire when all heartbeats are late, where dead members' messages go, and that no key or scan grows
@@ -332,7 +332,7 @@ def test_votes_are_counted_as_they_arrive(counted: Peers) -> None:
         if number == 8:
             assert result(peers, "open") is None
     assert commands(peers, "hvals") == before[0]
-    assert commands(peers, "hgetall") - before[1] == 1  # to announce the decided poll
+    assert commands(peers, "hgetall") - before[1] == 1  # one read, to announce the decided poll
     assert result(peers, "open") == b"no"
     peers.leave("m15")
     vote(peers, "yes", "m10", "y")
