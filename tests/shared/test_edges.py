@@ -247,7 +247,7 @@ def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None
         (first,) = c1.poll(5)
         assert c2.poll(0) == []
         found = queue.shared.describe()
-        assert found.waiting >= 5  # a few more than the limit
+        assert found.waiting >= 5  # it can exceed the limit slightly
         assert found.scanned < 20
         queue.check()
         first.ack()

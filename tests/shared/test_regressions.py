@@ -9,7 +9,7 @@ from tests.support.sharing import GROUP, Queue, die, expire, rest
 
 
 def test_qpid_3804_rolled_back_records_come_before_later_ones(any_url: str) -> None:
-    """Consumers that had passed released messages of a group skipped them."""
+    """Consumers skipped a group's released messages if they had already passed them."""
     with Queue(any_url, "ABACA") as queue:
         c1, c2 = queue.consumers(2)
         assert [queue.get(c1) for _ in range(3)] == ["A-0", "B-1", "A-2"]
@@ -114,7 +114,7 @@ def test_bullmq_3929_dropped_records_of_a_dead_consumer_free_their_key(
 
 
 def test_bullmq_2774_failure_keeps_a_keys_order(any_url: str) -> None:
-    """After A failed, the order became B, C, A."""
+    """After job A failed, the order became B, C, A."""
     with Queue(any_url, "aaa") as queue:
         c1, c2 = queue.consumers(2)
         assert [queue.get(c1) for _ in range(3)] == ["a-0", "a-1", "a-2"]
