@@ -409,9 +409,8 @@ def test_group_recreated_during_a_forced_delete_is_listed(
     run = client.run
 
     def late(*args: Any) -> Any:
-        client.call(
-            "SREM", "meteor:groups", group.name
-        )  # a late command from a client that found no group
+        # A late command from a client that found no group.
+        client.call("SREM", "meteor:groups", group.name)
         return run(*args)
 
     monkeypatch.setattr(client, "run", late)

@@ -79,9 +79,8 @@ def test_handlers_are_declared_together(post: Post, monkeypatch: pytest.MonkeyPa
     before = me._handle.valid_until
     eventually(lambda: me._handle.valid_until > before + 0.3)
     declared = on_key(group, "HGET", "handlers", "a")
-    assert (
-        declared == me._handle.session.encode()
-    )  # no queue yet: the program may register more handlers
+    # No queue is declared yet, because the program may register more handlers.
+    assert declared == me._handle.session.encode()
 
 
 def test_iterator_counts_as_a_handler(post: Post) -> None:
