@@ -161,7 +161,7 @@ def last_words(process: Node) -> list[str]:
 def check_handled(
     processes: list[Node], events: list[Event], told: list[str], asked: set[str] | None = None
 ) -> Counter[tuple[str, str]]:
-    """Check that members handled only messages that were sent, once each, and before they left.
+    """Check that members handled only messages that were sent, each once, before they left.
 
     On the server's clock, each message was sent while its receiver was a member. Also checks the
     leaders.

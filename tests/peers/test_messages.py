@@ -128,7 +128,7 @@ def test_message_to_any_member_never_goes_to_a_dead_member(post: Post) -> None:
     assert {result(group.any.ask("q")) for _ in range(20)} == {"alive"}
 
 
-def test_message_to_all_reaches_only_live_members_unless_dead_are_included(post: Post) -> None:
+def test_message_to_all_reaches_only_live_members_unless_dead_ones_are_included(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     group.join("alive").on("q")(lambda message: message.body)

@@ -224,7 +224,7 @@ def test_term_that_was_invalid_for_a_moment_stays_invalid(
     assert (me.term.number, me.term is term) == (term.number, False)
 
 
-def test_unobserved_term_is_lost_on_time(open_group: Open) -> None:
+def test_term_is_lost_on_time_even_if_no_code_checks_it(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     term = me.term

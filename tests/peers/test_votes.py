@@ -186,7 +186,7 @@ def test_required_number_of_yes_votes_is_enough(url: str) -> None:
         assert outcome_of(panel.peer_group.propose("x", kind=1, timeout=LONG_S)).passed
 
 
-def test_quorum_above_the_number_of_voters_is_rejected_at_once(url: str) -> None:
+def test_proposal_that_needs_more_votes_than_there_are_voters_is_rejected_at_once(url: str) -> None:
     with Panel(url) as panel:
         panel.members(2)
         outcome = outcome_of(panel.peer_group.propose("x", kind=3, timeout=LONG_S))

@@ -234,7 +234,7 @@ def test_a_stored_error_does_not_keep_the_callers_variables_alive(
 def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     replicated: ReplicatedStream,
 ) -> None:
-    """With acks, batches stay in the window until replicas have them, each with its deadline."""
+    """With acks, each batch stays in the window, with its own deadline, until replicas have it."""
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1, delivery_timeout=60)
     sending = pub._sender

@@ -140,7 +140,7 @@ def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(proxied: Proxie
     assert proxied.values()[1:] == [b"%d" % n for n in range(100)]
 
 
-# The producer's state, the script
+# Lost producer state and flushed scripts
 
 
 def test_a_publisher_without_batches_in_doubt_continues_if_the_server_forgets_it(

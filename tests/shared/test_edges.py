@@ -218,7 +218,7 @@ def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_p
         check(stream)
 
 
-# Dead-letter streams that are deleted and created
+# Dead-letter streams that are deleted and recreated
 
 
 def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:

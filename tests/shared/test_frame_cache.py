@@ -135,7 +135,7 @@ def test_records_dropped_before_the_scan_are_reported_once_and_the_rest_is_deliv
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_waiting_records_that_are_dropped_are_reported_and_their_key_continues(
+def test_waiting_records_that_are_dropped_are_reported_and_later_ones_are_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:

@@ -281,7 +281,7 @@ def depth(queue: Queue) -> int:
 
 
 def test_purge_free(any_url: str) -> None:
-    """A purge changes only its shared group's depth."""
+    """A purge changes the depth of its own shared group only."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert depth(queue) == 6

@@ -296,7 +296,7 @@ def test_run_keeps_all_threads_busy_even_if_one_key_fills_the_limit(url: str) ->
             eventually(lambda: queue.shared.confirmed == 63, 30)
 
 
-def test_records_polled_after_run_use_the_whole_prefetch(url: str) -> None:
+def test_polls_after_run_can_use_the_whole_prefetch_limit(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
         with Runner(c1, lambda record: None):

@@ -182,7 +182,7 @@ def test_record_released_alone_is_redelivered_in_order(any_url: str) -> None:
 # Dead letters
 
 
-def test_record_becomes_a_dead_letter_after_max_deliveries_and_its_key_continues(
+def test_record_becomes_a_dead_letter_after_max_deliveries_and_later_ones_are_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:

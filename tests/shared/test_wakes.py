@@ -222,7 +222,7 @@ def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
             c1.poll(SOON_S)
     assert woken(queue, c2, lambda: queue.publish("A")) == [0]
     queue.publish("B")
-    assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer must wait again"
+    assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer cannot wait again"
 
 
 def test_idle_consumer_claims_before_its_lease_must_be_renewed(

@@ -566,7 +566,7 @@ bury(letters, source._handle, sys.argv[3], record, epoch=1, reason="first", trie
 
 
 @pytest.mark.parametrize("reason", ["first", "another"])
-def test_process_killed_after_the_publish_and_a_retry_add_one_dead_letter(
+def test_crash_after_the_publish_followed_by_a_retry_adds_one_dead_letter(
     url: str, real: DeadLetterStreams, reason: str
 ) -> None:
     record = real.record()

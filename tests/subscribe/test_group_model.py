@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
     # -- invariants ----------------------------------------------------------------------------
 
     def draw(self, data: st.DataObject) -> tuple[Credential, str]:
-        """Draw a current or former owner's credential, often the last; return it with the name."""
+        """Draw a current or former owner's credential, often the last, and the owner's name."""
         index = data.draw(st.one_of(st.just(-1), st.integers(0, len(self.ever) - 1)))
         credential = self.ever[index]
         return credential, credential.nonce[0]

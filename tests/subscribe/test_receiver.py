@@ -312,7 +312,7 @@ def test_invalid_arguments_are_refused_and_attach_nothing(stream: meteor.Stream)
 # The lease
 
 
-def test_receiver_keeps_the_lease_while_it_handles_many_short_records(
+def test_receiver_keeps_the_lease_while_it_handles_many_quick_records(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 12)

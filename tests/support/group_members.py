@@ -118,7 +118,7 @@ class Process:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
-        """Wait for the exit and return the exit code."""
+        """Wait until the process exits; return its exit code."""
         return self._process.wait(ANSWER_S)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
     It calls a profiler at the same moments.
 
     Args:
-        moment: Which of these moments to call ``handler`` at, counted from 1.
+        moment: The number of the moment at which to call ``handler``, counted from 1.
 
     Returns:
         Whether ``work`` has this many moments; if not, ``handler`` was not called.

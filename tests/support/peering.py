@@ -44,8 +44,8 @@ LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
 
-#: Clocks for scripts in tests: one reads a key that the test sets, the other adds a key to the
-#: real time.
+#: Clocks for scripts in tests. One reads the time from a key that the test sets. The other adds a
+#: key's value to the real time.
 _SET = b"""(function()
   local ms = tonumber(call('GET', P .. 'clock'))
   return {format('%.0f', math.floor(ms / 1000)), format('%.0f', ms % 1000 * 1000)}

@@ -150,7 +150,7 @@ class Fleet:
         self.done["paused"] += 1
 
     def _cut_off(self) -> None:
-        """Now and then, hold back the replies to half of the consumers for a while; drop them."""
+        """Now and then, cut off half of the consumers: hold back their replies, then drop them."""
         for number, until in list(self._stalled.items()):
             if time.monotonic() > until:
                 self._proxies[number].cut()

@@ -162,7 +162,7 @@ def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.Share
 
 
 def die(consumer: meteor.SharedSubscriber) -> None:
-    """End a consumer without leaving, like a killed process, and let the lease expire."""
+    """Stop a consumer that does not leave, like a killed process, and let its lease expire."""
     expire(consumer)
     consumer._closed = True
     consumer._prefetcher.halt()
@@ -196,7 +196,7 @@ PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
 
 
 def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
-    """Add to numbers in the group's progress, or set them: ``due="x1"``."""
+    """Add to numbers in the group's progress. To set a number instead, pass ``due="x1"``."""
     flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
     script = _read("_fake") + _CHANGE  # fakeredis lacks struct
     connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)
