@@ -305,7 +305,9 @@ def test_member_that_learns_of_an_action_too_late_misses_it(url: str) -> None:
         at = panel.peer_group.now() + 1.0
         outcome = outcome_of(panel.peer_group.propose_action("go", 7, at=at, kind=1))
         assert outcome.passed
-        eventually(lambda: panel.peer_group.now() > at + 0.05, RESULT_S, "the clock stopped")
+        eventually(
+            lambda: panel.peer_group.now() > at + 0.05, RESULT_S, "the clock did not advance"
+        )
         for process in (careful, keen):
             process.resume()
         eventually(lambda: careful.ask("missed"), RESULT_S, "on_missed was not called")

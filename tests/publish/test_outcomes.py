@@ -38,7 +38,7 @@ def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
         proxied.direct.config_set("min-replicas-to-write", 1)
         first, second = pub.publish_many([b"first"] * 2), pub.publish_many([b"second"] * 2)
         refusals = refused_writes(proxied) + 2
-        eventually(lambda: refused_writes(proxied) >= refusals, message="nothing is sent")
+        eventually(lambda: refused_writes(proxied) >= refusals, message="nothing was sent")
         proxied.direct.config_set("min-replicas-to-write", 0)
         assert first.result(10) == 1
         assert isinstance(failure(second), meteor.OutcomeUnknown)  # although the last reply is FULL

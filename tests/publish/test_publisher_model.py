@@ -207,7 +207,7 @@ class TrackingSubscriber:
             pass
         else:
             for record in batch:
-                assert record.offset not in self.seen, "repeated"
+                assert record.offset not in self.seen, "a record was returned twice"
                 self.seen[record.offset] = record.value
 
 

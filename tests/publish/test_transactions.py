@@ -518,7 +518,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
         let_expire(handle, "kept", 100.0)
     assert plain.hkeys(keys.fences("s")) == [b"kept"]
     assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
-    assert write("t0", 100.0), "the fence has expired"
+    assert write("t0", 100.0), "the fence must have expired"
 
 
 def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:

@@ -149,7 +149,7 @@ def test_flaw_is_reported(damage: Damage, commands: tuple[str, str], said: str) 
     damage(*commands)
     flaws = damage.flaws()
     assert any(re.search(said, flaw) for flaw in flaws), flaws
-    assert len(flaws) == len({*flaws}), "each once"
+    assert len(flaws) == len({*flaws}), "a flaw was reported twice"
 
 
 PARTS = (

@@ -153,7 +153,7 @@ def test_thread_that_waits_for_a_confirm_sends_it_if_its_timeout_is_long_enough(
     harness.fill(20)
     sub = harness.subscriber()
     sub.poll(5)
-    sub.confirm(0).result(5)  # connects
+    sub.confirm(0).result(5)  # opens the connection
     senders: list[str] = []
     send = Lease.confirm
 

@@ -282,7 +282,9 @@ class Machine(RuleBasedStateMachine):
         }
         assert stored == {k: str(v) for k, v in fields.items() if v is not None}
         # Bounds that do not depend on the model.
-        assert int(stored.get("confirmed", stored["start"])) >= self.floor, "position went back"
+        assert int(stored.get("confirmed", stored["start"])) >= self.floor, (
+            "the position moved back"
+        )
         present = (stored.get("term"), stored.get("nonce"))
         entitled = {c for c in self.ever if (str(c.term), c.nonce) == present}
         assert len(entitled) <= 1

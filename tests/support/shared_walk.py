@@ -461,7 +461,7 @@ class Walk(Model):
             later = [o for o in self.holder if self.key_of[o] == key]
             assert {self.holder[o] for o in later} <= {hand.id}, "a key must have one owner"
             assert len(later) < self.cap
-            assert not later or not self.is_suspect(offset), "a suspect came too early"
+            assert not later or not self.is_suspect(offset), "a suspect was granted too early"
             assert reply.report.failures.get(offset, 0) == self.failures[offset]
             if self.is_suspect(offset) and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
@@ -527,7 +527,7 @@ class Walk(Model):
         found = self.shared.describe()
         expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
-        assert found.confirmed >= self.confirmed, "confirmed decreased"
+        assert found.confirmed >= self.confirmed, "the confirmed offset decreased"
         self.confirmed = found.confirmed
         fates = Counter(self.fate.values())
         assert found.acked == fates["acked"]
