@@ -336,7 +336,7 @@ def test_riaps_leader_can_reply_to_a_member(post: Post) -> None:
     @leader.on("to-leader")  # handleMessageToLeader
     def to_leader(message: Message) -> None:
         assert message.sender is not None  # identity
-        # sendToMember, sendToMember_pyobj
+        # sendToMember, or its _pyobj variant
         leader.member(message.sender).tell("from-leader", f"re: {message.body}")
 
     member.on("from-leader")(got)  # handleMessageFromLeader
