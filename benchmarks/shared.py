@@ -81,8 +81,7 @@ def in_turn(bench: Bench, count: int) -> tuple[float, float]:
             done = 0
             for sub in subs:
                 records = sub.poll(0)
-                for record in records:
-                    record.ack()
+                sub.ack(records)
                 done += len(records)
             return done
 
@@ -154,8 +153,7 @@ def consume(url: str, number: int, count: int, ready: Any, start: Any, done: Any
         start.wait(_STUCK_S)
         while done.value < count:
             records = sub.poll(0.05)
-            for record in records:
-                record.ack()
+            sub.ack(records)
             with done.get_lock():
                 done.value += len(records)
 
