@@ -56,7 +56,9 @@ class OrderingRule:
 
     def key_of(self, record: Record) -> bytes:
         """Return a record's ordering key; empty if there is none or the key is too long."""
-        return _short(self._key_of(record.key, record.headers))
+        header = self._header
+        key = record.key if header is None else (record.headers or {}).get(header)
+        return key if key is not None and len(key) <= ORDERING_KEY_BYTES_MAX else b""
 
     def check(self, key: bytes | None, headers: Headers | None) -> None:
         """Raise ``ValueError`` for a record whose ordering key is too long."""

@@ -68,7 +68,7 @@ def settle(held: Holdings, record: Any, kind: str, *, alone: bool = False) -> No
 
 def ack(held: Holdings, *records: Any) -> None:
     for record in records:
-        held.settle(record, "A", b"")
+        held.ack(record)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
     [
         *(("R", False, False, True), ("U", False, False, True)),
         *(("R", True, False, False), ("U", True, False, False)),
-        *(("X", False, False, False), ("X", False, True, True), ("A", False, True, False)),
+        *(("X", False, False, False), ("X", False, True, True)),
     ],
 )
 def test_rewind_returns_later_records_of_the_key(
@@ -128,6 +128,19 @@ def test_rewind_returns_later_records_of_the_key(
     ]
     returned = [one for one in step(held).settlements if not one.asked_for]
     assert [one.offsets for one in returned] == ([(3,)] if rewinds else [])
+
+
+def test_every_rewind_returns_records_received_since_the_last_one(held: Holdings) -> None:
+    records = receive(held, "AAB")
+    settle(held, records[1], "R")
+    ack(held, records[0])
+    step(held)
+    more = receive(held, "BABA", first=3, batch=2)
+    settle(held, records[2], "R")
+    settle(held, more[1], "R")
+    assert [r.standing for r in more] == [
+        *(Standing.REWOUND, Standing.SETTLED, Standing.REWOUND, Standing.REWOUND)
+    ]
 
 
 @pytest.mark.parametrize("sent", [False, True])
