@@ -113,7 +113,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 yield "its lease", usage(server, keys.lease("size", "billing"))
             for _ in range(1_500):  # more than the server keeps
                 stream.seek_group("billing", "earliest", force=True)
-            yield "the last 1,000 group changes", usage(server, keys.events("size"))
+            yield "log of the last 1,000 group changes", usage(server, keys.events("size"))
             with stream.shared_subscriber("carts", prefetch=100) as sub:
                 records = sub.poll()
                 held = sum_of(server, keys.shared("size", "carts", "*"))
