@@ -1,7 +1,7 @@
 """A cache of frames for readers of scattered offsets.
 
-A consumer of a shared group gets a few records at a time out of the same frames. The cache
-therefore fetches each frame once, and keeps it for as long as its records may be needed.
+A consumer in a shared group gets a few records at a time from the same frames. The cache therefore
+fetches each frame once, and keeps the frame as long as its records may be needed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meteor_py.shared.protocol import Entry, StepReply
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Frames to keep and to request at a time. If frames are small, one request asks for more of them,
-#: up to _FETCH_MAX frames or _KEEP_RECORDS records.
+#: Number of frames to keep, and to request at a time. If frames are small, one request asks for
+#: more of them, up to _FETCH_MAX frames or _KEEP_RECORDS records.
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
@@ -43,17 +43,17 @@ _FETCH_BYTES = 32 * 1024 * 1024
 
 
 class Fetched(NamedTuple):
-    """The outcome of a fetch, by offset."""
+    """The result of a fetch, by offset."""
 
     found: dict[int, Record]
     #: Records that neither the ring nor the store has.
     lost: list[int]
-    #: Records that exist but cannot be read, and why.
+    #: Records that exist but cannot be read, with the reason.
     unreadable: dict[int, Unreadable]
 
 
 class FrameCache:
-    """The frames of one consumer. Only one thread may use it at a time, except ``interrupt``."""
+    """One consumer's frames. Except for ``interrupt``, only one thread may use it at a time."""
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
@@ -64,12 +64,12 @@ class FrameCache:
         self._bytes: dict[int, int] = {}  # the size of each frame, by its first offset
         #: The end of the last large frame, and the size of the largest frame (see _append.lua).
         self._large = (OFFSET_MAX, RECORD_BYTES_LIMIT)
-        # Estimated records per frame. The estimate starts high: two requests for records of one
-        # frame would transfer the frame twice.
+        # Estimated number of records per frame. The estimate starts high, because two requests for
+        # records of the same frame would transfer the frame twice.
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
-        """Note the field ``large`` of meta, which covers all offsets to be fetched next."""
+        """Store the ``large`` field of the meta, which covers all offsets to be fetched next."""
         self._large = large
 
     def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
@@ -77,8 +77,8 @@ class FrameCache:
 
         Args:
             offsets: In ascending order.
-            max_bytes: Stop when the values found have this many bytes. At least one record is
-                returned.
+            max_bytes: Stop when the fetched values have this many bytes in total. At least one
+                record is returned.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
@@ -107,7 +107,7 @@ class FrameCache:
         return fetched
 
     def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
-        """Add records from cache and store; return how many leading offsets were handled."""
+        """Add records from cache and store; return the number of leading offsets handled."""
         stored = 0
         for number, offset in enumerate(offsets):
             if offset in fetched.unreadable:
@@ -258,7 +258,7 @@ class FrameCache:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk, size: int) -> None:
-        """Add a chunk and drop those it overlaps: ring and store divide records differently."""
+        """Add a chunk and drop the ones it overlaps. Ring and store divide records differently."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -270,7 +270,7 @@ class FrameCache:
         self._frames[start], self._bytes[start] = list(chunk.rows()), size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop unneeded frames: the oldest beyond the limits, and all that have one record."""
+        """Drop the oldest frames beyond the limits, and all frames that have only one record."""
         needed = {
             first
             for first, records in self._frames.items()
@@ -287,7 +287,7 @@ class FrameCache:
 
 
 def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[int]:
-    """Return the offsets from ``start`` to before ``stop``."""
+    """Return the offsets from ``start`` up to, but not including, ``stop``."""
     end = len(offsets) if stop is None else bisect_left(offsets, stop)
     return offsets[bisect_left(offsets, start) : end]
 
@@ -298,8 +298,8 @@ def entry_from_store(
     """Return the index entry that the next step needs for records that only the store has.
 
     Args:
-        reply: Reply to the step that reached these records.
-        before: The entry sent with that step, of which a part may be unused.
+        reply: The reply to the step that reached these records.
+        before: The entry that was sent with that step. Part of it may be unused.
 
     Returns:
         The entry. It has no strings if neither the ring nor the store has the records.

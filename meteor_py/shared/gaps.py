@@ -18,11 +18,11 @@ Unreadable = CorruptFrame | UnsupportedFrame | CorruptSegment
 
 
 class Gap(NamedTuple):
-    """A range of records, both ends included."""
+    """A range of records that cannot be delivered. Both ends are included."""
 
     first: int
     last: int
-    #: Why they are unreadable; None if they are in neither ring nor store.
+    #: Why the records are unreadable; None if they are in neither the ring nor the store.
     cause: Unreadable | None = None
 
     def error(self, stream: str, group: str) -> RecordsLost | Unreadable:
@@ -42,7 +42,7 @@ class Gap(NamedTuple):
         elif isinstance(cause, UnsupportedFrame):
             why = "a newer version of meteor-py wrote them"
         else:
-            why = "their bytes are not what a publisher wrote"
+            why = "their bytes differ from what the publisher wrote"
         error = type(cause)(
             f"Records {first} to {last} of stream {stream!r} cannot be read: {why}. Shared group "
             f"{group!r} counts them as lost, and the next poll continues after them.",
@@ -55,7 +55,7 @@ class Gap(NamedTuple):
 
 
 class Gaps:
-    """Gaps not yet reported to the application."""
+    """Gaps that have not been reported to the application yet."""
 
     def __init__(self) -> None:
         self._gaps: list[Gap] = []
