@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class Execution(enum.Enum):
-    """When a message's future completes."""
+    """The event that completes a message's future."""
 
-    #: When the message is acknowledged: ``send``.
+    #: The message is acknowledged, as with ``send``.
     SYNC = "send"
-    #: When the message is stored: ``tell``.
+    #: The message is stored, as with ``tell``.
     ASYNC = "tell"
-    #: When the reply arrives: ``ask``.
+    #: The reply arrives, as with ``ask``.
     REQUEST_REPLY = "ask"
 
 
 class Delivery(enum.Enum):
-    """Which members receive a message that is sent to the group."""
+    """The members that receive a message sent to the group."""
 
-    #: A random member, or another one if that member leaves: ``any``.
+    #: A random member, or another one if that member leaves, as with ``any``.
     RANDOM = "any"
-    #: All live members: ``all``.
+    #: All live members, as with ``all``.
     BROADCAST = "all"
 
 

@@ -478,7 +478,7 @@ class Inbox:
         return entries
 
     def _block_s(self, queues: list[QueueState]) -> float:
-        """The longest time that a read may block, in seconds."""
+        """Return the maximum number of seconds that a read may block."""
         if any(not state.live and state.roomy for state in queues) or self._woken:
             return 0.0
         times = [self._connection.block_max_s]

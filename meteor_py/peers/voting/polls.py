@@ -63,7 +63,7 @@ class VoteFuture(Future[Outcome]):
 
 
 class Motion(NamedTuple):
-    """A proposal on its way to the server."""
+    """A proposal to send to the server."""
 
     topic: bytes
     kind: Kind | int
