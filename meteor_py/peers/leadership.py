@@ -66,7 +66,7 @@ class Term:
         if self.remaining > 0:
             return True
         if not self._member.foreign:
-            self._member.leadership.lose(self)  # permanently, even if the server replies again
+            self._member.leadership.lose(self)  # lost for good, even if the server replies again
         return False
 
     @property
@@ -234,7 +234,7 @@ class Leadership:
             return False
         with self._state:
             is_over = term.remaining <= 0
-            self.lose(term)  # first: the term must not look valid during the election
+            self.lose(term)  # do this first: the term must not look valid during the election
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
                 return False  # if the server disagrees, the next heartbeat corrects it

@@ -182,7 +182,7 @@ class Connection:
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # such as Ctrl-C: the next caller must not read this reply
+        except BaseException:  # such as Ctrl-C; the next caller must not read this reply
             self.close()
             raise
 
@@ -374,7 +374,7 @@ class Connection:
             self._pid = os.getpid()
         if self._connection is None:
             version = self.topology.version
-            self._opening = connection = self._prepare()  # for interrupt()
+            self._opening = connection = self._prepare()  # so that interrupt() can cancel it
             try:
                 connection.connect()
             except (redis.RedisError, OSError) as error:

@@ -319,7 +319,7 @@ class Connector:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
-            self._shared = {}  # another thread may have been in the middle of a call when it forked
+            self._shared = {}  # at the fork, another thread may have been in the middle of a call
         return self._lock
 
 

@@ -71,5 +71,5 @@ def _take_tickets(connection: AbstractConnection) -> None:
     connection.send_command("PING", check_health=False)
     try:
         connection.read_response()
-    except ResponseError:  # this user may not use PING, but the tickets were read
+    except ResponseError:  # the user is not allowed to send PING, but the tickets were read
         pass

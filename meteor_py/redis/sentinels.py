@@ -167,7 +167,7 @@ class Sentinels(Topology):
                 break  # There is a new primary: do not wait for sentinels that may not reply.
         self._asked_at = time.monotonic()
         # A minority may have missed a failover. If a majority reports a lower epoch, the sentinels
-        # were set up anew and count from the start.
+        # were set up again and their epochs restarted.
         is_majority = 2 * replied > len(self._sentinels)
         if best is not None and (best[0] >= self._epoch or is_majority):
             self._adopt(*best)

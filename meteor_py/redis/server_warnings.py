@@ -29,7 +29,7 @@ def check_server(connection: Connection) -> None:
     try:
         facts = parse_info(connection.call("INFO"))
     except ServerRefused:
-        return  # this user may not call INFO; see warn_of_hidden_history
+        return  # the user is not allowed to call INFO; see warn_of_hidden_history
     if facts.get("cluster_enabled") == "1" and not connection.topology.guards_slots:
         raise node_of_cluster(connection.address)
     for danger in dangers(facts):

@@ -57,7 +57,7 @@ class SharedConnection:
                 return run_locked(self._lock, timeout_s, lambda: self.use(work))
             except LockBusy:
                 raise ConnectionBusy("The connection is in use.") from None
-        with self._lock:  # with a ``with`` statement, Ctrl-C cannot leave the lock locked
+        with self._lock:  # use ``with``, so that Ctrl-C cannot leave the lock locked
             if self._user is not None:  # this is a signal handler that interrupted a call
                 return use_temporary(self._open_connection, work)
             try:

@@ -28,7 +28,7 @@ class AckTimeouts:
     """
 
     def __init__(self) -> None:
-        self._look_at = math.inf  # no record's deadline is earlier
+        self._look_at = math.inf  # no record has an earlier deadline
 
     def start(self, records: Iterable[SharedRecord], limit: TimeLimit) -> bool:
         """Start the time limit for records now; return whether ``due_s`` has decreased."""

@@ -265,7 +265,7 @@ class SharedGroup:
         end = self.stream.end().offset if end is None else end
         config = description.config
         with closing(FrameCache(self._handle)) as frames:
-            while at < end:  # ends: each round passes at least one record or a gap
+            while at < end:  # terminates, because each round passes at least one record or a gap
                 index = keys.index(self.stream.name)
                 entries = call("XRANGE", index, f"{at}-0", "+", "COUNT", _ENTRIES)
                 rows = [read_entry(*entry) for entry in entries]
@@ -362,9 +362,8 @@ class SharedGroup:
             return waiting[limit - 1] + 1
         left = limit - len(waiting)
         mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
-        start = max(
-            description.scanned, int(float(mark or 0))
-        )  # purged before, but not scanned yet
+        # Skip records that an earlier purge covers but that were not scanned yet.
+        start = max(description.scanned, int(float(mark or 0)))
         for offset, key in self._unscanned(description, start, end):
             left -= key == name
             if not left:
@@ -423,7 +422,7 @@ class SharedGroup:
                 shared=True,
             )
         client, meta = self._handle.connector, self._protocol.key("meta")
-        self._protocol.find()  # raises if this user may not delete the group
+        self._protocol.find()  # raises an error if the user is not allowed to delete the group
         # Delete the meta key first: without it, no script changes or creates a key of the group.
         client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()
@@ -434,7 +433,7 @@ class SharedGroup:
         # Remove the name last: a crash before this line leaves a harmless name in the list, and
         # never a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
-        if client.call("EXISTS", meta):  # the group was recreated meanwhile
+        if client.call("EXISTS", meta):  # another client has recreated the group
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
 
     def __repr__(self) -> str:
@@ -525,7 +524,7 @@ def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescript
         try:
             found, members = SharedGroup(stream, handle, name)._describe_all()
         except (GroupNotFound, ValueError):
-            continue  # deleted meanwhile, or a name that this library did not write
+            continue  # the group was just deleted, or another program wrote the name
         live = sum(consumer.lease > 0 for consumer in members.values())
         summaries.append(
             GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)

@@ -183,7 +183,7 @@ class Deliveries:
         """Start the time limit for records that the application is about to get."""
         with self.condition:
             if self._ack_timeouts.start(records, limit):
-                self.condition.notify_all()  # the lease renewer may be waiting for longer
+                self.condition.notify_all()  # the lease renewer may be in a longer wait
 
     def expire_records(self) -> float:
         """Return records whose time limit has expired to the group.
@@ -319,7 +319,8 @@ class Deliveries:
         self, connection: Connection, want: int, leave: bool, mode: str, entry: Entry | None
     ) -> StepReply:
         refusals_left, maintained = _ROUNDS, False
-        while refusals_left:  # ends: nothing is claimed until all settlements are sent
+        # The loop ends, because no step claims records until all settlements are sent.
+        while refusals_left:
             self._join(connection)
             self._drop_lost_letters(connection)
             with self.condition:
@@ -348,7 +349,7 @@ class Deliveries:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
                     if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
                         return reply
-                    maintained = True  # maintenance may have made records available: claim again
+                    maintained = True  # claim again: maintenance may have made records available
                 continue
             refusals_left -= 1
         raise ConnectionFailed(
@@ -371,7 +372,7 @@ class Deliveries:
                 self.idle = reply if reply.idle else None
             if self._stage is _Stage.LEFT:
                 self.holdings.take_all()  # a signal handler has just closed the subscriber
-            self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
+            self.holdings.end_step()  # must be last: a Ctrl-C may interrupt the lines above
         self._log_dropped(report.dropped)
 
     def _maintain(self, connection: Connection, *, leave: bool, due: bool) -> None:
@@ -406,7 +407,7 @@ class Deliveries:
 
     def _join(self, connection: Connection) -> None:
         """Join the group, unless this consumer is already a member."""
-        if self._stage is _Stage.LEFT:  # while this thread was waiting for the connection
+        if self._stage is _Stage.LEFT:  # it left while this thread waited for the connection
             raise ConnectionFailed(f"This consumer has left shared group {self.protocol.group!r}.")
         while not self._consumer:
             consumer = secrets.token_urlsafe(6)[:6]

@@ -88,7 +88,7 @@ class FrameCache:
         at = 0
         size = 0
         while at < len(offsets) and size < max_bytes:
-            # Ends: each round handles at least the first remaining offset.
+            # Terminates, because each round handles at least the first remaining offset.
             left = offsets[at:]
             self._trim(left)
             if left[0] not in dropped and self._find(left[0]) is None:
@@ -124,7 +124,7 @@ class FrameCache:
             if record is not None:
                 fetched.found[offset] = record
             elif offset not in fetched.unreadable:
-                return number  # not requested yet
+                return number  # this offset has not been requested yet
         return len(offsets)
 
     def forget(self) -> None:
@@ -169,7 +169,7 @@ class FrameCache:
         room = _FETCH_BYTES
         for offset in offsets:
             if wanted and offset < wanted[-1] + self._size:
-                continue  # probably in the same frame
+                continue  # the record is probably in the same frame
             if offset not in unreadable and self._find(offset) is None:
                 room -= LARGE_FRAME if offset >= large_end else largest
                 if wanted and room < 0:
@@ -236,7 +236,7 @@ class FrameCache:
             self._log_reader = self._stream.open_reader()
         try:
             self._log_reader.seek(offset)
-            while True:  # ends: a read returns nothing only if the stream changed meanwhile
+            while True:  # terminates, because a read is empty only if the stream has just changed
                 chunks = self._log_reader.fetch(offset, records=records)
                 if chunks:
                     return chunks

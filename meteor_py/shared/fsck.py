@@ -212,7 +212,7 @@ class _Check:
                     ]
                 )
                 if now != raw:
-                    break  # it has taken a step
+                    break  # the consumer has taken a step, so read it again
                 self._compare_held(id, part, held, entries)
             else:
                 return
@@ -334,7 +334,7 @@ class _Check:
                 if now != raw:
                     break
                 chunks += found
-                if None in found:  # perhaps a damaged entry counts endlessly many
+                if None in found:  # stop, because a damaged entry may count any number of chunks
                     self._compare_chunks(key, entry, chunks)
                     return
             else:

@@ -160,7 +160,7 @@ class Holdings:
         acknowledgement that was made before a rewind must count.
         """
         if self.request is not None:
-            self._clear_sent(self.request)  # a Ctrl-C may have interrupted this
+            self._clear_sent(self.request)  # a Ctrl-C may have interrupted the first call
             return self.request, False
         acks: list[int] = []
         partial: list[Settlement] = []
@@ -185,7 +185,7 @@ class Holdings:
             (*partial, *others),
             entry if last else None,
         )
-        self.request = request  # if a Ctrl-C comes after this line, the step is sent again
+        self.request = request  # after a Ctrl-C from here on, the step is sent again
         self._clear_sent(request)
         return request, last
 
@@ -367,7 +367,7 @@ class Holdings:
                     del self._batches[batch.number]
 
     def _offsets_sent(self, request: StepRequest) -> list[int]:
-        closed = DeliveryBatch(0, ())  # if a Ctrl-C interrupted ``apply``
+        closed = DeliveryBatch(0, ())  # stands for a batch that an interrupted ``apply`` removed
         sent = [o for number in request.acks for o in self._batches.get(number, closed).open]
         return sent + [offset for one in request.settlements for offset in one.asked]
 

@@ -66,7 +66,7 @@ class LeaseRenewer:
         """Tell the thread to leave the group and call ``close``, because the subscriber is gone."""
         self._close = close
         self.stop()
-        if not self._thread.is_alive():  # close() of the subscriber was interrupted
+        if not self._thread.is_alive():  # the subscriber's close() was interrupted
             close()
 
     def join(self, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class LeaseRenewer:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             deadline = now() + timeout_s
             while condition.is_mine() and self._thread.is_alive() and now() < deadline:
-                with condition:  # waiting in a signal handler: release the lock for the thread
+                with condition:  # the wait releases the lock, which the thread may need
                     condition.wait(0.01)
             self._thread.join(max(deadline - now(), 0.0))
 
@@ -143,14 +143,14 @@ class LeaseRenewer:
                 if linger is not None:
                     left = min(left, linger)
                 if self.hung:
-                    left = renewal  # do not renew: other consumers must get the records
+                    left = renewal  # do not renew the lease: other consumers must get the records
                 elif self._has_unsent() and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
                     if deliveries.condition.wait_for(lambda: self._stopped, gather):
                         return False
                     if self._has_unsent():
                         return True
-                    continue  # a poll has sent them meanwhile
+                    continue  # a poll has already sent them
                 elif left <= 0 and deliveries.spoke_at:
                     return True
                 deliveries.condition.wait(max(min(left, renewal, due), 0.01))

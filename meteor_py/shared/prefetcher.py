@@ -80,7 +80,7 @@ class Prefetcher:
         self._entry: Entry | None = None
         self._epoch = 0
         self._dead_letter_stream: StreamHandle | None = None
-        self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
+        self._postponed = -1  # the last postponed dead letter, to log it only once
         self._full_since: float | None = None
         self._scanned = -1  # where the last step stopped scanning the index
         self._woken = "0-0"  # the last wake-up that was seen
@@ -170,7 +170,7 @@ class Prefetcher:
 
     def _claim_all(self, *, wait: bool) -> StepReply:
         """Claim as many records as there is room for; return the last reply."""
-        while True:  # ends: each round but the last reduces the room
+        while True:  # terminates, because each round except the last reduces the room
             room = max(self.limit - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
             # Do not register for a wake-up while there are records to deliver.
@@ -192,7 +192,7 @@ class Prefetcher:
     def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
             return entry_from_store(self._frame_cache, self._ordering_rule, reply, self._entry)
-        except CorruptSegment as error:  # without ordering keys the records count as lost
+        except CorruptSegment as error:  # without ordering keys, the records count as lost
             stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
             return Entry(reply.next, (), stop, error)
 
@@ -236,7 +236,7 @@ class Prefetcher:
             streams.append((keys.index(self.stream.name), after))
         found = self._frame_cache.wait(streams, block_s)
         if found:
-            self._idle_until = 0.0  # claim
+            self._idle_until = 0.0  # claim at once
             self._woken = found.get(self._wake_key, self._woken)
 
     @property
@@ -320,7 +320,7 @@ class Prefetcher:
                 self._postponed = letter.offset
                 return
             except MeteorError as error:
-                self._dead_letter_stream = None  # perhaps deleted: open it again
+                self._dead_letter_stream = None  # it may have been deleted, so open it again
                 if opened and isinstance(error, (StreamNotFound, LogTruncated)):
                     continue
                 raise

@@ -339,7 +339,7 @@ class SharedSubscriber(Closeable):
         with self._close_lock:
             if self._closed:
                 return
-            self._lease_renewer.stop()  # first: it must not keep running after a Ctrl-C here
+            self._lease_renewer.stop()  # stop it first: it must not run on after a Ctrl-C here
             self._closed = True
             try:
                 if self._lease_renewer.polling:
@@ -371,7 +371,7 @@ class SharedSubscriber(Closeable):
                 self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
                 if self._deliveries.holdings.unsent:
-                    raise  # a settlement is lost; otherwise there is nothing to leave
+                    raise  # settlements were lost; otherwise there is no group left to leave
 
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise an error if a parent process opened the subscriber, or if it is closed.

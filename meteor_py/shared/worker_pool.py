@@ -186,9 +186,9 @@ class WorkerPool:
                 try:
                     self._prefetcher.deliveries.start_time_limit([record], self._limit)
                     self._process(record)
-                except BaseException as error:  # such as SystemExit: run() raises it
+                except BaseException as error:  # such as SystemExit, which run() raises again
                     self._failure = error
-                    # Otherwise later records of its key would overtake this record.
+                    # Without this, later records of the same key would overtake this record.
                     self._release(record, reason_of(error))
                     self.stop()
                 finally:

@@ -110,7 +110,7 @@ def meteor_cluster(_meteor_session_cluster: Cluster) -> Cluster:
     that kills, pauses or configures nodes should use ``meteor_private_cluster``.
     """
     cluster = _meteor_session_cluster
-    cluster.repair()  # if a test has stopped a node or abandoned a move anyway
+    cluster.repair()  # an earlier test may have stopped a node or abandoned a slot move
     cluster.flush()
     return cluster
 
@@ -151,5 +151,5 @@ def meteor_fake() -> Iterator[meteor_py.Client]:
         ImportError: fakeredis is not installed. The message says how to install it.
     """
     with meteor_py.connect("fake://") as client:
-        client._connector.resolve()  # raise here, not in the test, if fakeredis is missing
+        client._connector.resolve()  # if fakeredis is missing, raise here and not in the test
         yield client

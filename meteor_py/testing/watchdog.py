@@ -27,7 +27,7 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # programs reading the tests' output must not wait for us
+            stdout=subprocess.DEVNULL,  # a reader of the tests' output must not wait for us
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must reach only the tests
         )

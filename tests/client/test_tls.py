@@ -180,7 +180,7 @@ def test_missing_client_certificate_is_named_as_the_likely_cause(
 ) -> None:
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **login))
     assert "closed the connection after the TLS handshake" in message
-    assert "If it requires a client certificate, set ssl_certfile and ssl_keyfile" in message
+    assert "requires a client certificate, set ssl_certfile and ssl_keyfile" in message
 
 
 def _socket_of(connection: Connection) -> socket.socket:

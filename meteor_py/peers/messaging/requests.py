@@ -476,7 +476,7 @@ class Requests:
                     self._arrived.extendleft(reversed(arrived))
                     pause = pause_s(failures, *_BACKOFF_S)
                     self._state.wait_for(lambda: self._stopped, pause)
-            except BaseException:  # any exception: other messages are waiting for replies
+            except BaseException:  # catch everything: other messages are waiting for replies
                 if not self._stopped:
                     _log.exception("Reading replies from group %r failed.", self.group.name)
             for message in due:
