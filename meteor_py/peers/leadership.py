@@ -191,7 +191,7 @@ class Leadership:
 
     @property
     def busy(self) -> bool:
-        """Whether a task is running that leaving would wait for."""
+        """Whether leaving would have to wait for a running task."""
         return any(task.thread is not None for task in self._tasks.values())
 
     def wait(self, timeout: float | None) -> Term:
@@ -328,7 +328,7 @@ class Leadership:
                 self._term = None
 
     def drop_expired(self) -> None:
-        """Lose the term if it was not renewed in time: another member may have been elected."""
+        """Give up a term that was not renewed in time, as another member may have been elected."""
         term = self._term
         if term is not None and not term.valid:
             self.lose(term)

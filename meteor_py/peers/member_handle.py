@@ -88,7 +88,7 @@ class MemberHandle:
 
     @property
     def busy(self) -> bool:
-        """Whether a leader task or a handler is running that leaving would wait for."""
+        """Whether leaving would have to wait for a running leader task or handler."""
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:

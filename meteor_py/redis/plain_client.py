@@ -62,7 +62,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
 
 
 def _take_tickets(connection: AbstractConnection) -> None:
-    """Prepare a TLS connection of a redis-py pool.
+    """Prepare a TLS connection for a redis-py pool.
 
     After the handshake, a TLS 1.3 server sends session tickets. If they stay unread, the pool
     mistakes them for the reply to an earlier command and rejects the connection.

@@ -61,7 +61,7 @@ def stream_gone(
             stream=stream,
         )
     return LogTruncated(
-        f"Stream {stream!r} was deleted and recreated since it was opened. Open it again.",
+        f"Stream {stream!r} has been deleted and recreated since it was opened. Open it again.",
         stream=stream,
         first=0,
         last=last,

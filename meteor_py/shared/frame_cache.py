@@ -227,7 +227,7 @@ class FrameCache:
         return self._find(offset)
 
     def read_stored(self, offset: int, records: int) -> list[Chunk]:
-        """Return at least the record at ``offset``, which only the store has.
+        """Return the record at ``offset``, which only the store has, and perhaps later records.
 
         Raises:
             RecordsLost: The store does not have it.

@@ -167,7 +167,7 @@ class _Check:
         return raw, progress, start
 
     def _check_members(self) -> None:
-        """Check consumers, their batches, and the numbers of held records in key entries."""
+        """Check the consumers, their batches, and the held-record counts in key entries."""
         protocol = self._protocol
         members = {id for portion in protocol.scan("HSCAN", "members") for id, _ in portion}
         leases = {id for portion in protocol.scan("ZSCAN", "leases") for id, _ in portion}

@@ -270,7 +270,7 @@ class Requests:
             self._fail(message.id, error)
 
     def _send_batch(self) -> float:
-        """Make one call, as the call queue's turn; return the seconds to wait before the next."""
+        """Take the call queue's turn: make one call, and return the seconds until the next turn."""
         with self._state:
             if self._batch is None:
                 self._batch = self._failed.popleft() if self._failed else self._next_batch()

@@ -12,7 +12,7 @@ local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
     p.failing = p.failing - call('HDEL', KEYS[13], unpack(healed, low, min(low + 999, #healed)))
   end
 
-  -- Key entries, and the sets that list them.
+  -- Write the key entries, and update the sets that list keys.
   local set, gone, sets, goes = {}, {}, 0, 0
   local out, into = {[7] = {}, [8] = {}}, {[7] = {}, [8] = {}}
   for k, before in pairs(stored) do
