@@ -105,15 +105,17 @@ class Messaging:
         delivery: Delivery | None = None,
         include_dead: bool = False,
     ) -> Producer:
-        """Returns a producer. By default, it asks one member, or sends to every group member.
+        """Returns a producer.
+
+        By default, a producer for one member uses ``Execution.REQUEST_REPLY``. A producer for the
+        group broadcasts with ``Execution.SYNC``.
 
         Args:
-            include_dead: Whether a broadcast also waits for named members that are dead, as in
-                Atomix.
+            include_dead: Whether a broadcast also waits for dead named members, as in Atomix.
         """
         if self._target is not None:
             if delivery is not None:
-                raise ValueError("A message to one member has no delivery. Omit it.")
+                raise ValueError("A producer for one member takes no delivery. Omit it.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
         assert self._sender is not None, "a group or a local member"
         which = delivery or Delivery.BROADCAST

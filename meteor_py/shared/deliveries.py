@@ -186,7 +186,7 @@ class Deliveries:
                 self.condition.notify_all()  # the lease renewer may be in a longer wait
 
     def expire_records(self) -> float:
-        """Return records whose time limit has expired to the group.
+        """Give records back to the group if their time limit has expired.
 
         Returns the seconds until the next time limit expires. The caller holds the lock.
         """
@@ -232,7 +232,10 @@ class Deliveries:
         return received
 
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
-        """Settle a dead letter that was published in ``history``, or None if its record is lost."""
+        """Settle a dead letter.
+
+        ``history`` is the history in which it was published, or None if its record is lost.
+        """
         lost = history is None
         detail = b"" if history is None else history.encode()
         with self.condition:

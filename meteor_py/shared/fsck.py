@@ -367,7 +367,7 @@ class _Check:
                 self._add(f"Key {key!r} counts {entry.held} held records, not {held[key]}.")
 
     def _check_strays(self, name: str, seen: set[bytes]) -> None:
-        """Find members of a set that have no key entry."""
+        """Find elements of a set that have no key entry."""
         protocol = self._protocol
         for portion in protocol.scan("ZSCAN", name):
             for key in {key for key, _ in portion} - seen:

@@ -333,7 +333,7 @@ class Prefetcher:
         Otherwise return the server's history, because the dead letter must be settled in the same
         history. The result is '' if the dead letter is on another node of a cluster.
         """
-        assert self.settings.dead_letter is not None, "the server assigns no letters without it"
+        assert self.settings.dead_letter is not None, "no dead letters without a stream"
         fetched = self._frame_cache.fetch([letter.offset])
         record = fetched.found.get(letter.offset)
         if record is None:

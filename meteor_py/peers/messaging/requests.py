@@ -163,7 +163,7 @@ class Requests:
         self._random = random.Random()  # chooses a member; seeded by the operating system
         #: Failed calls from the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
-        #: Consecutive attempts that found a sender expelled.
+        #: Number of consecutive calls in which the server reported an expelled sender.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
         #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
