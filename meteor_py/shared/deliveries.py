@@ -66,6 +66,10 @@ class _Stage(enum.Enum):
     FORKED = "forked"
 
 
+# Module-level names, because looking up an enum member is slower.
+_FORKED, _HELD = _Stage.FORKED, Standing.HELD
+
+
 class Deliveries:
     """One consumer's records, which its threads share. Only ``exchange`` calls the server."""
 
@@ -118,7 +122,11 @@ class Deliveries:
     # -- for the application -------------------------------------------------------------------
 
     def ack(self, record: SharedRecord) -> None:
-        self._settle(record, "A", b"")
+        with self.condition:
+            self._check_held(record)
+            self.holdings.ack(record)
+            if not self._notified or self.waits_for_room:
+                self._notify()
 
     def release(
         self,
@@ -170,13 +178,42 @@ class Deliveries:
                 settled.
         """
         with self.condition:
+            others = self._check_batch(records)
+            self.settle_all(sorted(set(records), key=attrgetter("offset")), settle)
+        return others
+
+    def ack_batch(self, records: Sequence[SharedRecord]) -> list[SharedRecord]:
+        """Acknowledge the records that are still held; return the others.
+
+        Raises:
+            ValueError: As for ``settle_batch``.
+        """
+        with self.condition:
+            others = self._check_batch(records)
+            ack = self.holdings.ack
             for record in records:
-                if record._deliveries is not self:
-                    raise ValueError(f"Record {record.offset} belongs to another consumer.")
+                if record.standing is _HELD:
+                    ack(record)
+            self.alive_at = now()
+            self._notify()
+        return others
+
+    def _check_batch(self, records: Sequence[SharedRecord]) -> list[SharedRecord]:
+        """Return the records that are neither held nor settled. The caller holds the lock.
+
+        Raises:
+            ValueError: As for ``settle_batch``.
+        """
+        if self._stage is _FORKED:
+            raise reply_errors.opened_before_fork(self.protocol.stream.name)
+        others: list[SharedRecord] = []
+        for record in records:
+            if record._deliveries is not self:
+                raise ValueError(f"Record {record.offset} belongs to another consumer.")
+            if record.standing is not _HELD:
                 if record.standing is Standing.SETTLED:
                     raise _settled_before(record)
-            others = [record for record in records if record.standing is not Standing.HELD]
-            self.settle_all(sorted(set(records), key=attrgetter("offset")), settle)
+                others.append(record)
         return others
 
     def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
@@ -220,10 +257,13 @@ class Deliveries:
         with self.condition:
             # Use a copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
+            key_of, codec = self._key_of, self._codec
             received = self.holdings.receive(
-                SharedRecord(self, record, self._key_of(record), granted[offset], self._codec)
-                for offset, record in records.items()
-                if offset in granted
+                [
+                    SharedRecord(self, record, key_of(record), granted[offset], codec)
+                    for offset, record in records.items()
+                    if offset in granted
+                ]
             )
             causes: dict[int, Unreadable | None] = {**dict.fromkeys(lost), **(unreadable or {})}
             for offset, cause in causes.items():
@@ -448,11 +488,11 @@ class Deliveries:
 
     def _check_held(self, record: SharedRecord) -> None:
         """Raise an error unless this consumer may settle the record. The caller holds the lock."""
-        if self._stage is _Stage.FORKED:
+        if self._stage is _FORKED:
             raise reply_errors.opened_before_fork(self.protocol.stream.name)
-        if record.standing is Standing.SETTLED:
-            raise _settled_before(record)
-        if record.standing is not Standing.HELD:
+        if record.standing is not _HELD:
+            if record.standing is Standing.SETTLED:
+                raise _settled_before(record)
             raise self.not_held([record])
         self.alive_at = now()
 

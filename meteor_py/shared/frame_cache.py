@@ -86,8 +86,8 @@ class FrameCache:
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # offsets that the ring has dropped
         at = 0
-        size = 0
-        while at < len(offsets) and size < max_bytes:
+        room = max_bytes
+        while at < len(offsets) and room > 0:
             # Terminates, because each round handles at least the first remaining offset.
             left = offsets[at:]
             self._trim(left)
@@ -95,19 +95,18 @@ class FrameCache:
                 dropped |= self._fetch_frames(
                     [o for o in left if o not in dropped], fetched.unreadable
                 )
-            handled = self._gather(left, dropped, fetched)
-            for number in range(handled):
-                record = fetched.found.get(left[number])
-                size += len(record.value) if record is not None else 0
-                if size >= max_bytes:
-                    for offset in left[number + 1 : handled]:
-                        fetched.found.pop(offset, None)
-                    break
+            handled, room = self._gather(left, dropped, fetched, room)
             at += handled
         return fetched
 
-    def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
-        """Add records from cache and store; return the number of leading offsets handled."""
+    def _gather(
+        self, offsets: Sequence[int], dropped: set[int], fetched: Fetched, room: int
+    ) -> tuple[int, int]:
+        """Add records from cache and store until their values fill ``room`` bytes.
+
+        Returns:
+            The number of leading offsets handled, and the bytes of room left.
+        """
         stored = 0
         for number, offset in enumerate(offsets):
             if offset in fetched.unreadable:
@@ -115,7 +114,7 @@ class FrameCache:
             record = self._find(offset)
             if record is None and offset in dropped:
                 if stored == _KEEP:
-                    return number
+                    return number, room
                 stored += 1
                 record = self._fetch_stored(offset, offsets, fetched.unreadable)
                 if record is None and offset not in fetched.unreadable:
@@ -123,9 +122,12 @@ class FrameCache:
                     continue
             if record is not None:
                 fetched.found[offset] = record
+                room -= len(record.value)
+                if room <= 0:
+                    return number + 1, 0
             elif offset not in fetched.unreadable:
-                return number  # this offset has not been requested yet
-        return len(offsets)
+                return number, room  # this offset has not been requested yet
+        return len(offsets), room
 
     def forget(self) -> None:
         """Drop all frames, because offsets may now refer to other records."""
@@ -250,10 +252,10 @@ class FrameCache:
     # -- the cache -----------------------------------------------------------------------------
 
     def _find(self, offset: int) -> Record | None:
-        at = bisect_right(self._firsts, offset) - 1
-        if at < 0:
+        at = bisect_right(self._firsts, offset)
+        if not at:
             return None
-        first = self._firsts[at]
+        first = self._firsts[at - 1]
         records = self._frames[first]
         return records[offset - first] if offset < first + len(records) else None
 

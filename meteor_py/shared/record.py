@@ -29,6 +29,10 @@ class Standing(enum.Enum):
     TAKEN = "taken"
 
 
+# Module-level names, because a record is created for every delivery.
+_HELD, _NEVER = Standing.HELD, math.inf
+
+
 class SharedRecord:
     """A ``Record`` that this consumer must settle with ``ack``, ``release`` or ``reject``.
 
@@ -44,8 +48,8 @@ class SharedRecord:
     """
 
     __slots__ = (
-        "_codec", "_deliveries", "deadline", "extended_until", "failures", "ordering_key", "record",
-        "standing", "time_limit",
+        "_codec", "_deliveries", "deadline", "extended_until", "failures", "offset", "ordering_key",
+        "record", "standing", "time_limit",
     )  # fmt: skip
 
     def __init__(
@@ -60,13 +64,14 @@ class SharedRecord:
         self._codec = codec
         #: The record as published; its value is not decoded.
         self.record = record
+        self.offset = record.offset
         #: The key or header value that orders the record (see the stream's ``ordering_key``).
         self.ordering_key = ordering_key
         #: Number of earlier deliveries that failed.
         self.failures = failures
-        self.standing = Standing.HELD
+        self.standing = _HELD
         #: When the record's time limit expires, on the ``clock.now()`` clock, and that limit.
-        self.deadline = math.inf
+        self.deadline = _NEVER
         self.time_limit: TimeLimit | None = None
         #: Until when ``extend()`` keeps the consumer's lease, on the ``clock.now()`` clock.
         self.extended_until = 0.0
@@ -134,10 +139,6 @@ class SharedRecord:
             Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
         """
         self._deliveries.reject(self, reason)
-
-    @property
-    def offset(self) -> int:
-        return self.record.offset
 
     @property
     def value(self) -> Any:

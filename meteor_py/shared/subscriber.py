@@ -222,7 +222,7 @@ class SharedSubscriber(Closeable):
             ValueError: A record was settled before, or belongs to another consumer. Nothing is
                 acknowledged.
         """
-        missed = self._deliveries.settle_batch(list(records), self._deliveries.ack)
+        missed = self._deliveries.ack_batch(list(records))
         if missed:
             raise self._deliveries.not_held(missed)
 
