@@ -1,4 +1,4 @@
-"""Records that a consumer of a shared group holds, and settlements that it has not sent yet."""
+"""The records that a consumer in a shared group holds, and the settlements that it has not sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: The maximum numbers of acknowledged records, of other settlements, and of batches that these
-#: refer to, in one step. They are limited because the server runs nothing else during a step.
+#: Maximum numbers, per step, of acknowledged records, of other settlements, and of the batches that
+#: the settlements refer to. They are limited because the server runs nothing else during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 _OTHER_BATCHES_MAX = 32
@@ -24,16 +24,16 @@ class DeliveryBatch:
 
     def __init__(self, number: int, offsets: Iterable[int]) -> None:
         self.number = number
-        #: The offsets that the server still has in this batch, as far as this consumer knows.
+        #: The offsets still in the server's copy of this batch, as far as the consumer knows.
         self.open = set(offsets)
-        #: Offsets that are acknowledged, but not sent.
+        #: Offsets whose acknowledgements have not been sent yet.
         self.acked: list[int] = []
 
 
 class Holdings:
-    """Records and settlements of one consumer, from the grant to the server's confirmation.
+    """One consumer's records and settlements, from the grant to the server's confirmation.
 
-    Pure data without I/O or locks; ``Deliveries`` guards it with its lock.
+    This class has no I/O and no locks. ``Deliveries`` guards it with its lock.
     """
 
     def __init__(self, *, reject_rewinds: bool) -> None:
@@ -45,21 +45,22 @@ class Holdings:
         """
         #: Number of the last step that the server is known to have taken.
         self.number = 0
-        #: The step whose reply is not applied: during every step, and after a lost reply.
+        #: The step whose reply has not been applied yet; set during each step, and after a lost
+        #: reply.
         self.request: StepRequest | None = None
-        #: Failures of each granted record that is not fetched yet, by offset.
+        #: Failure count of each granted record that has not been fetched yet, by offset.
         self.granted: dict[int, int] = {}
         self._reject_rewinds = reject_rewinds
         self._batches: dict[int, DeliveryBatch] = {}
         self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
         self._held: dict[int, SharedRecord] = {}
-        # The records of _held by ordering key. Only a rewind needs this, so a rewind builds it, and
-        # the next records received discard it.
+        # The records in _held, by ordering key. Only rewinds need this dict, so the first rewind
+        # builds it, and ``receive`` discards it.
         self._by_key: dict[bytes, dict[int, SharedRecord]] | None = None
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
-        # Keys that were rewound before all their granted records were fetched: the offset, and the
-        # last batch granted before the rewind.
+        # Keys that were rewound before all their granted records were fetched. Each has the offset
+        # of the rewind, and the last batch that was granted before it.
         self._rewound: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class Holdings:
 
     @property
     def unsent(self) -> bool:
-        """Whether there are settlements that the server does not have, or may not have."""
+        """Whether there are settlements that may not have reached the server."""
         request = self.request
         return bool(
             self._dirty or self._others or (request and (request.acks or request.settlements))
@@ -83,8 +84,8 @@ class Holdings:
     def receive(self, fetched: Iterable[SharedRecord]) -> list[SharedRecord]:
         """Hold the granted records that were fetched, and return them.
 
-        Leaves out records that this consumer no longer holds. Gives records that were rewound with
-        an earlier record of their key back to the group.
+        Leaves out records that this consumer no longer holds. Returns records to the group if they
+        were rewound with an earlier record of their key.
         """
         received: list[SharedRecord] = []
         held, granted, batch_of = self._held, self.granted, self._batch_of
@@ -135,10 +136,11 @@ class Holdings:
     def settle(
         self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
     ) -> None:
-        """Release or reject a held record; ``kind`` is one of ``Settlement``, other than "A".
+        """Release or reject a held record. ``kind`` is any kind of ``Settlement`` except "A".
 
-        "R" and "U" unless ``alone``, and "X" if rejecting stops the key, rewind its ordering key:
-        later records of the key are returned with it.
+        Some settlements rewind the record's ordering key, so that later records of the key are
+        returned with it. These are "R" and "U" unless ``alone`` is true, and "X" if rejecting stops
+        the key.
         """
         offset, key = record.offset, record.ordering_key
         batch = self._batch_of.get(offset)
@@ -175,14 +177,14 @@ class Holdings:
     def begin_step(
         self, want: int, mode: str = "", entry: Entry | None = None
     ) -> tuple[StepRequest, bool]:
-        """Return the next step, and whether it includes everything that is to be sent.
+        """Return the next step, and whether it includes everything that has to be sent.
 
-        If the reply to the last step was lost, this returns the same step. No step claims records
-        until all settlements are sent. Acknowledgements go first: an acknowledgement made before a
-        rewind must count.
+        If the reply to the last step was lost, this returns the same step again. No step claims
+        records until all settlements have been sent. Acknowledgements come first, because an
+        acknowledgement that was made before a rewind must count.
         """
         if self.request is not None:
-            self._clear_sent(self.request)  # a Ctrl-C may have interrupted this
+            self._clear_sent(self.request)  # a Ctrl-C may have interrupted the first call
             return self.request, False
         acks: list[int] = []
         partial: list[Settlement] = []
@@ -207,12 +209,12 @@ class Holdings:
             (*partial, *others),
             entry if last else None,
         )
-        self.request = request  # if a Ctrl-C comes after this line, the step is sent again
+        self.request = request  # after a Ctrl-C from here on, the step is sent again
         self._clear_sent(request)
         return request, last
 
     def _next_others(self) -> list[Settlement]:
-        """Return the first settlements in the queue that one step may include."""
+        """Return the first settlements in the queue, as many as fit in one step."""
         batches: set[int] = set()
         for number, other in enumerate(self._others[:_OTHERS_MAX]):
             batches.add(other.batch)
@@ -262,7 +264,7 @@ class Holdings:
             self.request = None
 
     def withdraw_step(self) -> None:
-        """Requeue the settlements of a step that changed nothing, before all others."""
+        """Put the settlements of a step that changed nothing back at the front of the queue."""
         request, self.request = self.request, None
         if request is None:
             return
@@ -276,7 +278,7 @@ class Holdings:
         self._others = others + self._others
 
     def start(self) -> None:
-        """Start again as a new consumer."""
+        """Start over as a new consumer."""
         self.number, self.request = 0, None
 
     def reconcile(self, number: int, theirs: Mapping[int, list[int]]) -> list[int]:
@@ -286,7 +288,7 @@ class Holdings:
         lists are granted again.
 
         Returns:
-            The offsets of settlements that are void.
+            The offsets whose settlements are void.
         """
         self.withdraw_step()
         self.number = number
@@ -355,7 +357,7 @@ class Holdings:
 
     @property
     def has_letters(self) -> bool:
-        """Whether published dead letters remain to be settled."""
+        """Whether any published dead letters remain to be settled."""
         return any(other.kind == "D" for other in self._others)
 
     def keep_letters(self, history: bytes) -> None:
@@ -389,7 +391,7 @@ class Holdings:
                     del self._batches[batch.number]
 
     def _offsets_sent(self, request: StepRequest) -> list[int]:
-        closed = DeliveryBatch(0, ())  # if a Ctrl-C interrupted ``apply``
+        closed = DeliveryBatch(0, ())  # stands for a batch that an interrupted ``apply`` removed
         sent = [o for number in request.acks for o in self._batches.get(number, closed).open]
         return sent + [offset for one in request.settlements for offset in one.asked]
 
