@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meteor_py.records.config import PublisherConfig, StreamConfig
+from meteor_py.records.config import PublisherConfig, StreamConfig, SubscriberConfig
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,6 +22,7 @@ TABLES = (
     ("publish-subscribe.md", "setting of `stream.publisher()`", PublisherConfig),
     ("shared.md", "group setting", SharedConfig),
     ("shared.md", "consumer setting", ConsumerConfig),
+    ("groups.md", "setting of `stream.subscriber()`", SubscriberConfig),
 )
 
 
@@ -61,7 +62,7 @@ def test_documented_defaults_equal_those_in_the_code(page: str, heading: str, co
     assert documented == {name: defaults[name] for name in documented}
 
 
-def test_every_publisher_and_shared_setting_is_documented() -> None:
-    for page, heading, config in TABLES[1:3]:
+def test_every_setting_is_documented() -> None:
+    for page, heading, config in TABLES:
         named = {name for names, _ in rows(page, heading) for name in names}
         assert {field.name for field in fields(config)} <= named, page
