@@ -86,8 +86,9 @@ def any_url(request: pytest.FixtureRequest) -> str:
     if request.param == "fake":
         # A named fake, which all clients in a test share.
         return f"fake://{secrets.token_hex(8)}"
-    name = "redis_server" if request.param == "redis" else "server"
-    running: Server = request.getfixturevalue(name)
+    if request.param == "valkey":
+        return emptied(request.getfixturevalue("server_url"))
+    running: Server = request.getfixturevalue("redis_server")
     return emptied(running.url)
 
 
@@ -125,13 +126,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On a cluster, run the tests that know only the address of the shared server."""
     if os.environ.get(CLUSTER) is None:
         return
-    used = {item: set(getattr(item, "fixturenames", ())) for item in items}
-    chosen = [item for item in items if used[item] & {"server_url", "server"} == {"server_url"}]
+    chosen = [item for item in items if _runs_on_cluster(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
     for item in items:
         for mark in item.iter_markers("single_server"):
             item.add_marker(pytest.mark.skip(reason=f"needs a single server: {mark.args[0]}"))
+
+
+def _runs_on_cluster(item: pytest.Item) -> bool:
+    used = set(getattr(item, "fixturenames", ()))
+    if "any_url" in used and isinstance(item, pytest.Function):
+        return bool(item.callspec.params["any_url"] == "valkey")
+    return used & {"server_url", "server"} == {"server_url"}
 
 
 @pytest.fixture
