@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 from hypothesis import settings
+from redis.cluster import RedisCluster
 
 from meteor_py.testing import Cluster
 from tests.support.group_members import GroupHarness
@@ -70,7 +71,9 @@ def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     if kind is None:
         yield request.getfixturevalue("server").url
         return
-    with Cluster(program=binaries()[kind]) as cluster:
+    # redis-py would ask one node only. A test that finds no keys must have looked at all of them.
+    with pytest.MonkeyPatch.context() as patch, Cluster(program=binaries()[kind]) as cluster:
+        patch.setitem(RedisCluster.COMMAND_FLAGS, "KEYS", RedisCluster.PRIMARIES)
         yield cluster.url
 
 
