@@ -221,8 +221,8 @@ class Client(Closeable):
     def redis(self) -> redis.Redis:
         """A redis-py client of the same server, for other commands. It never retries.
 
-        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Closing this
-        client also closes the redis-py client.
+        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Do not close it:
+        closing this client does, and a closed ``RedisCluster`` cannot be used again.
         """
         return self._connector.redis
 

@@ -108,6 +108,10 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
+class CommandGroup(Command, Group):
+    """A command that also has subcommands."""
+
+
 #: Command names from other tools that users may try, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",

@@ -264,12 +264,12 @@ def with_times(
     """Create a stream with frames of n records; return the (first offset, time) of each frame."""
     stream = client.stream(name, create=True)
     first, found = 0, []
-    with client.redis as plain:
-        for n, time in frames:
-            plain.xadd(keys.log(name), {"t": time, "0v": "x"}, id=f"{first + n - 1}-{n}")
-            found.append((first, time))
-            first += n
-        plain.hset(keys.meta(name), mapping={"next": first, "appended": frames[-1][1]})
+    plain = client.redis  # not in a with block: a RedisCluster cannot be used again
+    for n, time in frames:
+        plain.xadd(keys.log(name), {"t": time, "0v": "x"}, id=f"{first + n - 1}-{n}")
+        found.append((first, time))
+        first += n
+    plain.hset(keys.meta(name), mapping={"next": first, "appended": frames[-1][1]})
     return stream, found
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from meteor_py.redis.address import parse
 from meteor_py.redis.slot_map import SlotMap
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
-from tests.support.proxy import Proxy
+from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.readers import check_values, value
-from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -78,7 +76,8 @@ def test_a_pipeline_over_all_nodes_costs_one_round_trip(
     for name in NAMES:
         client.stream(name, create=True)
     commands = [("HGET", keys.meta(name), "next") for name in NAMES]
-    with proxied(cluster) as (through, proxies):
+    with ProxiedCluster(cluster) as proxied, meteor.connect(proxied.url) as through:
+        proxies = proxied.proxies
         assert through._connector.pipeline(commands) == [b"0"] * len(NAMES)
         for proxy in proxies:
             proxy.stall("replies")  # all requests are sent before the first reply is read
@@ -214,27 +213,15 @@ def test_a_lost_reply_on_a_cluster_does_not_duplicate_a_record(
     # Also a test of remap: the client reaches all nodes through proxies only.
     stream = client.stream(NAMES[0], create=True)
     with (
-        proxied(cluster) as (through, proxies),
+        ProxiedCluster(cluster) as proxied,
+        meteor.connect(proxied.seed_url, remap=proxied.remap) as through,
         through.stream(NAMES[0], create=False).publisher() as pub,
     ):
         pub.publish(value(0)).result()
-        for proxy in proxies:
+        for proxy in proxied.proxies:
             proxy.cut_mid_reply(0)
         assert pub.publish(value(1)).result(10) == 1
-        for proxy in proxies:
+        for proxy in proxied.proxies:
             proxy.heal()
     got = [n for batch in stream.read(0) for n in check_values(batch)]
     assert got == [0, 1]
-
-
-@contextmanager
-def proxied(cluster: Cluster) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
-    """A client that can reach the nodes only through proxies."""
-    with ExitStack() as stack:
-        proxies = [stack.enter_context(Proxy(HOST, node.port)) for node in cluster.primaries]
-        remap = {
-            (HOST, node.port): (HOST, proxy.port)
-            for node, proxy in zip(cluster.primaries, proxies, strict=True)
-        }
-        url = f"redis+cluster://{HOST}:{proxies[0].port}"
-        yield stack.enter_context(meteor.connect(url, remap=remap)), proxies

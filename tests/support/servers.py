@@ -48,11 +48,11 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
     return cast(redis.Redis, client)
 
 
-def each_primary(plain: redis.Redis) -> list[redis.Redis]:
+def each_primary(plain: redis.Redis | RedisCluster) -> list[redis.Redis]:
     """Return a client of each primary of a cluster, or ``plain`` itself for a single server."""
-    if not isinstance(plain, RedisCluster):
-        return [plain]
-    return [plain.get_redis_connection(node) for node in plain.get_primaries()]
+    if isinstance(plain, RedisCluster):
+        return [plain.get_redis_connection(node) for node in plain.get_primaries()]
+    return [plain]
 
 
 class Server(testing.Server):
