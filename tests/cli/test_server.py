@@ -192,7 +192,7 @@ def test_info_describes_a_server(private_server: ServerFactory) -> None:
     info = server.info("all")
     assert facts["server"] == server.url
     assert facts["version"] == f"Valkey {info['valkey_version']}"
-    assert facts["memory"].endswith(" of 536 MB")
+    assert facts["memory"].endswith(" of 536.9 MB")
     assert (facts["role"], facts["maxmemory-policy"]) == ("primary", "allkeys-lru")
     assert (facts["append-only file"], facts["streams"][:3]) == ("yes", "2, ")
     assert "slots" not in facts
