@@ -179,7 +179,7 @@ def test_a_server_is_described_by_product_memory_clients_and_role(
 
 def test_fake_server_and_server_without_memory_limit_can_be_described(url: str) -> None:
     with meteor.connect("fake://") as m:
-        assert m.describe() == meteor.ServerDescription("fake")
+        assert m.describe() == meteor.ServerDescription("fake", address="fake://")
     with meteor.connect(url) as m:
         assert m.describe().memory_max is None
 
