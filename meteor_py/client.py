@@ -54,7 +54,8 @@ def connect(
             sentinels, also for a failover or a slot move, before a call raises
             ``ConnectionFailed``.
         remap: For nodes of a cluster, or servers of sentinels, that announce an address which this
-            client cannot reach (Docker, NAT): ``{(host, port): (host, port)}``.
+            client cannot reach (Docker, NAT): ``{(host, port): (host, port)}``. The address can
+            also contain these pairs (docs/production/cluster.md).
 
     Raises:
         ValueError: ``url`` is not a valid address.

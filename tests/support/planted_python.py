@@ -1,6 +1,6 @@
 """Runs a module like ``python -m``, after planting bugs in meteor_py.
 
-    python planted_python.py BUG,BUG -m MODULE [ARGUMENT...]
+    python planted_python.py BUG,BUG MODULE [ARGUMENT...]
 
 Spark starts its Python workers this way, which are processes that a test cannot reach.
 """
@@ -16,11 +16,10 @@ def main() -> None:
     sys.path[0] = str(Path(__file__).parents[2])
     from tests.chaos.mutants import plant
 
-    bugs, option, module = sys.argv[1:4]
-    assert option == "-m", sys.argv
+    bugs, module = sys.argv[1:3]
     for bug in bugs.split(","):
         plant(bug)
-    sys.argv[:4] = [module]
+    sys.argv[:3] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
