@@ -1,8 +1,9 @@
 """Slots move while a Spark query copies a stream exactly once; part of ``make chaos``.
 
-The slots of the source and of the target move in every way: the target's has the staged rows and
-the fence that makes a repeated commit harmless. The target must get each row once, in order, from
-a query that never fails. The longest pause between two commits is printed.
+The slots of the source and of the target move in every way. The target's slot also holds the staged
+rows and the fence by which the server recognises a repeated commit. Twice, the query is killed
+while slots move, and the next one repeats its last commit. The target must get each row once, in
+order, and no query may fail. The longest pause between two commits is printed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-import redis
 
 import meteor_py as meteor
 from meteor_py.testing import Cluster
@@ -22,12 +23,15 @@ from tests.conftest import require_redis
 from tests.support.java import require_java
 from tests.support.servers import binaries
 from tests.support.slot_mover import WAYS, SlotMover
+from tests.support.spark import forget_last_commit
 from tests.support.spark_copy import SOURCE, TARGET, Copy, fill
 from tests.support.transactions import contents, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MOVES = 8
+#: The moves, by number, in which the query is killed and started again.
+KILLED = (1, 6)
 #: Rows to copy for each move, in several batches: the slots move while some are to be committed.
 ROWS = 500
 ROWS_PER_BATCH = 100
@@ -36,24 +40,65 @@ PLANTED = Path(__file__).parents[1] / "support" / "planted_python.py"
 
 
 class Commits:
-    """The end of the target, and the longest time between two commits."""
+    """The end of the target, and the longest time between two commits of one query."""
 
     def __init__(self, target: meteor.Stream) -> None:
         self._target = target
-        self._end, self._at = 0, time.monotonic()
+        self._end, self._at = 0, 0.0
         self.longest_pause_s = 0.0
 
     @property
     def end(self) -> int:
         found, now = self._target.end().offset, time.monotonic()
         if found > self._end:
-            if self._end:
+            if self._at:
                 self.longest_pause_s = max(self.longest_pause_s, now - self._at)
             self._end, self._at = found, now
         return found
 
     def exceed(self, offset: int) -> bool:
         return self.end > offset
+
+    def restart(self) -> None:
+        """Do not count the time until the next commit."""
+        self._at = 0.0
+
+
+class Run:
+    """A query that copies rows while slots move. Results are in the streams of ``client``."""
+
+    def __init__(self, cluster: Cluster, client: meteor.Client, folder: Path) -> None:
+        self._cluster, self._client, self._folder = cluster, client, folder
+        client.stream(SOURCE, capacity=100_000)
+        self.target = client.stream(TARGET, capacity=100_000)
+        self.commits = Commits(self.target)
+
+    def copy(self, ways: Sequence[str], rng: random.Random, python: Path | None = None) -> None:
+        start = partial(
+            Copy,
+            *(self._cluster.url, self._folder),
+            python=python,
+            rows_per_batch=ROWS_PER_BATCH,
+            follow=True,
+        )
+        mover = SlotMover(self._cluster, rng, (SOURCE, TARGET))
+        copy = start()
+        try:
+            for number, how in enumerate(ways):
+                end = number * ROWS
+                fill(self._client, end + ROWS, end)
+                copy.wait_until(partial(self.commits.exceed, end), "the query commits nothing")
+                assert self.commits.end < end + ROWS, "the query copied all rows before the move"
+                if number in KILLED:
+                    copy.kill()
+                    forget_last_commit(self._folder)
+                mover.move(how)
+                if number in KILLED:
+                    self.commits.restart()
+                    copy = start()
+                copy.wait_until(partial(self.commits.exceed, end + ROWS - 1), "the query is stuck")
+        finally:
+            copy.kill()
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
@@ -63,51 +108,26 @@ def test_query_copies_each_row_once_while_slots_move(
     require_java()
     if kind == "redis":
         require_redis()
+    ways = [WAYS[kind][number % len(WAYS[kind])] for number in range(MOVES)]
     with Cluster(program=binaries()[kind]) as cluster, meteor.connect(cluster.url) as m:
-        m.stream(SOURCE, capacity=100_000)
-        target = m.stream(TARGET, capacity=100_000)
-        mover, commits = SlotMover(cluster, rng, (SOURCE, TARGET)), Commits(target)
-        with Copy(cluster.url, tmp_path, rows_per_batch=ROWS_PER_BATCH, follow=True) as copy:
-            for number in range(MOVES):
-                end = number * ROWS
-                fill(m, end + ROWS, end)
-                copy.wait_until(partial(commits.exceed, end), "the query commits nothing")
-                assert commits.end < end + ROWS, "the query had ended before the move"
-                mover.move(WAYS[kind][number % len(WAYS[kind])])
-                copy.wait_until(partial(commits.exceed, end + ROWS - 1), "the query is stuck")
-        assert contents(target) == numbers(MOVES * ROWS)
+        run = Run(cluster, m, tmp_path)
+        run.copy(ways, rng)
+        assert contents(run.target) == numbers(MOVES * ROWS)
         assert m._connector.find_keys(f"meteor:{{{TARGET}}}:stage") == set()
     with capsys.disabled():
         print(
-            f"\n{kind}: {MOVES} moves of both slots, {MOVES * ROWS:,} rows in batches of "
-            f"{ROWS_PER_BATCH}, each row once; longest pause between two commits "
-            f"{commits.longest_pause_s:.1f} s"
+            f"\n{kind}: {MOVES} moves of both slots, {len(KILLED)} queries killed, "
+            f"{MOVES * ROWS:,} rows in batches of {ROWS_PER_BATCH}, each once; longest pause "
+            f"between two commits {run.commits.longest_pause_s:.1f} s"
         )
 
 
-def test_torn_commits_are_found(rng: random.Random, tmp_path: Path) -> None:
-    """The moves reveal workers that follow ASK, and whose scripts have no guard key."""
+def test_rows_that_are_written_twice_are_found(rng: random.Random, tmp_path: Path) -> None:
     require_java()
     with Cluster() as cluster, meteor.connect(cluster.url) as m:
-        fill(m, MOVES * ROWS)
-        target = m.stream(TARGET, capacity=100_000)
-        mover, commits = SlotMover(cluster, rng, (TARGET,)), Commits(target)
-        python = planted_python(tmp_path, "unguarded-scripts", "followed-ask")
-        with Copy(
-            cluster.url, tmp_path, python=python, rows_per_batch=ROWS_PER_BATCH, follow=True
-        ) as copy:
-            copy.wait_until(partial(commits.exceed, 0), "the query commits nothing")
-            # The server answers BUSYKEY, and the move fails, if both nodes have a key.
-            with pytest.raises((AssertionError, redis.ResponseError)):
-                move_and_check(copy, mover, target)
-
-
-def move_and_check(copy: Copy, mover: SlotMover, target: meteor.Stream) -> None:
-    for _ in range(MOVES):
-        mover.move("slow")
-        assert not copy.failed
-    copy.kill()
-    assert contents(target) == numbers(target.end().offset)
+        run = Run(cluster, m, tmp_path)
+        run.copy(["fast", "fast"], rng, planted_python(tmp_path, "renamed-writer"))
+        assert contents(run.target) != numbers(run.target.end().offset)
 
 
 def planted_python(folder: Path, *bugs: str) -> Path:
