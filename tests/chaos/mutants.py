@@ -186,8 +186,8 @@ CLUSTER_MUTANTS = {
         (
             (
                 "names = [stage.name for stage in staged]",
-                "names = [stage.name for stage in staged]\n"
-                "    writer += str(__import__('os').getppid())",
+                "names, writer = [stage.name for stage in staged], "
+                "writer + str(__import__('os').getppid())",
             ),
         ),
     ),
