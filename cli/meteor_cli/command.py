@@ -112,7 +112,7 @@ class CommandGroup(Command, Group):
     """A command that also has subcommands."""
 
 
-#: Command names from other tools that users may try, by our name for the command.
+#: Command names that users may know from other tools, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",

@@ -1,4 +1,4 @@
-"""Access to a server or a cluster: its address, its connections, and commands on shared ones."""
+"""A client's access to its server or cluster: the address, and the shared connections."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Keys that SCAN looks at in one call.
+#: COUNT argument of SCAN: the number of keys that the server examines per call.
 _SCANNED = 1000
-#: Maximum number of keys in a slot that are listed in one call.
+#: Maximum number of keys to list with one GETKEYSINSLOT command.
 _SLOT_KEYS = 100_000
-#: Maximum number of nodes that one round trip reaches.
+#: Maximum number of nodes to contact in parallel.
 _NODES = 32
 
 
 class Connector:
     """A client's access to its server or cluster. Thread-safe, and usable after a fork.
 
-    ``call``, ``pipeline``, ``run`` and ``use`` share one connection per server. They may send
-    commands twice: an idle connection may have died unnoticed, so they retry once on a new one. On
-    a cluster, and with sentinels, they retry for ``timeout_s`` seconds, because keys move to other
-    servers. Code that must not repeat a command must open its own connection.
+    ``call``, ``pipeline``, ``run`` and ``use`` share one connection per server. They may send a
+    command more than once. An idle connection may have died unnoticed, so they retry once on a new
+    one. On a cluster, and with sentinels, they retry for up to ``timeout_s`` seconds, because keys
+    can move to other servers. Code that must not repeat a command must open its own connection.
 
     The *tag* of a command is the hash tag of its keys: the name of the stream or peer group.
     """
@@ -76,11 +76,11 @@ class Connector:
 
     @property
     def redis(self) -> redis.Redis:
-        """See ``Client.redis``. Closing the connector closes it, too."""
+        """See ``Client.redis``. Closing the connector also closes this client."""
         with self._exclusive():
             if self._redis is None:
                 self._redis = open_plain(self.resolve(), self.timeout_s, self._topology)
-            self.resolve()  # raises if closed
+            self.resolve()  # raises an error if the connector is closed
             return self._redis
 
     def open_connection(self, tag: str | None) -> Connection:
@@ -88,7 +88,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
     def warn_of_hidden_history(self, tag: str) -> None:
-        """Warn if the server that holds these keys could lose records without being detected."""
+        """Warn if the server that holds these keys could lose records undetected."""
         try:
             self.use(warn_of_hidden_history, tag)
         except ConnectionFailed:
@@ -113,9 +113,9 @@ class Connector:
         return self.use(lambda connection: connection.run(script, script_keys, args), tag)
 
     def use(self, work: Callable[[Connection], _T], tag: str | None) -> _T:
-        """Call ``work`` with the shared connection to the keys of a tag, possibly several times.
+        """Call ``work`` with the shared connection to the server that holds the keys of a tag.
 
-        ``work`` must not use the connector.
+        ``work`` may be called several times. It must not use the connector.
         """
         if not self._topology.is_movable:
             return self._shared_connection(None).use(partial(self._checked_use, work))
@@ -133,7 +133,7 @@ class Connector:
             unreachable: Returns the result for a primary that cannot be reached.
 
         Raises:
-            ConnectionFailed: A primary cannot be reached, and there is no ``unreachable``.
+            ConnectionFailed: A primary cannot be reached, and ``unreachable`` is None.
         """
         if not self._topology.is_movable:
             return [self.use(work, None)]
@@ -163,18 +163,18 @@ class Connector:
         return self._topology.guards_slots
 
     def is_same_server(self, tag: str, other: str) -> bool:
-        """Return whether the keys of two tags are on the same server, as far as is known."""
+        """Return whether two tags' keys are on the same server, as far as the client knows."""
         return self._topology.locate(tag) == self._topology.locate(other)
 
     def find_keys(self, prefix: str) -> set[bytes]:
-        """Return all keys that start with ``prefix``, which contains their hash tag."""
+        """Return all keys that start with ``prefix``. The prefix must include the hash tag."""
         tag = tag_of([prefix])
         if not self._topology.guards_slots or tag is None:
             return _scan(self.call, prefix)
         return self.use(partial(_list_slot, slot=slot_of(tag), prefix=prefix), tag)
 
     def resolve(self) -> Address:
-        """Return the address to connect to. If it is an embedded server, start the server."""
+        """Return the address to connect to. Starts an embedded server if the address names one."""
         with self._exclusive():
             self._check_open()
             if self._resolved is None:
@@ -193,7 +193,7 @@ class Connector:
             if resource is not None:
                 resource.close()
 
-    # -- small parts ---------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     def _again(self, work: Callable[[], _T]) -> _T:
         """Call ``work`` until it succeeds, for up to ``timeout_s`` seconds."""
@@ -214,11 +214,12 @@ class Connector:
         """Call ``work`` once, with the shared connection to a node."""
 
         def use(connection: Connection) -> _T:
-            connection.tag = tag  # for the text of errors
+            connection.tag = tag  # for error messages
             return self._checked_use(work, connection)
 
         try:
-            # Bounded: a signal handler may hold the connection to one node and wait for another.
+            # Without a timeout, a signal handler that holds one node's connection and waits for
+            # another's could deadlock.
             return self._shared_connection(node).use(use, timeout_s=self.timeout_s)
         except ConnectionBusy:
             raise ConnectionFailed(
@@ -226,9 +227,9 @@ class Connector:
             ) from None
 
     def _scatter(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Send each command to the node that has its keys; return the replies in order.
+        """Send each command to the node that holds its keys; return the replies in order.
 
-        Commands without a key, such as MULTI, are allowed if all others have the same tag.
+        Commands without a key, such as MULTI, are allowed if all other commands have the same tag.
         """
         tags = [tag_of(command) for command in commands]
         first = next((tag for tag in tags if tag is not None), None)
@@ -239,7 +240,7 @@ class Connector:
         for at, tag in enumerate(tags):
             parts.setdefault(places[tag], []).append(at)
         replies: list[Any] = [None] * len(commands)
-        ordered = sorted(parts.items())  # so that two threads cannot wait for each other
+        ordered = sorted(parts.items())  # a fixed order, so that two threads cannot deadlock
         for start in range(0, len(ordered), _NODES):
             self._exchange(commands, replies, ordered[start : start + _NODES], [])
         return replies
@@ -251,7 +252,7 @@ class Connector:
         parts: list[tuple[Node, list[int]]],
         opened: list[tuple[Connection, list[int]]],
     ) -> None:
-        """Reserve the connections to all nodes, then send all commands, then read all replies."""
+        """Reserve connections to all nodes, send all commands, then read all replies."""
         if parts:
             node, places = parts[0]
 
@@ -267,7 +268,7 @@ class Connector:
                 found = connection.read_all(len(places), self.timeout_s)
                 for at, reply in zip(places, found, strict=True):
                     replies[at] = reply
-        except BaseException:  # the next caller must not read these replies
+        except BaseException:  # The next caller must not read unread replies of this one.
             for connection, _ in opened:
                 connection.close()
             raise
@@ -278,18 +279,18 @@ class Connector:
             shared = self._shared.get(node)
             if shared is None:
                 address = self.resolve()
-                # Nodes may be replaced by others for ever: forget those that are gone.
+                # Drop lost connections. Otherwise this dict would grow with every replaced node.
                 self._shared = {at: one for at, one in self._shared.items() if one.connected}
                 opener = partial(Connection, address, self.timeout_s, self._topology, None, node)
                 shared = self._shared[node] = SharedConnection(opener)
             return shared
 
     def _checked_use(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
-        self._check_open()  # another thread may have closed the client meanwhile
+        self._check_open()  # another thread may have closed the client in the meantime
         if connection.node not in self._checked:
             check_server(connection)
             self._checked.add(connection.node)
-        if self._topology.is_movable:  # the caller tries again, perhaps on another connection
+        if self._topology.is_movable:  # the caller retries, possibly on another connection
             return work(connection)
         return connection.retry_idle(work, connection)
 
@@ -311,14 +312,14 @@ class Connector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise MeteorError(f"The client of {self.address} is closed. Connect again.")
+            raise MeteorError(f"The client for {self.address} is closed. Connect again.")
 
     def _exclusive(self) -> threading.RLock:
-        """Return the lock. In a forked child, replace it: its holder may not exist there."""
+        """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
-            self._shared = {}  # a thread of the parent may have been in the middle of a call
+            self._shared = {}  # at the fork, another thread may have been in the middle of a call
         return self._lock
 
 
@@ -337,10 +338,10 @@ def _scan(call: Callable[..., Any], prefix: str) -> set[bytes]:
 
 
 def _list_slot(connection: Connection, slot: int, prefix: str) -> set[bytes]:
-    """Return the keys of a slot, all of which must be on the node of the connection.
+    """Return the keys in a slot that start with ``prefix``.
 
-    While a slot moves, a node has only some of its keys. The last command is then redirected, and
-    the caller repeats everything.
+    While a slot moves, each node holds only some of its keys. The server then redirects the EXISTS
+    command at the end, and the caller repeats everything.
     """
     count = int(connection.call("CLUSTER", "COUNTKEYSINSLOT", slot))
     if count > _SLOT_KEYS:  # SCAN takes longer, but does not block the server

@@ -1,9 +1,10 @@
 """Slots move while a Spark query copies a stream exactly once; part of ``make chaos``.
 
 The slots of the source and of the target move in every way. The target's slot also holds the staged
-rows and the fence by which the server recognises a repeated commit. Twice, the query is killed
-while slots move, and the next one repeats its last commit. The target must get each row once, in
-order, and no query may fail. The longest pause between two commits is printed.
+rows and the fence by which the server recognises a repeated commit. Once, the query is killed in
+the middle of a batch, and once after a commit that Spark has not recorded and therefore repeats;
+then the slots move before the next query starts. The target must get each row once and in order,
+and no query may fail. The longest pause between two commits is printed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from tests.support.transactions import contents, numbers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MOVES = 8
-#: The moves, by number, in which the query is killed and started again.
-KILLED = (1, 6)
+#: The move, by number, before which the query is killed in the middle of a batch.
+KILLED = 1
+#: The move after which the query is killed, and the slots move again before it repeats a commit.
+REPEATED = 5
 #: Rows to copy for each move, in several batches: the slots move while some are to be committed.
 ROWS = 500
 ROWS_PER_BATCH = 100
@@ -73,32 +76,55 @@ class Run:
         self.target = client.stream(TARGET, capacity=100_000)
         self.commits = Commits(self.target)
 
-    def copy(self, ways: Sequence[str], rng: random.Random, python: Path | None = None) -> None:
-        start = partial(
-            Copy,
-            *(self._cluster.url, self._folder),
-            python=python,
-            rows_per_batch=ROWS_PER_BATCH,
-            follow=True,
-        )
+    def copy(
+        self,
+        ways: Sequence[str],
+        rng: random.Random,
+        *,
+        killed: int | None = None,
+        repeated: int | None = None,
+        python: Path | None = None,
+    ) -> None:
+        """Copy some rows during each move. The query is killed at two of them, by number."""
         mover = SlotMover(self._cluster, rng, (SOURCE, TARGET))
-        copy = start()
+        copy = self._start(python)
         try:
             for number, how in enumerate(ways):
                 end = number * ROWS
                 fill(self._client, end + ROWS, end)
                 copy.wait_until(partial(self.commits.exceed, end), "the query commits nothing")
                 assert self.commits.end < end + ROWS, "the query copied all rows before the move"
-                if number in KILLED:
+                if number == killed:
+                    copy.kill()
+                mover.move(how)
+                if number == killed:
+                    copy = self._start(python)
+                copy.wait_until(partial(self.commits.exceed, end + ROWS - 1), "the query is stuck")
+                if number == repeated:
+                    copy.wait_until(self._is_idle, "Spark does not record the last commit")
                     copy.kill()
                     forget_last_commit(self._folder)
-                mover.move(how)
-                if number in KILLED:
-                    self.commits.restart()
-                    copy = start()
-                copy.wait_until(partial(self.commits.exceed, end + ROWS - 1), "the query is stuck")
+                    mover.move(how)
+                    copy = self._start(python)
         finally:
             copy.kill()
+
+    def _start(self, python: Path | None) -> Copy:
+        self.commits.restart()
+        return Copy(
+            *(self._cluster.url, self._folder),
+            python=python,
+            rows_per_batch=ROWS_PER_BATCH,
+            follow=True,
+        )
+
+    def _is_idle(self) -> bool:
+        """Return whether Spark has recorded a commit of each batch that it has begun."""
+        begun, committed = (
+            {path.name for path in (self._folder / "checkpoint" / name).glob("[0-9]*")}
+            for name in ("offsets", "commits")
+        )
+        return begun == committed
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
@@ -111,12 +137,12 @@ def test_query_copies_each_row_once_while_slots_move(
     ways = [WAYS[kind][number % len(WAYS[kind])] for number in range(MOVES)]
     with Cluster(program=binaries()[kind]) as cluster, meteor.connect(cluster.url) as m:
         run = Run(cluster, m, tmp_path)
-        run.copy(ways, rng)
+        run.copy(ways, rng, killed=KILLED, repeated=REPEATED)
         assert contents(run.target) == numbers(MOVES * ROWS)
         assert m._connector.find_keys(f"meteor:{{{TARGET}}}:stage") == set()
     with capsys.disabled():
         print(
-            f"\n{kind}: {MOVES} moves of both slots, {len(KILLED)} queries killed, "
+            f"\n{kind}: {MOVES + 1} moves of both slots, two queries killed, "
             f"{MOVES * ROWS:,} rows in batches of {ROWS_PER_BATCH}, each once; longest pause "
             f"between two commits {run.commits.longest_pause_s:.1f} s"
         )
@@ -126,7 +152,8 @@ def test_rows_that_are_written_twice_are_found(rng: random.Random, tmp_path: Pat
     require_java()
     with Cluster() as cluster, meteor.connect(cluster.url) as m:
         run = Run(cluster, m, tmp_path)
-        run.copy(["fast", "fast"], rng, planted_python(tmp_path, "renamed-writer"))
+        python = planted_python(tmp_path, "renamed-writer")
+        run.copy(["fast", "fast"], rng, repeated=0, python=python)
         assert contents(run.target) != numbers(run.target.end().offset)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of clusters and sentinels: how they are parsed, masked and remapped."""
+"""Cluster and sentinel addresses: how they are parsed, masked and remapped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "open-sesame"
         ("rediss+sentinel://:pw@[::1]/mymaster/3", [("::1", 26379)]),
     ],
 )
-def test_hosts_have_default_ports_and_are_named_once(
+def test_hosts_get_default_ports_and_duplicates_are_dropped(
     url: str, seeds: list[tuple[str, int]]
 ) -> None:
     assert list(parse(url).seeds) == seeds
@@ -81,19 +81,19 @@ def test_address_contains_remapped_addresses() -> None:
         ("redis+cluster://::1", "in brackets"),
         ("redis+cluster://a/1", "a cluster has only database 0"),
         ("redis+cluster://a?db=1", "a cluster has only database 0"),
-        ("redis+cluster://a/name/0", "must be the number of a database"),
+        ("redis+cluster://a/name/0", "must be a database number"),
         ("redis+cluster://a?sentinel_password=x", "is for redis+sentinel:// addresses only"),
         ("redis+cluster://a?ssl_cert_reqs=none", "Write rediss+cluster:// to use TLS"),
         ("redis+cluster://a?socket_timeout=1", "cannot be set in the URL"),
         ("redis+sentinel://a", "the name of the primary is missing"),
-        ("redis+sentinel://a/name/x", "must be the number of a database"),
+        ("redis+sentinel://a/name/x", "must be a database number"),
         ("redis+cluster://a#b", "unescaped character"),
         ("redis+cluster://a?remap=b:1", "is not announced_host:port=reachable_host:port"),
         ("redis+cluster://a?remap=b=c", "is not announced_host:port=reachable_host:port"),
         ("redis+sentinel://a/m?remap=b:1=c:70000", "is not announced_host:port="),
     ],
 )
-def test_malformed_address_is_refused_with_its_form(url: str, words: str) -> None:
+def test_malformed_address_is_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"not a valid address|cannot be|TLS") as refused:
         parse(url)
     assert words in str(refused.value)

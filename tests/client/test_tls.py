@@ -148,7 +148,7 @@ def test_missing_client_certificate_is_named_as_the_likely_cause(
 ) -> None:
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **login))
     assert "closed the connection after the TLS handshake" in message
-    assert "If it requires a client certificate, set ssl_certfile and ssl_keyfile" in message
+    assert "requires a client certificate, set ssl_certfile and ssl_keyfile" in message
 
 
 def _socket_of(connection: Connection) -> socket.socket:
@@ -161,7 +161,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
     strict_url: str, folder: Path, late: bool
 ) -> None:
-    """A command sent at once may get the server's alert; a later one, a broken pipe or an EOF."""
+    """A command sent at once may get the server's alert. A later one gets a broken pipe or EOF."""
     place = address.parse(f"{strict_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'), safe='')}")
     connection = Connection(place, 10)
     connection.connect()
@@ -176,7 +176,7 @@ def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
 def test_certificate_that_the_server_does_not_trust_is_named(strict_url: str, folder: Path) -> None:
     own = {"ssl_certfile": folder / "other.pem", "ssl_keyfile": folder / "other.key"}
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **own))
-    assert "It may not accept this client certificate" in message
+    assert "The server may not accept this client certificate" in message
 
 
 def test_connection_lost_after_a_reply_is_not_blamed_on_certificates(folder: Path) -> None:
@@ -275,7 +275,7 @@ def test_publisher_notices_that_the_server_closed_its_idle_connection(
         assert (connection.connected, connection.readable) == (True, False)
         m.redis.client_kill_filter(_type="normal", skipme=True)
         eventually(lambda: connection.readable)
-        pub._sender._acknowledged_at = time.monotonic()  # a moment ago
+        pub._sender._acknowledged_at = time.monotonic()  # as if it had just published
         assert pub._sender.must_check
-        pub.flush()  # checks, on another connection
+        pub.flush()  # checks for a loss, on a new connection
         assert (connection.connected, connection.readable) == (True, False)

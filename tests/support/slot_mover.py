@@ -13,14 +13,14 @@ WAYS = {
     "redis": ("fast", "slow", "abandoned"),
     "valkey": ("fast", "slow", "abandoned", "atomic"),
 }
-#: A slow move rests this long in seconds at its beginning, and then between keys.
+#: Seconds for which a slow move pauses at its beginning, and then after each key.
 SLOW_S = (0.3, 0.02)
 #: Seconds after which an abandoned move is repaired.
 ABANDONED_S = 1.0
 
 
 class SlotMover:
-    """Moves the slots of streams or peer groups, each time in another way."""
+    """Moves the slots of streams or peer groups, in various ways."""
 
     def __init__(self, cluster: Cluster, rng: random.Random, names: Sequence[str]) -> None:
         self._cluster, self._rng, self._names = cluster, rng, names
