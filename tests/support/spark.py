@@ -112,4 +112,4 @@ def forget_last_commit(folder: Path) -> None:
     names = [path.name for path in commits.iterdir() if path.name.isdigit()]
     last = max(names, key=int)
     (commits / last).unlink()
-    (commits / f".{last}.crc").unlink()
+    (commits / f".{last}.crc").unlink(missing_ok=True)  # Spark writes it last
