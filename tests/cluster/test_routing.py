@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from meteor_py.redis.slot_map import SlotMap
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
 from tests.support.proxied_cluster import ProxiedCluster
+from tests.support.proxy import Proxy
 from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
@@ -76,8 +78,7 @@ def test_pipeline_to_all_nodes_takes_one_round_trip(
     for name in NAMES:
         client.stream(name, create=True)
     commands = [("HGET", keys.meta(name), "next") for name in NAMES]
-    with ProxiedCluster(cluster) as proxied, meteor.connect(proxied.url) as through:
-        proxies = proxied.proxies
+    with proxied(cluster) as (through, proxies):
         assert through._connector.pipeline(commands) == [b"0"] * len(NAMES)
         for proxy in proxies:
             proxy.stall("replies")  # all requests must be sent before the first reply is read
@@ -215,15 +216,24 @@ def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
     # This also tests ``remap``: the client can reach the nodes only through proxies.
     stream = client.stream(NAMES[0], create=True)
     with (
-        ProxiedCluster(cluster) as proxied,
-        meteor.connect(proxied.seed_url, remap=proxied.remap) as through,
+        proxied(cluster) as (through, proxies),
         through.stream(NAMES[0], create=False).publisher() as pub,
     ):
         pub.publish(value(0)).result()
-        for proxy in proxied.proxies:
+        for proxy in proxies:
             proxy.cut_mid_reply(0)
         assert pub.publish(value(1)).result(10) == 1
-        for proxy in proxied.proxies:
+        for proxy in proxies:
             proxy.heal()
     got = [n for batch in stream.read(0) for n in check_values(batch)]
     assert got == [0, 1]
+
+
+@contextmanager
+def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
+    """A client that can reach the nodes only through proxies."""
+    with (
+        ProxiedCluster(cluster) as made,
+        meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,
+    ):
+        yield through, made.proxies
