@@ -150,7 +150,7 @@ def describe_server(session: Session, as_json: bool) -> None:
 
 
 def _read_all_streams(m: Client) -> tuple[list[Description] | None, bool]:
-    """Returns the streams, or None if a primary is unreachable; and whether all were readable."""
+    """Return the streams, or None if a primary is unreachable; and whether all were readable."""
     from meteor_py import ConnectionFailed
 
     try:
