@@ -4,7 +4,7 @@ BIN := .venv/bin
 N ?= 4
 ARGS ?=
 # The folders whose tests `make chaos` repeats on a cluster. `make test` repeats some (tests/cluster/test_promises.py).
-ON_A_CLUSTER := $(addprefix tests/,archive cli client fundamentals log peers publish shared store subscribe)
+ON_A_CLUSTER := $(addprefix tests/,archive cli client fundamentals log peers publish shared spark store subscribe)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chaos bench bench-competitors lint format docs spark lock clean

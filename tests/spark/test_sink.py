@@ -103,6 +103,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     assert contents(target) == f"{numbers(2800)} {numbers(2800)}"
 
 
+@pytest.mark.single_server("the tasks look for keys on it")
 def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
