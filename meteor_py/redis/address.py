@@ -321,7 +321,7 @@ def _remote(url: str, scheme: str, kind: str = "") -> Address:
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed:
             if name in _TLS_OPTIONS:
-                raise ValueError(f"{name!r} is a TLS option. Write rediss{kind}:// to use TLS.")
+                raise ValueError(f"{name!r} is a TLS option. Use rediss{kind}:// for TLS.")
             if name == "remap":
                 raise ValueError(_REMAP_NEEDS_SEVERAL)
             allowed += _SEVERAL_OPTIONS[kind]

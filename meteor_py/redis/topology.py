@@ -59,7 +59,7 @@ class Topology:
         return {tag: self.locate(tag) for tag in tags}
 
     def primaries(self) -> Sequence[Node | None]:
-        """Return all nodes that hold keys."""
+        """Return all primary nodes. A single server is represented by None."""
         return [None]
 
     def note_moved(self, slot: int, node: Node) -> None:

@@ -79,7 +79,7 @@ def server(context: click.Context, directory: Path | None, private: bool, tcp: b
         finally:
             running.close()
             if is_alive(running.pid):
-                say("other processes are using the server; it stops when the last of them ends.")
+                say("other processes still use the server; it stops when the last of them ends.")
 
 
 def _introduce(
