@@ -68,7 +68,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def bytes_of_xadd(bench: Bench, count: int) -> float:
-    """Measure the peer: one entry per record, with one field."""
+    """Return the peer's bytes per record, each stored as an entry with one field."""
     bench.step("XADD")
     bench.clear()
     with plain_client(bench.url) as server:

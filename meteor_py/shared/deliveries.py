@@ -1,8 +1,8 @@
 """One consumer's deliveries: how it exchanges granted records and settlements with the server.
 
-Each step has a number, one higher than that of the consumer's last step. The server therefore
-never takes a step twice. If a reply is lost, the consumer sends the same step again and
-gets the same reply. If its lease has expired in the meantime, the server replies with the number of
+Each step has a number, one higher than that of the consumer's last step. The server therefore never
+takes a step twice. If a reply is lost, the consumer sends the same step again and gets the same
+reply. If the consumer's lease has expired in the meantime, the server replies with the number of
 the last step it took, so that the consumer knows which settlements counted.
 """
 
@@ -278,8 +278,8 @@ class Deliveries:
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
         """Settle a dead letter.
 
-        ``history`` is the result of publishing it (see ``Prefetcher``), or None if its record is
-        lost or unreadable.
+        ``history`` is the server's history in which the dead letter was published, or '' if that
+        was on another node. It is None if the record is lost or unreadable.
         """
         lost = history is None
         detail = b"" if history is None else history.encode()

@@ -1,4 +1,4 @@
-"""Offset ranges: limits a micro-batch, and cuts it into the parts that tasks read."""
+"""Offset ranges, and functions that limit a micro-batch and cut it into parts for tasks."""
 
 from __future__ import annotations
 

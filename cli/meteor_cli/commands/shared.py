@@ -303,7 +303,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
         lost, their = f"{dead[0]} is dead", "its"
         if len(dead) > 1:
             lost, their = f"{len(dead):,} consumers are dead, such as {dead[0]}", "their"
-        why.append(f"{lost}. The next consumer that polls gets {their} records.")
+        why.append(f"{lost}. Other consumers get {their} records when they poll.")
     if not has_live:
         return why
     why += _held_back(found, keys)

@@ -34,7 +34,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
     Args:
         before: The earlier snapshot. If None, return only problems that need attention.
         after: The later snapshot.
-        lag_max: Include when a group's lag rises above this number, and when it falls back.
+        lag_max: Report a group's lag when it rises above this number, and when it falls back.
     """
     if before is None:
         found = [_problems(None, seen, lag_max) for seen in after.streams.values()]
