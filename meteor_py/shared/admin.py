@@ -467,10 +467,7 @@ def open_shared(
         )
     config = SharedConfig(**asked)
     if config.dead_letter == stream.name:
-        raise ValueError(
-            f"Stream {stream.name!r} cannot receive its own dead letters. Choose another "
-            "dead_letter stream."
-        )
+        raise ValueError("A stream cannot receive its own dead letters. Choose another stream.")
     first = ""
     if not isinstance(start, InitialOffset):
         first = str(_check_end(stream, handle.resolve(start)[0]))
