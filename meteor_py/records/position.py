@@ -35,8 +35,8 @@ class Position(NamedTuple):
     incarnation: str
     epoch: int
     offset: int
-    #: The last few epochs up to this position, as in the stream's own table; empty if unknown. They
-    #: show exactly which records a server on another branch does not have.
+    #: The last few epochs up to this position, in the format of the stream's epoch table; empty if
+    #: unknown. They show exactly which records a server on another branch does not have.
     path: str = ""
 
 
