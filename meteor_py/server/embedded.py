@@ -298,7 +298,7 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted yet. Raise if that is not allowed before the deadline."""
+    """Return whether the server may be restarted now. Raise if the wait would take too long."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:
@@ -310,7 +310,7 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
     """Start a supervisor, which inherits ``watcher.lock``.
 
-    If a server is still running but its supervisor was killed, starts nothing and returns False.
+    If a server is still running but its supervisor was killed, start nothing and return False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
@@ -355,7 +355,7 @@ def _start_failed(datadir: Path, problem: str) -> ServerStartFailed:
 
 
 def _poll(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition holds, or the deadline (``time.monotonic``) has passed."""
+    """Wait until the condition holds or the deadline has passed; return whether it holds."""
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -308,7 +308,7 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # a signal handler ended it: no thread will confirm
+            if self._state.term is not term:  # a signal handler ended it, so fail the confirm
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
@@ -585,7 +585,7 @@ class GroupSession:
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
     def leave(self) -> None:
-        """Leave the group when the thread ends: send a confirm that is still due, and release."""
+        """Release the lease when the thread ends, after sending a confirm that is still due."""
         try:
             if self._state.to_release is not None:
                 self.connection.use(self._leave_group)
