@@ -133,9 +133,8 @@ class Client(Closeable):
     ) -> Stream:
         """Open a stream.
 
-        If the stream does not exist, the first publisher creates it. If you pass a setting, this
-        call creates it. Readers do not create streams: with a misspelled name, they would wait
-        forever.
+        If the stream does not exist, the first publisher creates it, or this call does if you pass
+        a setting. Readers do not create streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
         ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to
