@@ -389,7 +389,7 @@ class MemberTaken(PeerError):
 
 
 class MembershipLost(PeerError):
-    """The member was expelled or removed, or a member elsewhere has taken over its name."""
+    """The member was expelled or removed, or another process has taken over its name."""
 
 
 class StaleTerm(PeerError):

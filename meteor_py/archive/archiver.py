@@ -138,7 +138,7 @@ class Archiver(Closeable):
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._enter(_State.STOPPING)  # so that a reopened stream gets a new one
+                        self._enter(_State.STOPPING)  # a reopened stream then gets a new archiver
                         raise
                     self._note(error)
                     self._leave()
@@ -298,7 +298,7 @@ class Archiver(Closeable):
             session.close(0.0)
 
     def _is_fatal(self, error: BaseException) -> bool:
-        if isinstance(error, LogTruncated):  # fatal if the stream was recreated
+        if isinstance(error, LogTruncated):  # fatal only if the stream was deleted or recreated
             try:
                 found = self._handle.connector.call(
                     "HGET", keys.meta(self._handle.name), "incarnation"

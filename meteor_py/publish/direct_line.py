@@ -277,7 +277,7 @@ class DirectLine:
         request = self._request(batch)
         wire = self._connection.wire
         if self.state is not _FREE or self._lent != lent or wire is None:
-            return None  # a signal handler has flushed
+            return None  # a signal handler has flushed, so the sender has taken the line over
         self.state = _BROKEN
         self.batch = batch
         self._next_sequence = batch.sequence + 1
@@ -358,7 +358,7 @@ class DirectLine:
         accumulator, now = self._accumulator, time.monotonic()
         usable_until = min(now + self._valid_s, self._renew_at)
         if self.state is not _BROKEN or self.batch is not batch:
-            return  # a signal handler has flushed
+            return  # a signal handler has flushed, so the sender has taken the record over
         self.batch, self._settling = None, batch
         batch.base_offset = reply
         batch.settled = True

@@ -140,7 +140,8 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
         return f"1{letters}", message
     block = pa.compress(message, codec=_CODECS[compression], asbytes=True)
     if not message.size / _RATIO_MAX < len(block) + 4 < message.size:
-        return f"1{letters}", message  # no gain, or readers would reject it as a decompression bomb
+        # The block is no smaller, or so small that readers would take it for a decompression bomb.
+        return f"1{letters}", message
     return f"1{letters}.{compression}", struct.pack("<I", message.size) + block
 
 

@@ -94,7 +94,7 @@ class ListChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        return self.values.copy()  # the caller may change it
+        return self.values.copy()  # a copy, because the caller may change the list
 
     def key_list(self) -> list[bytes | None]:
         return self.keys.copy() if self.keys else [None] * len(self)

@@ -129,7 +129,7 @@ class SignalSafeEvent:
             try:
                 self._waiters.remove(waiter)
             except ValueError:
-                pass  # the thread that set the event has removed it
+                pass  # the thread that set the event has removed the waiter
         return self._is_set
 
 

@@ -55,7 +55,7 @@ class Address(NamedTuple):
     """Where a server listens, according to the files in its directory."""
 
     socket_path: str
-    port: int  # 0: no TCP
+    port: int  # 0 if the server does not listen on TCP
     password: str | None
     pid: int
 

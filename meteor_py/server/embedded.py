@@ -108,7 +108,8 @@ class EmbeddedServer:
                 raise ServerStartFailed(
                     f"Cannot restart the embedded server in {self.directory}: {exc}."
                 ) from exc
-        _check_tcp(self.directory, address, self._tcp)  # another user may have restarted it
+        # Another user may have restarted the server without TCP.
+        _check_tcp(self.directory, address, self._tcp)
         self._address = address
 
     def _check_open(self) -> None:
@@ -213,7 +214,7 @@ def _release(users: Lock, datadir: Path, keep: bool) -> None:
             # its supervisor.
             if users.is_in_place():
                 _stop(users, datadir, deadline)
-        elif not users.take(fcntl.LOCK_SH):  # another last user is stopping the server
+        elif not users.take(fcntl.LOCK_SH):  # another process is stopping the server
             _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
         logger.debug("Leaving the embedded server in %s to its supervisor: %s", datadir, exc)
@@ -324,7 +325,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # before starting: even a start that kills us must count
+            restarts.record(datadir)  # before starting: it counts even if this process dies
             logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)

@@ -334,6 +334,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
         batch = file.read(group)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
-        if appended[0].as_py() < before or rising is False:  # it is None for a single record
+        if appended[0].as_py() < before or rising is False:  # None if there is only one record
             raise ValueError(f"append times decrease in row group {group}")
         before = appended[-1].as_py()

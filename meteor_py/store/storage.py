@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class LocalStorage:
-    """One stream's files on a disk. Methods take paths in its folder, and raise ``OSError``."""
+    """One stream's files on a disk. Paths are relative to its folder. Methods raise ``OSError``."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)

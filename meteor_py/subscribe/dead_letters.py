@@ -139,7 +139,7 @@ def bury(
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
     """Publish a dead letter once; return the replication history in which it is stored."""
     sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
-    if sent.reply[0] == b"ORDERED":  # the target got an ordering key in the meantime
+    if sent.reply[0] == b"ORDERED":  # the target now has an ordering key: add index entries
         target.adopt_ordering_key(sent.reply[1].decode())
         sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     _check(target, sent.reply)

@@ -260,7 +260,7 @@ class Fetcher:
             assert self.session is not None, "only groups are guarded"
             self.session.distrust()
         finally:
-            if self.session is not None:  # confirms carry the records' epoch
+            if self.session is not None:  # confirms must carry the epoch of the fetched records
                 self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------

@@ -263,7 +263,8 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            self._try_release(connection, reply.nonce)  # a signal handler has ended the term
+            # A signal handler has released or deactivated this session: return the new lease.
+            self._try_release(connection, reply.nonce)
             return None
         with self.condition:
             if self._thread is None:  # start it first: without a thread, no lease is renewed
@@ -517,7 +518,7 @@ class GroupSession:
             self._mode = _Mode.CLOSED
         if isinstance(state, Vacant) or self.closed:
             return None, _IDLE_S
-        jobs: list[tuple[float, Job]] = []  # the renewal first, because confirms need the lease
+        jobs: list[tuple[float, Job]] = []  # the confirm comes last, because it needs the lease
         if not isinstance(state, Lapsed):
             if not self.polling:
                 jobs.append((self.alive_at + self._max_poll_interval_s, self.lapse))

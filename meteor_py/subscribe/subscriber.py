@@ -369,7 +369,7 @@ class Subscriber(Closeable):
             self._closed = True
             return
         if self._fetcher.session is not None:
-            forbid_waiting()  # before changing anything
+            forbid_waiting()  # raise before changing anything
         try:
             if self._receiver is not None:
                 self._receiver.close(timeout)
