@@ -1,8 +1,9 @@
 """Segment log maintenance: finds damage, merges small segments, and removes superseded ones.
 
-Maintenance never changes the records that readers see. A segment that replaces others has the same
-term and covers all of their records, so it supersedes them as soon as it is visible. The others are
-removed after a grace period. Until then, readers that have listed them can still read them.
+Maintenance never changes the records that readers see. A segment that replaces others has the
+highest of their terms and covers all of their live records, so it supersedes them as soon as it is
+visible. The others are removed after a grace period. Until then, readers that have listed them can
+still read them.
 """
 
 from __future__ import annotations
@@ -184,10 +185,7 @@ def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] 
 
 
 def _follows(before: Span, span: Span) -> bool:
-    """Return whether ``span`` directly follows ``before`` in the same epoch.
-
-    Segments never mix epochs.
-    """
+    """Return whether ``span`` directly follows ``before`` in the same epoch."""
     same_epoch = before.segment.term // TERMS == span.segment.term // TERMS
     return before.stop == span.first and same_epoch
 
