@@ -46,7 +46,7 @@ class Membership(Sender):
 
     @property
     def id(self) -> str:
-        """The member's name, or a random id, which changes if the server presumes it dead."""
+        """The member's name or, without a name, a random id, which changes when it rejoins."""
         return self._handle.id
 
     @property
@@ -242,7 +242,8 @@ class Membership(Sender):
     def leave(self) -> None:
         """Leave the group permanently, even if the member has a name. A second call does nothing.
 
-        Waits up to 5 seconds for handlers; all other messages to this member fail.
+        Wait up to 5 seconds for handlers. Of the remaining messages, those sent to ``any`` move to
+        another member, and all others fail.
         """
         if self._handle.leave(""):
             self._handle.group.catch_up()

@@ -57,7 +57,7 @@ def stream_gone(
         )
     if code == b"NOSTREAM":
         return StreamNotFound(
-            f"Stream {stream!r} no longer exists. A new publisher creates it again.",
+            f"Stream {stream!r} no longer exists. Open a publisher to create it again.",
             stream=stream,
         )
     return LogTruncated(
@@ -111,7 +111,7 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
 
 def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
-        f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
+        f"Records {first} to {last} of stream {stream!r} are in neither its ring nor its store: "
         f"they have expired, or a file was removed. Call skip_gap() on a subscriber to continue "
         f"after them, or start other readers at {last + 1}.",
         stream=stream,
@@ -233,7 +233,8 @@ def records_timed_out(
 
 
 def _shown(offsets: Sequence[int]) -> str:
-    return ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
+    noun = "record" if len(offsets) == 1 else "records"
+    return f"{noun} {', '.join(map(str, offsets[:5]))}" + (", ..." if len(offsets) > 5 else "")
 
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:
