@@ -242,7 +242,7 @@ class Membership(Sender):
     def leave(self) -> None:
         """Leave the group permanently, even if the member has a name. A second call does nothing.
 
-        Wait up to 5 seconds for handlers. Of the remaining messages, those sent to ``any`` move to
+        Waits up to 5 seconds for handlers. Of the remaining messages, those sent to ``any`` move to
         another member, and all others fail.
         """
         if self._handle.leave(""):
