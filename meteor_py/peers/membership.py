@@ -177,11 +177,12 @@ class Membership(Sender):
     # -- votes and actions -------------------------------------------------------------------------
 
     def on_vote(self, function: _F) -> _F:
-        """Call a function with each ``Proposal``. It returns True, False, or None to abstain.
+        """Vote with a function, which gets a ``Proposal`` and returns True, False, or None to
+        abstain.
 
-        A thread calls the function once for each proposal made since this member joined, including
-        those that are already open. An exception is logged and counts as a no vote. A vote after
-        ``proposal.deadline`` does not count. Registering another function replaces this one.
+        A thread calls the function once for each open proposal made since this member joined. An
+        exception is logged and counts as a no vote. A vote after ``proposal.deadline`` does not
+        count. Registering another function replaces this one.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented

@@ -157,16 +157,16 @@ def store_continued_elsewhere(stream: str) -> StoreMismatch:
 
 
 def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
-    passing = "pen the stream with client.stream(name, store=...)."
+    hint = "Open the stream with client.stream(name, store=...)."
     if verified:
-        problem, hint = "that cannot be found by its address", f"O{passing}"
+        problem = "that cannot be found by its address"
     else:
         problem = (
             "whose address this client does not trust: it is in a key that publishers may write"
         )
-        hint = (
-            "Let an administrator open the stream once with this release, and let this user read "
-            f"its settings (docs/acl.md). Or o{passing}"
+        hint += (
+            " Or let an administrator open the stream once with this release, and let this user "
+            "read its settings (docs/acl.md)."
         )
     return StoreMismatch(
         f"Older records of stream {stream!r} are in a store {problem}.",

@@ -294,7 +294,7 @@ local function decide(id, result, reason)
   end
   emit('decided', unpack(describe(id)))
 end
--- Count one vote. Votes are counted as they arrive, because a poll may have a thousand of them.
+-- Count one vote. A poll may have a thousand votes, too many to count again whenever one arrives.
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)

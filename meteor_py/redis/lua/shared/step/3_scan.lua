@@ -116,7 +116,7 @@ local function scan_row(row)
         line, count = line .. pack('<I7', nxt + count), count + 1
       end
       pushed[k], p.waiting = before and before .. line or line, p.waiting + count
-      if before then -- this call has already handled the key's owner
+      if before then -- this call has already told the key's owner, if necessary
       elseif type(t) ~= 'string' then
         t = as_table(k)
         local x = t.extended
