@@ -80,7 +80,7 @@ def test_server_keeps_running_while_other_processes_use_it(
     with open_embedded(home) as other:
         done = own[0].end(signal.SIGINT)
         assert done.code == 130
-        assert "other processes are using the server" in done.err
+        assert "other processes still use the server" in done.err
         assert is_alive(other.pid)
     assert not is_alive(other.pid)
 
