@@ -117,13 +117,13 @@ def compact(
 def _runs(
     spans: list[Span], sizes: dict[Segment, int], records: int, size: int
 ) -> Iterator[list[Span]]:
-    """Yield runs of adjacent spans that together fit into one segment."""
+    """Yield runs of adjacent spans of one epoch that together fit into one segment."""
     run: list[Span] = []
     rows = volume = 0
     for span in spans:
         more_rows, more_volume = span.stop - span.first, sizes[span.segment]
         if run and (
-            run[-1].stop != span.first or rows + more_rows > records or volume + more_volume > size
+            not _follows(run[-1], span) or rows + more_rows > records or volume + more_volume > size
         ):
             yield run
             run, rows, volume = [], 0, 0
