@@ -108,6 +108,10 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
+class CommandGroup(Command, Group):
+    """A command that also has subcommands."""
+
+
 #: Command names that users may know from other tools, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
@@ -134,7 +138,7 @@ def section(module: ModuleType) -> str:
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """Like ``click.command``, but makes a ``Command`` and passes the session first."""
+    """Make a ``Command`` from a function, which gets the session as its first argument."""
 
     def decorate(function: Callable[..., object]) -> Command:
         made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))

@@ -196,7 +196,7 @@ class Connector:
     # -- helpers -------------------------------------------------------------------------------
 
     def _again(self, work: Callable[[], _T]) -> _T:
-        """Call ``work`` until it succeeds, for up to ``timeout_s`` seconds."""
+        """Call ``work``. If the connection fails, try again for up to ``timeout_s`` seconds."""
         deadline = time.monotonic() + self.timeout_s
         failures = 0
         while True:
@@ -268,7 +268,7 @@ class Connector:
                 found = connection.read_all(len(places), self.timeout_s)
                 for at, reply in zip(places, found, strict=True):
                     replies[at] = reply
-        except BaseException:  # The next caller must not read unread replies of this one.
+        except BaseException:  # The next caller must not read this call's unread replies.
             for connection, _ in opened:
                 connection.close()
             raise

@@ -52,7 +52,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
     class FollowingConnection(base):  # type: ignore[misc]
         def _connect(self) -> socket:
             node = topology.locate(None)
-            assert node is not None, "sentinels always name one"
+            assert node is not None, "Sentinels.locate() returned no node"
             where = address.at(node).options
             self.host, self.port = where["host"], where["port"]
             connected: socket = super()._connect()

@@ -54,7 +54,7 @@ class Cluster(ServerGroup):
                 less than 1, a busy machine can cause failovers.
         """
         if primaries < 1 or replicas < 0:
-            raise ValueError("A cluster needs at least one primary and no fewer than 0 replicas.")
+            raise ValueError("primaries must be at least 1, and replicas must be at least 0.")
         self._shape = (primaries, replicas)
         self._args = tuple(args)
         self._program = program
@@ -74,7 +74,10 @@ class Cluster(ServerGroup):
 
     @property
     def primaries(self) -> list[Node]:
-        """The running nodes that own slots, sorted by their first slot."""
+        """The nodes that own slots, sorted by their first slot.
+
+        This includes a dead primary until a replica has taken over its slots.
+        """
         view = self._view()
         owners = [node for node in self.nodes if node.id in view and view[node.id].slots]
         return sorted(owners, key=lambda node: min(view[node.id].slots))
@@ -223,7 +226,11 @@ class Cluster(ServerGroup):
 
         replica.ask("CLUSTER", "FAILOVER", *option)
         # Send cheap commands one at a time, because tests measure how long clients have to wait.
-        eventually(lambda: replica.ask("ROLE")[0] == b"master", STABLE_S, f"{replica} is a replica")
+        eventually(
+            lambda: replica.ask("ROLE")[0] == b"master",
+            STABLE_S,
+            f"{replica} did not become a primary",
+        )
         eventually(known, STABLE_S, f"{replica} is a primary, but some nodes do not know it yet")
         return replica
 
@@ -242,7 +249,7 @@ class Cluster(ServerGroup):
 
     def add_node(self, replica_of: Node | None = None) -> Node:
         """Start a node and add it to the cluster, as a primary without slots or as a replica."""
-        node = self._new_node().start()
+        node = self._add_node().start()
         node.id = node.ask("CLUSTER", "MYID").decode()
         known = next(each for each in self.nodes if each.running)
         node.ask("CLUSTER", "MEET", HOST, known.port, known.bus_port)
@@ -279,14 +286,17 @@ class Cluster(ServerGroup):
     def _forget_servers(self) -> None:
         self.nodes.clear()
 
-    def _new_node(self) -> Node:
-        self.nodes.append(Node(self._args, self._program, self._node_timeout_s))
+    def _add_node(self) -> Node:
+        self.nodes.append(self._new_node())
         return self.nodes[-1]
+
+    def _new_node(self) -> Node:
+        return Node(self._args, self._program, self._node_timeout_s)
 
     def _start_servers(self) -> None:
         primaries, replicas = self._shape
         for _ in range(primaries * (1 + replicas)):
-            self._new_node()
+            self._add_node()
         for node in self.nodes:
             # Nodes that know each other from the start skip the handshake, which takes seconds.
             lines = [self._line(number, node) for number in range(len(self.nodes))]

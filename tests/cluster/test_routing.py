@@ -16,9 +16,9 @@ from meteor_py.redis.address import parse
 from meteor_py.redis.slot_map import SlotMap
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
+from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.proxy import Proxy
 from tests.support.readers import check_values, value
-from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -40,7 +40,7 @@ def test_single_server_address_of_a_node_is_refused_and_the_cluster_address_sugg
 
 def test_cluster_address_of_a_single_server_is_refused(url: str) -> None:
     single = url.replace("redis://", "redis+cluster://").removesuffix("/0")
-    with meteor.connect(single) as m, pytest.raises(meteor.ServerRefused, match="Write redis://"):
+    with meteor.connect(single) as m, pytest.raises(meteor.ServerRefused, match="use a redis://"):
         m.streams()
 
 
@@ -230,13 +230,10 @@ def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
 
 
 @contextmanager
-def proxied(cluster: Cluster) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
+def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
     """A client that can reach the nodes only through proxies."""
-    with ExitStack() as stack:
-        proxies = [stack.enter_context(Proxy(HOST, node.port)) for node in cluster.primaries]
-        remap = {
-            (HOST, node.port): (HOST, proxy.port)
-            for node, proxy in zip(cluster.primaries, proxies, strict=True)
-        }
-        url = f"redis+cluster://{HOST}:{proxies[0].port}"
-        yield stack.enter_context(meteor.connect(url, remap=remap)), proxies
+    with (
+        ProxiedCluster(cluster) as made,
+        meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,
+    ):
+        yield through, made.proxies
