@@ -32,7 +32,8 @@ class Gap(NamedTuple):
             return RecordsLost(
                 f"The ring dropped records {first} to {last} of stream {stream!r} before shared "
                 f"group {group!r} had processed them, and no store has them. The next poll "
-                "continues after them. To prevent such losses, raise the capacity or add a store.",
+                "continues after them. To prevent such losses, raise the capacity, or create the "
+                "stream with a store.",
                 stream=stream,
                 first=first,
                 last=last,
