@@ -21,8 +21,7 @@ from meteor_py.records.codec import Codec
 from meteor_py.records.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record
-from meteor_py.redis.topology import pauses_s
-from meteor_py.runtime.backoff import pause_s
+from meteor_py.redis.topology import pause_after_s
 from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
@@ -200,7 +199,7 @@ class Fetcher:
                 failures += 1
                 left = max(deadline - time.monotonic(), 0.0)
                 if not self.interrupted:
-                    time.sleep(min(left, pause_s(failures, *pauses_s(error, _BACKOFF_S))))
+                    time.sleep(min(left, pause_after_s(error, failures, _BACKOFF_S)))
         self.buffer.close()  # another thread interrupted us, but the buffer may have reconnected
 
     def _hold_lease(self, timeout_s: float) -> bool:

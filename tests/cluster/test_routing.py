@@ -14,6 +14,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.address import parse
 from meteor_py.redis.slot_map import SlotMap
+from meteor_py.redis.topology import Search
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
 from tests.support.proxy import Proxy
@@ -47,18 +48,18 @@ def test_address_of_a_cluster_is_refused_by_a_single_server(url: str) -> None:
 def test_node_whose_table_led_to_a_failure_is_asked_last(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = SlotMap(parse(cluster.url), 5.0)
+    slots = SlotMap(parse(cluster.url))
     asked: list[object] = []
     ask = SlotMap._ask
 
-    def note(slots: SlotMap, node: Any, timeout_s: float) -> Any:
+    def note(slots: SlotMap, node: Any, search: Search, timeout_s: float) -> Any:
         asked.append(node)
-        return ask(slots, node, timeout_s)
+        return ask(slots, node, search, timeout_s)
 
     monkeypatch.setattr(SlotMap, "_ask", note)
     for _ in range(3):  # each node in turn, if each table leads to a failure
-        slots.note_failed(slots.locate("orders"))
-        slots._refreshed_at = -1.0  # without waiting until it may ask again
+        slots.note_failed(slots.locate("orders", Search(5.0)))
+        slots._timer.reset()  # without waiting until it may ask again
     assert asked[0] != asked[1]
 
 

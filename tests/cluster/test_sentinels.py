@@ -12,6 +12,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import sentinels as sentinels_module
 from meteor_py.redis.address import parse
+from meteor_py.redis.topology import Search
 from meteor_py.testing import Sentinels
 from meteor_py.testing.sentinels import Sentinel
 from meteor_py.testing.server import HOST
@@ -68,7 +69,7 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
         sentinels.failover()
         after = (HOST, sentinels.primary.port)
         assert after != before
-        eventually(lambda: m._connector._topology.locate(None) == after)
+        eventually(lambda: m._connector._topology.locate(None, Search(5.0)) == after)
         pub.publish(b"y").result()
         assert pub._sender._connection.node == after
 
@@ -84,7 +85,7 @@ def test_sentinel_with_an_old_view_is_outvoted(sentinels: Sentinels) -> None:
         url = sentinels.url.replace("://", f"://{stale.address},")
         with meteor.connect(url) as m:
             assert m.streams() == []
-            assert m._connector._topology.locate(None) == (HOST, new.port)
+            assert m._connector._topology.locate(None, Search(5.0)) == (HOST, new.port)
     finally:
         stale.close()
 
@@ -94,18 +95,20 @@ def test_announcement_makes_the_client_ask_sentinels_that_were_silent(
 ) -> None:
     topology = sentinels_module.Sentinels(parse(sentinels.url), 5.0)
     try:
-        topology.locate(None)
+        topology.locate(None, Search(5.0))
         asked: list[object] = []
         ask = sentinels_module.Sentinels._ask
 
-        def note(asking: sentinels_module.Sentinels, node: Any, timeout_s: float) -> Any:
+        def note(
+            asking: sentinels_module.Sentinels, node: Any, search: Search, timeout_s: float
+        ) -> Any:
             asked.append(node)
-            return ask(asking, node, timeout_s)
+            return ask(asking, node, search, timeout_s)
 
         monkeypatch.setattr(sentinels_module.Sentinels, "_ask", note)
         silent = topology.known[0]
         topology._silent_until[silent] = float("inf")
-        topology.check()
+        topology.check(Search(5.0))
         assert silent in asked
     finally:
         topology.close()
