@@ -230,6 +230,7 @@ class Sender:
             self._pause()
         except ServerRefused as error:  # the server refused a command other than publish
             self.window.doubt_sent()
+            self._reason = error  # of a batch in doubt, too
             self._refuse(error)
         self._expire()
 

@@ -280,7 +280,8 @@ class Connector:
         connection.timeout_s = _left_s(search)
         try:
             if node not in self._checked:
-                self._check_server(connection)
+                check_server(connection)
+                self._checked.add(node)
         except BaseException:
             connection.close()
             raise
@@ -315,12 +316,9 @@ class Connector:
         if self._closed:  # another thread may have closed the client meanwhile
             self._check_open()
         if connection.node not in self._checked:
-            self._check_server(connection)
+            check_server(connection)
+            self._checked.add(connection.node)
         return connection.retry_idle(work, connection, *args)
-
-    def _check_server(self, connection: Connection) -> None:
-        check_server(connection)
-        self._checked.add(connection.node)
 
     def _resolve(self) -> Address:
         if self.address.scheme == "fake":

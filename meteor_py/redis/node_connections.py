@@ -39,10 +39,10 @@ class NodeConnections:
     def put_back(self, node: Node, connection: Connection) -> None:
         """Keep a connection for the next caller, or close it."""
         idle = self._idle.setdefault(node, deque())
-        if not connection.connected or len(idle) >= _IDLE_MAX:
-            connection.close()
+        if len(idle) < _IDLE_MAX:
+            idle.append(connection)  # connected or not: it remembers its redirects
         else:
-            idle.append(connection)
+            connection.close()
         # Check only now: keep_only() finds the connection, or this finds that the node has left.
         if self._is_closed or (self._nodes is not None and node not in self._nodes):
             self._close(node)

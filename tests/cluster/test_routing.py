@@ -229,7 +229,7 @@ def test_a_lost_reply_on_a_cluster_does_not_duplicate_a_record(
 
 
 @contextmanager
-def proxied(cluster: Cluster) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
+def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
     """A client that can reach the nodes only through proxies."""
     with ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(HOST, node.port)) for node in cluster.primaries]
@@ -238,4 +238,4 @@ def proxied(cluster: Cluster) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
             for node, proxy in zip(cluster.primaries, proxies, strict=True)
         }
         url = f"redis+cluster://{HOST}:{proxies[0].port}"
-        yield stack.enter_context(meteor.connect(url, remap=remap)), proxies
+        yield stack.enter_context(meteor.connect(url, timeout=timeout, remap=remap)), proxies
