@@ -34,10 +34,10 @@ from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.topology import (
     ABANDONED_S,
+    Outage,
     Redirects,
     Search,
     Topology,
-    redirect_pause_s,
     slot_of,
 )
 from meteor_py.redis.wire import Wire
@@ -67,7 +67,7 @@ _CONNECT_MIN_S = 0.05
 _HANDSHAKE_SIZE = 4096
 
 #: Longest pause after a redirect, as a share of the timeout. A call is then tried a few times.
-_PAUSE_SHARE = 0.25
+PAUSE_SHARE = 0.25
 
 #: Arguments with more bytes than this are sent separately, without a copy.
 _JOIN_MAX = 16_384
@@ -135,7 +135,7 @@ class Connection:
         #: The node that it is, or was last, connected to; None for a single server.
         self.node: Node | None = node
         self._redirects = Redirects()
-        self._failures = 0  # consecutive failures in retry_redirected
+        self._outage = Outage()
         self._interrupts = 0
         self._pause: SignalSafeEvent | None = None  # ends when interrupt() sets it
         self._search: Search | None = None  # for interrupt()
@@ -281,7 +281,7 @@ class Connection:
             if not (was_connected or error.redirected):
                 raise
         else:
-            self._failures = 0
+            self._outage.since = None
             return result
         return self.retry_redirected(work, *args, **kwargs)
 
@@ -296,21 +296,20 @@ class Connection:
             ConnectionFailed: The server cannot be reached, or its keys are still being moved.
         """
         deadline = time.monotonic() + self.timeout_s
-        interrupts = self._interrupts
+        interrupts, failures = self._interrupts, 0
         while True:
             try:
                 result = work(*args, **kwargs)
             except ConnectionFailed as error:
-                # The count outlives the call: callers repeat such calls in loops.
-                self._failures += 1
-                pause_s = min(redirect_pause_s(self._failures), self.timeout_s * _PAUSE_SHARE)
+                failures += 1
+                pause_s = min(self._outage.pause_s(failures), self.timeout_s * PAUSE_SHARE)
                 if not error.redirected or time.monotonic() + pause_s > deadline:
                     raise
                 self._pause = pause = SignalSafeEvent()
                 if self._interrupts != interrupts or pause.wait(pause_s):
                     raise
             else:
-                self._failures = 0
+                self._outage.since = None
                 return result
 
     # -- the server's history ------------------------------------------------------------------

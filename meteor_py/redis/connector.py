@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, Node
-from meteor_py.redis.connection import Argument, Connection
+from meteor_py.redis.connection import PAUSE_SHARE, Argument, Connection
 from meteor_py.redis.embedded_connection import EmbeddedConnection
 from meteor_py.redis.node_connections import NodeConnections
 from meteor_py.redis.plain_client import open_plain
@@ -22,7 +22,7 @@ from meteor_py.redis.sentinels import Sentinels
 from meteor_py.redis.server_warnings import check_server, warn_of_hidden_history
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.redis.slot_map import SlotMap
-from meteor_py.redis.topology import Search, Topology, redirect_pause_s, slot_of, tag_of
+from meteor_py.redis.topology import Outage, Search, Topology, slot_of, tag_of
 
 if TYPE_CHECKING:
     import redis
@@ -35,8 +35,6 @@ _T = TypeVar("_T")
 _SCANNED = 1000
 #: Maximum number of keys in a slot that are listed in one call.
 _SLOT_KEYS = 100_000
-#: Longest pause between attempts, as a share of the timeout.
-_PAUSE_SHARE = 0.25
 #: Seconds for an attempt that begins shortly before the deadline.
 _ATTEMPT_MIN_S = 0.05
 
@@ -64,6 +62,7 @@ class Connector:
         self._nodes = NodeConnections(self._connect_to)
         self._redis: redis.Redis | None = None
         self._checked: set[Node | None] = set()
+        self._outage = Outage()
         self._closed = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -223,12 +222,15 @@ class Connector:
         while True:
             self._check_open()
             try:
-                return work(search)
+                result = work(search)
             except ConnectionFailed:
                 failures += 1
-                pause = min(redirect_pause_s(failures), self.timeout_s * _PAUSE_SHARE)
+                pause = min(self._outage.pause_s(failures), self.timeout_s * PAUSE_SHARE)
                 if pause > search.left_s:
                     raise
+            else:
+                self._outage.since = None
+                return result
             time.sleep(pause)
 
     def _use_at(

@@ -241,6 +241,25 @@ def pause_after_s(error: Exception | None, failures: int, others_s: tuple[float,
     return pause_s(failures, *others_s)
 
 
+class Outage:
+    """The time for which all calls have failed. Later calls then pause longer from the start."""
+
+    __slots__ = ("since",)
+
+    def __init__(self) -> None:
+        #: When the first of the calls failed. None after a call that succeeded.
+        self.since: float | None = None
+
+    def pause_s(self, failures: int) -> float:
+        """Return the seconds to wait after a call has failed for the nth time, with jitter."""
+        now = time.monotonic()
+        since = self.since
+        if since is None:
+            self.since = since = now
+        lasting_s = min((now - since) * (1 - 1 / _GROWTH), _LONGEST_S)
+        return max(redirect_pause_s(failures), lasting_s * random.uniform(0.5, 1))
+
+
 class RefreshTimer:
     """Decides when to look at a topology again: soon at first, less often in a long outage."""
 

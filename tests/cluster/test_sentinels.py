@@ -138,10 +138,14 @@ def test_unknown_name_of_a_primary_is_an_error_that_says_so(sentinels: Sentinels
         m.streams()
 
 
-def test_plain_redis_client_follows_the_primary(sentinels: Sentinels) -> None:
+def test_plain_redis_client_leaves_the_former_primary(sentinels: Sentinels) -> None:
     with meteor.connect(sentinels.url) as m:
         m.redis.set("a", 1)
-        sentinels.failover()
-        m.redis.connection_pool.disconnect()
+        assert m.redis.execute_command("WAIT", 2, 10_000) == 2
+        before = m.redis.connection_pool.get_connection()
+        before.connect()
+        m.redis.connection_pool.release(before)
+        new = sentinels.failover()  # the former primary still runs and accepts writes
+        eventually(lambda: m.redis.info("server")["tcp_port"] == new.port)
         assert m.redis.get("a") == b"1"
-        assert m.redis.info("replication")["role"] == "master"
+        assert before.port == new.port, "the pool still has a connection to the former primary"
