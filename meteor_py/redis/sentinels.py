@@ -56,6 +56,7 @@ class Sentinels(Topology):
         self._address = address
         self.timeout_s = timeout_s
         self._lock = threading.RLock()
+        self._start_lock = threading.RLock()  # no thread holds it while it asks a sentinel
         self._pid = os.getpid()
         self.version = 0
         self._node: Node | None = None
@@ -71,7 +72,8 @@ class Sentinels(Topology):
 
     def locate(self, tag: str | None, search: Search) -> Node:
         if self._pid != os.getpid():  # the watcher and the lock's owner exist only in the parent
-            self._pid, self._lock, self._watcher = os.getpid(), threading.RLock(), None
+            self._lock, self._start_lock = threading.RLock(), threading.RLock()
+            self._pid, self._watcher = os.getpid(), None
         if not self._is_usable():
             self._refresh_if_stale(search)
         self._start_watcher()
@@ -246,7 +248,7 @@ class Sentinels(Topology):
 
     def _start_watcher(self) -> None:
         if self._watcher is None:
-            with self._lock:
+            with self._start_lock:
                 if self._watcher is None and not self.is_closed:
                     watcher = _Watcher(self)
                     watcher.start()

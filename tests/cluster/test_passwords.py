@@ -88,3 +88,17 @@ def test_deleted_user_is_refused_until_it_exists_again(servers: Cluster | Sentin
             m.streams()
         set_password(servers, "secret")
         assert m.streams() == []
+
+
+def test_no_client_is_refused_while_a_user_has_the_old_and_the_new_password(
+    servers: Cluster | Sentinels,
+) -> None:
+    set_password(servers, "old")
+    with connect(servers, "old") as old:
+        assert old.streams() == []
+        for server in data_servers(servers):
+            with plain_client(server.url) as plain:
+                plain.execute_command("ACL", "SETUSER", USER, ">new")
+        cut_connections(servers)
+        with connect(servers, "new") as new:
+            assert new.streams() == old.streams() == []

@@ -53,7 +53,7 @@ def known_primary(client: meteor.Client) -> int:
 
 def found(client: meteor.Client, primary: Server) -> bool:
     eventually(lambda: known_primary(client) == primary.port, FOUND_S)
-    return client.redis.info("server")["tcp_port"] == primary.port
+    return bool(client.redis.info("server")["tcp_port"] == primary.port)
 
 
 def test_announcement_is_not_dropped_if_no_sentinel_can_be_asked_meanwhile(
