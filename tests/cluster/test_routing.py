@@ -247,19 +247,22 @@ def test_opening_the_plain_redis_client_delays_no_other_call(cluster: Cluster) -
         Proxy(HOST, cluster.primaries[0].port) as seed,
         meteor.connect(f"redis+cluster://{HOST}:{seed.port}", timeout=60) as m,
     ):
-        m.stream(NAMES[0], create=True)
+        stream = m.stream(NAMES[0], create=True)
         seed.stall("replies")
         before = seed.counters.requests
         opening = threading.Thread(target=lambda: m.redis, daemon=True)
         opening.start()
         eventually(lambda: seed.counters.requests > before)
         found: list[int] = []
-        calling = threading.Thread(
-            target=lambda: found.append(m.stream(NAMES[0]).describe().next), daemon=True
-        )
-        calling.start()
-        calling.join(10)
+
+        def publish() -> None:
+            with stream.publisher() as pub:
+                found.append(pub.publish(b"x").result())
+
+        publishing = threading.Thread(target=publish, daemon=True)
+        publishing.start()
+        publishing.join(10)
         assert found == [0]
         seed.heal()
         opening.join(10)
-        assert m.redis.hget(keys.meta(NAMES[0]), "next") == b"0"
+        assert m.redis.hget(keys.meta(NAMES[0]), "next") == b"1"

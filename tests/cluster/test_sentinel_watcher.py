@@ -77,9 +77,12 @@ def test_announcement_is_not_dropped_if_no_sentinel_can_be_asked_meanwhile(
 def test_announcement_is_not_dropped_if_a_check_fails_unexpectedly(
     sentinels: Sentinels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with meteor.connect(sentinels.url) as m:
+    with proxied(sentinels) as (m, proxies):
         assert m.streams() == []
-        eventually(lambda: len(listened_to(m)) == 3)
+        for proxy in proxies[1:]:  # the client hears only one sentinel, and so one announcement
+            proxy.refuse()
+            proxy.cut()
+        eventually(lambda: listened_to(m) == {sentinels.sentinels[0].port})
         failed: list[object] = []
         check = module.Sentinels.check
 
@@ -89,9 +92,10 @@ def test_announcement_is_not_dropped_if_a_check_fails_unexpectedly(
                 raise RuntimeError("planted")
             check(*args)
 
+        topology: Any = m._connector._topology
+        eventually(lambda: not topology.is_stale)
         monkeypatch.setattr(module.Sentinels, "check", fail_once)
-        new = sentinels.failover()
-        assert found(m, new)
+        assert found(m, sentinels.failover())
         assert failed
 
 
