@@ -13,7 +13,7 @@ help: ## show this list
 
 setup: .venv/installed ## install everything into .venv
 
-demo: .venv/installed ## show publishing, reading, take-over, history and Spark, with figures
+demo: .venv/installed ## show publishing, reading, takeover, history and Spark, with measured figures
 	$(BIN)/meteor demo $(ARGS)
 
 test: .venv/installed ## run the tests in N=4 processes; ARGS="-k NAME" passes options to pytest
@@ -27,7 +27,7 @@ chaos: .venv/installed ## inject random faults and check the history; ARGS="--se
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-competitors: ## compare with Kafka, NATS and others; needs Java, Maven and a network
+bench-competitors: ## compare with Kafka, NATS and others; needs Java, Maven and network access
 	python3 -m venv .cache/competitors/venv
 	.cache/competitors/venv/bin/python -m pip install --quiet --upgrade pip
 	.cache/competitors/venv/bin/python -m pip install --quiet --editable . --group competitors

@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks import (
     archive,
     cli,
+    cluster,
     fanout,
     groups,
     imports,
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "import": imports.run,
     "cli": cli.run,
     "spark": spark.run,
+    "cluster": cluster.run,
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import shared_cost, shared_longest
@@ -22,12 +22,20 @@ _STUCK_S = 120.0
 def run(bench: Bench) -> list[Row]:
     count = bench.pick(200_000, 40_000)
     cpu, peer_cpu = in_turn(bench, count)
-    rate = bench.best({"shared": lambda: processes(bench, count, consume, publish)}, repeats=3)
-    peer = bench.best({PEER: lambda: processes(bench, count, consume_plain, add)}, repeats=3)
+    rates = bench.best(
+        {
+            "shared": lambda: processes(bench, count, consume, publish),
+            "shared, keyless": lambda: processes(bench, count, consume, publish_keyless),
+            PEER: lambda: processes(bench, count, consume_plain, add),
+        },
+        repeats=3,
+    )
     what = f"shared: claim and ack, {_KEYS:,} ordering keys, {_CONSUMERS} consumers"
+    keyless = f"shared: claim and ack, keyless, {_CONSUMERS} consumers"
     return [
         cheaper(f"{what}, server CPU", "us", cpu, peer_cpu, PEER),
-        faster(f"{what}, processes", rate["shared"], peer[PEER], PEER),
+        faster(f"{what}, processes", rates["shared"], rates[PEER], PEER, 0.7),
+        faster(f"{keyless}, processes", rates["shared, keyless"], rates[PEER], PEER, 1.0),
         with_stuck_owner(bench),
         empty_claims(bench),
         *shared_cost.run(bench),
@@ -37,12 +45,18 @@ def run(bench: Bench) -> list[Row]:
 
 def publish(url: str, count: int) -> None:
     """Publish records with shuffled ordering keys."""
-    keys = keys_of(count)
+    _publish(url, values_of(count), keys_of(count))
+
+
+def publish_keyless(url: str, count: int) -> None:
+    _publish(url, values_of(count), [None] * count)
+
+
+def _publish(url: str, values: list[bytes], keys: Sequence[bytes | None]) -> None:
     with connected(url) as client:
         stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
         with stream.publisher() as pub:
-            values = values_of(count)
-            for start in range(0, count, 10_000):
+            for start in range(0, len(values), 10_000):
                 stop = start + 10_000
                 pub.publish_many(values[start:stop], keys=keys[start:stop])
         stream.shared_subscriber("g").close()  # creates the group
@@ -81,8 +95,7 @@ def in_turn(bench: Bench, count: int) -> tuple[float, float]:
             done = 0
             for sub in subs:
                 records = sub.poll(0)
-                for record in records:
-                    record.ack()
+                sub.ack(records)
                 done += len(records)
             return done
 
@@ -154,8 +167,7 @@ def consume(url: str, number: int, count: int, ready: Any, start: Any, done: Any
         start.wait(_STUCK_S)
         while done.value < count:
             records = sub.poll(0.05)
-            for record in records:
-                record.ack()
+            sub.ack(records)
             with done.get_lock():
                 done.value += len(records)
 

@@ -31,7 +31,7 @@ warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this example needs 
 
 
 def work(name: str) -> None:
-    """Run one of the two processes: join, and count while it leads."""
+    """Run one of the two processes: join the group, and count while leading."""
     with meteor.connect() as m, m.peer_group("workers", ttl=TTL_S) as group, group.join(name) as me:
         say(name, "joined")
         while True:

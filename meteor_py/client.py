@@ -38,23 +38,28 @@ def connect(
     """Return a client for the server at ``url``. It connects when it is first used.
 
     Args:
-        url: ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS), ``unix:///socket``;
-            ``redis+cluster://host1:port,host2:port``: a cluster, of which the address names one
-            node or more;
-            ``redis+sentinel://host1:port,host2:port/name/db``: the primary that the sentinels at
-            these addresses know by ``name``. ``?sentinel_username=`` and ``sentinel_password=`` log
-            in to the sentinels. ``rediss+cluster://`` and ``rediss+sentinel://`` use TLS;
-            ``embedded://``: a private server that ends with the client;
-            ``embedded:///dir``: a server with its data in ``dir``, shared by all processes that
-            open it; ``fake://``: an emulation inside this process, for tests.
-            If an embedded server is killed, its clients restart it.
-            The default is ``$METEOR_URL`` or, if that is not set, an embedded server that all
-            programs of the user share.
-        timeout: Seconds to wait for a connection and for each reply. On a cluster and with
-            sentinels, also for a failover or a slot move, before a call raises
-            ``ConnectionFailed``.
-        remap: For nodes of a cluster, or servers of sentinels, that announce an address which this
-            client cannot reach (Docker, NAT): ``{(host, port): (host, port)}``.
+        url: One of:
+
+            * ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS) or ``unix:///socket``: a
+              single server.
+            * ``redis+cluster://host1:port,host2:port``: a cluster. List at least one of its nodes.
+            * ``redis+sentinel://host1:port,host2:port/name/db``: the primary that the sentinels at
+              these addresses know by ``name``. ``?sentinel_username=`` and ``sentinel_password=``
+              log in to the sentinels.
+            * ``rediss+cluster://`` and ``rediss+sentinel://``: the same, with TLS.
+            * ``embedded://``: a private server that ends with the client.
+            * ``embedded:///dir``: a server that keeps its data in ``dir``, shared by all processes
+              that open it.
+            * ``fake://``: an emulation inside this process, for tests.
+
+            If an embedded server is killed, its clients restart it. The default is
+            ``$METEOR_URL`` or, if that is not set, an embedded server that all of the user's
+            programs share.
+        timeout: Seconds to wait for a connection and for each reply. On a cluster or with
+            sentinels, also the time that a call waits for a failover or a slot move before it
+            raises ``ConnectionFailed``.
+        remap: Replacements for addresses that cluster nodes or sentinels announce but this client
+            cannot reach (Docker, NAT), as ``{(host, port): (host, port)}``.
 
     Raises:
         ValueError: ``url`` is not a valid address.
@@ -69,7 +74,7 @@ def connect(
 
 
 def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
-    """When a signal asks the process to end, close all clients first.
+    """Close all clients before a signal ends the process.
 
     By default, SIGTERM ends a Python program at once. Unsent records are lost, and a group waits
     until the dead member's lease expires. Call this at the start of a service:
@@ -132,7 +137,7 @@ class Client(Closeable):
         setting. Readers do not create streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
-        ``store`` for older records. ``StreamConfig`` describes the settings, ``capacity`` to
+        ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to
         ``retain_bytes``. If the stream exists, only the settings that you pass must match.
 
         >>> orders = m.stream("orders", capacity=1_000_000)      # doctest: +SKIP
@@ -186,7 +191,7 @@ class Client(Closeable):
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
-        """Open a peer group, to watch or join it or to send messages. Close it, or use ``with``.
+        """Open a peer group to watch, join or message it. Close it when done, or use ``with``.
 
         The first client to open a group chooses its settings, which ``PeersConfig`` describes. If
         the group exists, only the settings that you pass must match.
@@ -230,7 +235,7 @@ class Client(Closeable):
         """Describe the server: its version, memory, persistence and clients.
 
         Fields that the server hides from this user are None. On a cluster, memory and clients are
-        those of all primaries together, and ``nodes`` describes each primary.
+        totals over all primaries, and ``nodes`` describes each primary.
         """
         return describe_all(self._connector)
 

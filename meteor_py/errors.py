@@ -122,8 +122,8 @@ class ConnectionFailed(MeteorError):
 class ServerRefused(MeteorError):
     """The server replied with an error that repeating the command will not fix.
 
-    ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if meteor_py
-    refused, not the server.
+    ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if meteor_py, not
+    the server, refused the operation.
     """
 
     def __init__(self, message: str, *, code: str = "") -> None:
@@ -444,7 +444,7 @@ class MessageExpired(MessageFailed):
     """No reply arrived in time.
 
     ``timeout`` is the number of seconds that the sender waited; None if the message was never sent,
-    or the member found that it had expired.
+    or if the member received it too late.
     """
 
     retriable = True
@@ -468,9 +468,10 @@ class InboxFull(MessageFailed):
 
 
 class PartialFailure(MessageFailed):
-    """A message failed for some of its targets: ``failed`` maps each of these to its error.
+    """A message failed for some of its targets.
 
-    ``values`` maps each other target to its reply; None if it only acknowledged the message.
+    ``failed`` maps each of these targets to its error. ``values`` maps each other target to its
+    reply, or to None if the target only acknowledged the message.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The public handle of a stream, which opens its publishers and subscribers."""
+"""A stream's public handle, which opens its publishers and subscribers."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class Stream:
 
     @property
     def config(self) -> StreamConfig:
-        """The settings when this object last opened or configured the stream."""
+        """The settings, as this object last read or changed them."""
         return self._handle.config
 
     def end(self) -> Position:
-        """Return the position after the last record, which can be stored like a checkpoint.
+        """Return the position after the last record. It can be stored and used like a checkpoint.
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
@@ -119,7 +119,7 @@ class Stream:
         on_error: Callable[[MeteorError], object] | None = None,
         codec: CodecName | Codec | None = None,
     ) -> Publisher:
-        """Open a publisher, creating the stream if it does not exist. Close it, or use ``with``.
+        """Open a publisher, creating the stream if needed. Close it when done, or use ``with``.
 
         ``PublisherConfig`` describes the settings. ``codec`` encodes values; None means the
         stream's codec.
@@ -158,7 +158,7 @@ class Stream:
         auto_confirm: bool = SubscriberConfig.auto_confirm,
         codec: CodecName | Codec | None = None,
     ) -> Subscriber:
-        """Open a subscriber. Close it, or use ``with``.
+        """Open a subscriber. Close it when done, or use a ``with`` block.
 
         A subscriber without a group reads independently, from any offset, and stores nothing on
         the server. In a group, one member reads at a time, and confirmed records are not read
@@ -171,8 +171,8 @@ class Stream:
 
         Raises:
             StreamNotFound: The stream does not exist.
-            InvalidInitialOffset: ``initial_offset`` is NONE, without a group.
-            NoConfirmedOffset: ``initial_offset`` is NONE, and the group has no confirmed offset.
+            InvalidInitialOffset: ``initial_offset`` is NONE, but there is no group.
+            NoConfirmedOffset: ``initial_offset`` is NONE, but the group has no confirmed offset.
             ValueError, TypeError: A setting is out of range or of the wrong type.
         """
         config = SubscriberConfig(
@@ -207,11 +207,11 @@ class Stream:
         on_gap_skipped: Callable[[int, int], object] | None = None,
         codec: CodecName | Codec | None = None,
     ) -> SharedSubscriber:
-        """Open a consumer of a shared group. Close it, or use ``with``.
+        """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. ``SharedConfig`` describes the group's settings, ``max_per_key``
-        to ``keyless``; the first consumer chooses them. ``ConsumerConfig`` describes the others.
+        by one consumer at a time. The group's first consumer chooses ``max_per_key`` to
+        ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
@@ -222,7 +222,7 @@ class Stream:
             StreamNotFound: The stream does not exist.
             MeteorError: The stream has no ``ordering_key``.
             GroupConfigMismatch: The group exists with other settings, or is not a shared group.
-            GroupNotFound: ``initial_offset`` is NONE, and the group does not exist.
+            GroupNotFound: ``initial_offset`` is NONE, but the group does not exist.
             ValueError, TypeError: A setting is invalid.
         """
         requested = without_none(
@@ -243,7 +243,7 @@ class Stream:
             on_gap_skipped=on_gap_skipped,
         )
         if self.config.ordering_key is None:
-            self._handle.snapshot()  # it may have been given one since this object opened it
+            self._handle.snapshot()  # the stream may have an ordering key by now
         start = parse_start("initial_offset", initial_offset)
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
@@ -274,7 +274,7 @@ class Stream:
             stop: An offset, exclusive. None, or an offset beyond the end, means the current end.
 
         Raises:
-            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
             RecordsLost: Some records are neither in the ring nor in the store.
             CorruptSegment: Some records are damaged in the store.
         """
@@ -295,7 +295,7 @@ class Stream:
                 sub.seek(start)
             while sub.position < end:
                 batch = sub.poll(max_records=min(end - sub.position, 10_000))
-                if batch.last_offset >= end:  # the ring has dropped the former "earliest" record
+                if batch.last_offset >= end:  # the ring dropped records, so the batch starts later
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
@@ -304,7 +304,7 @@ class Stream:
         """Return the offset of the first record appended at ``time`` or later, or the end offset.
 
         Raises:
-            ValueError: The datetime has no timezone.
+            ValueError: The datetime has no time zone.
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             CorruptStream: The log holds an entry that is not a frame.
         """
@@ -346,7 +346,7 @@ class Stream:
 
         Raises:
             GroupActive: A member holds the lease, and ``force`` is false.
-            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
         """
         keys.check_name(group, "group")
         offset, floating = self._handle.resolve(to)
@@ -354,7 +354,7 @@ class Stream:
         return offset
 
     def delete_group(self, group: str, *, force: bool = False) -> None:
-        """Delete a group, shared or not, with its confirmed offset.
+        """Delete a group and its confirmed offset. The group may be shared.
 
         Args:
             group: The name of the group.
@@ -414,9 +414,9 @@ class Stream:
         retain: float | None = None,
         retain_bytes: int | None = None,
     ) -> None:
-        """Change settings, which ``StreamConfig`` describes. None leaves a setting unchanged.
+        """Change settings. ``StreamConfig`` describes them; None leaves a setting unchanged.
 
-        0 removes the limit ``max_age``, ``max_bytes``, ``retain`` or ``retain_bytes``. Open
+        For ``max_age``, ``max_bytes``, ``retain`` and ``retain_bytes``, 0 removes the limit. Open
         publishers keep their compression and checksum. If the new limits are lower, the ring is
         trimmed at once, in small steps, so that other clients do not wait long.
 
@@ -442,12 +442,12 @@ class Stream:
         configure(self._handle, requested)
 
     def repair(self, *, dry_run: bool = True) -> RepairReport:
-        """Remove entries from the log that no publisher wrote, such as those of a stray ``XADD``.
+        """Remove log entries that no publisher wrote, such as one from a stray ``XADD``.
 
         If such an entry is beyond the end of the log, it blocks publishing permanently. Otherwise
-        readers stop at it with ``CorruptStream``. The repair copies the ring on the server, which
-        needs memory for both, and replaces the ring with the copy. Publishers and subscribers may
-        stay open.
+        readers stop at it with ``CorruptStream``. The repair copies the ring on the server and
+        replaces it with the copy, so the server needs memory for both. Publishers and subscribers
+        can stay open.
 
         >>> stream.repair().foreign                              # doctest: +SKIP
         1
@@ -482,7 +482,7 @@ class Stream:
         segment_age: float = ArchiverConfig.segment_age,
         lease_ttl: float = ArchiverConfig.lease_ttl,
     ) -> Archiver:
-        """Return an archiver with settings other than the defaults of ``ArchiverConfig``.
+        """Return an archiver with your own settings. ``ArchiverConfig`` describes them.
 
         Call ``run()``, or ``start()`` and later ``close()``. When the archiver starts, it replaces
         the one that this client runs in the background.

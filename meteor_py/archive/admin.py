@@ -63,10 +63,11 @@ class Archive:
     def files(self) -> list[str]:
         """Return the files that hold the archived records, each record once, ordered by offset.
 
-        They are Parquet files with the columns in ``ARROW_SCHEMA``: paths, which pyarrow, Spark,
-        DuckDB and Polars read directly, or URIs for an object store, such as ``s3://bucket/key``.
-        Spark, DuckDB and Polars can read these URIs once they are configured for that object store.
-        For pyarrow, use ``dataset()``, or ``paths()`` with ``filesystem``.
+        Each file is a Parquet file with the columns in ``ARROW_SCHEMA``. A local store returns
+        paths, which pyarrow, Spark, DuckDB and Polars read directly. An object store returns URIs,
+        such as ``s3://bucket/key``. Spark, DuckDB and Polars can read these URIs once they are
+        configured for that object store. For pyarrow, use ``dataset()``, or ``paths()`` with
+        ``filesystem``.
 
         Raises:
             StoreUnavailable: The store cannot be reached, or no archiver has repaired it since an
@@ -132,7 +133,7 @@ class Archive:
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records at once, and wait for it.
+        """Make the stream's archiver archive all records immediately, and wait until it has.
 
         Returns:
             The offset after the last archived record.
@@ -200,7 +201,7 @@ class Archive:
             max_bytes: Delete the oldest files until the others fit into this many bytes.
             offset: Delete the records below this offset.
             force: Delete even records that a group has not confirmed yet.
-            dry_run: Delete nothing, and return what would be kept.
+            dry_run: Delete nothing, and only return the first offset that would be kept.
 
         Returns:
             The first offset that is kept.

@@ -4,13 +4,13 @@ The archiver gathers records, starting at the stream's ``archived`` offset. When
 it saves the stream's state, appends the records to the store, and then commits them by advancing
 ``archived``. A crash at any point is harmless: until the commit, the ring keeps the records, and
 readers ignore segments beyond ``archived``. While it appends a large segment, a second thread
-gathers the records of the next one. ``store/state.py`` explains why a segment ends where a
-snapshot of the state was taken, and why the archiver saves the state first.
+gathers records for the next one. ``store/state.py`` explains why a segment ends where a snapshot of
+the state was taken, and why the archiver saves the state first.
 
 After a failover, the old server and its archiver may still be running, and no lease stops that
-archiver from appending. A term in the store therefore begins with the epoch, which is higher on the
-new server, so the new server's segments supersede those of the old one. An archiver that sees a
-later epoch stops.
+archiver from appending. Term numbers in the store therefore begin with the epoch, which is higher
+on the new server. So the new server's segments supersede those of the old one. An archiver that
+sees a later epoch stops.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from meteor_py.subscribe.lease import Term
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of records in one call of ``advance_archived``. The call may trim that many
-#: entries, while other clients wait.
+#: Maximum number of records per ``advance_archived`` call. The call may trim as many entries while
+#: other clients wait.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2
-#: Seconds between two checks of the server's memory, and the fraction in use that is too high.
+#: Seconds between two checks of the server's memory, and the used fraction that is too high.
 _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two removals of leftovers from the store.
@@ -74,13 +74,13 @@ _CERTAIN_S = 60.0
 #: seconds to wait for the rest of the transaction.
 _SNAPSHOTS = 3
 _REST_S = 0.05
-#: Maximum fetches to reach a snapshot's end, and how much they may add, as a fraction of a segment.
+#: Maximum number of fetches to reach a snapshot's end. They add at most a segment / ``_NEAR``.
 _ALIGN_FETCHES = 8
 _NEAR = 4
 #: Commits between two searches for small segments to merge.
 _MERGE_COMMITS = 8
-#: Minimum bytes of a segment during whose append the next records are gathered, and seconds between
-#: two attempts to gather if there are none.
+#: Minimum size in bytes of a segment for which a second thread gathers records during the append,
+#: and the seconds between its attempts if there are no records.
 _OVERLAP_BYTES = 1024 * 1024
 _NO_RECORDS_S = 0.05
 #: Errors that mean that a record cannot be archived.
@@ -173,7 +173,7 @@ class ArchiveTerm:
             self._gather(self._log.fetch(self._position, block_s, records=wanted))
         except _UNREADABLE:
             if self.records:
-                self._commit()  # the records before the damage are intact, and no more will come
+                self._commit()  # the records before the damage are intact, and no more can be read
             raise
 
     def finish(self) -> None:
@@ -331,9 +331,9 @@ class ArchiveTerm:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Gather more records in a thread, until the end of the block, if the segment is large.
+        """If the segment is large, gather more records in a second thread until the block ends.
 
-        The block must not use what the thread uses: the log reader and the gathered records.
+        The block must not use the log reader or the gathered records, because the thread uses them.
         """
         if self._bytes < _OVERLAP_BYTES:
             yield
@@ -348,7 +348,7 @@ class ArchiveTerm:
             thread.join()  # it ends after its current fetch, which has a timeout
 
     def _gather_until(self, stop: threading.Event) -> None:
-        """Gather up to one segment more, until ``stop`` is set."""
+        """Gather up to one more segment of records. Stop early if ``stop`` is set."""
         records = self.records + self._config.segment_records
         size = self._bytes + self._config.segment_bytes
         try:
@@ -379,8 +379,9 @@ class ArchiveTerm:
         ]
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
-        # Send the epoch in which this term began, which is part of the segments' term; the log
-        # reader may have seen a later epoch. Never retry: a late copy could arrive in a new epoch.
+        # Send the epoch in which this term began: the segments' term numbers contain it, and the
+        # log reader may have seen a later epoch. Never retry: a late copy could arrive in a new
+        # epoch.
         reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
@@ -432,7 +433,7 @@ class ArchiveTerm:
         return snapshot
 
     def _align(self) -> None:
-        """Gather records up to the end of a snapshot, if that is near."""
+        """Gather records up to the end of a snapshot, if it is near."""
         if self._states is None or self._log is None:
             return
         for attempt in range(_SNAPSHOTS):
@@ -482,7 +483,7 @@ class ArchiveTerm:
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save the state if it has changed since the last segment, for example by a confirm."""
+        """Save the state if it has changed since the last segment, for example after a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

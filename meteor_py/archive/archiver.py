@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds to wait for the lease before checking whether to stop.
 _HOLD_S = 0.5
-#: Seconds after which an archiver whose append hangs loses its lease.
+#: If an append hangs, the archiver loses its lease after this many seconds.
 _HANG_S = 600.0
 #: Pauses after failures, in seconds: the first, which doubles each time; the longest; and the
 #: longest after ``_MANY`` failures. Each attempt uses up one of the million terms in an epoch.

@@ -24,11 +24,11 @@ class ArchiverConfig:
 
     #: Maximum records in a segment; also limited to half of ``max_unarchived``.
     segment_records: int = 1_000_000
-    #: Maximum bytes of a segment's records in memory. The file is smaller: it is compressed.
+    #: Maximum size of a segment's records in memory, in bytes. The compressed file is smaller.
     segment_bytes: int = 64 * 1024 * 1024
     #: Maximum seconds that the oldest record waits for others.
     segment_age: float = 60.0
-    #: Seconds after which another archiver takes over from a dead one.
+    #: Lease duration in seconds. If an archiver dies, another takes over after this time.
     lease_ttl: float = 10.0
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ def delete_below(
     if reply[0] == b"NOSTORE":
         raise reply_errors.no_store(stream.name)
     kept = int(reply[1])
-    # Delete the files after that, so that readers no longer look for them.
+    # Delete the files only after the script has run: then readers no longer look for them.
     store.delete(stream.incarnation, kept)
     return kept
 

@@ -154,7 +154,7 @@ def read_meta(connector: Connector, name: str) -> Meta | None:
     commands = [("HGETALL", keys.meta(name)), ("HGETALL", keys.settings(name))]
     try:
         flat, settings = connector.pipeline(commands)
-    except AccessDenied:  # rules written for an older release do not mention ``settings``
+    except AccessDenied:  # ACL rules for an older release do not mention ``settings``
         flat, settings = connector.call(*commands[0]), []
     if not flat:
         return None

@@ -95,7 +95,7 @@ class StreamHandle:
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def open_connection(self) -> Connection:
-        """Return a new connection to the server of the stream. The caller must close it."""
+        """Return a new connection to the stream's server. The caller must close it."""
         return self.connector.open_connection(self.name)
 
     def use(self, work: Callable[[Connection], _T]) -> _T:
@@ -103,7 +103,7 @@ class StreamHandle:
         return self.connector.use(work, self.name)
 
     def clock(self) -> datetime:
-        """Return the time by the clock of the stream's server."""
+        """Return the current time on the stream's server."""
         seconds, micros = self.use(lambda connection: connection.call("TIME"))
         return datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(micros))
 
@@ -161,8 +161,8 @@ class StreamHandle:
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
         """Resolve a seek target to an offset. Also return whether the offset may still move.
 
-        The offset of "earliest" may move: it means the first record that exists when it is read,
-        and the ring may drop the current first record before that. If the stream is empty,
+        The offset of "earliest" may move. The word means the first record at the time of reading,
+        and the ring may drop the current first record before then. If the stream is empty,
         "earliest" means the end, like "latest".
 
         Raises:

@@ -118,7 +118,7 @@ class LogReader:
             self._ring.read_ahead(offset + 1, self.end_offset)
             return [lone]
         if epoch != self.epoch or known_end > self.end_offset:
-            known_end = 0  # a failover: the log may end before that, and offsets are reused
+            known_end = 0  # a failover: the log may end earlier, and offsets are reused
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
         if found > offset and store is not None and offset < store.archived:
             store.ring_start = found

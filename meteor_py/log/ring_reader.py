@@ -19,8 +19,8 @@ from meteor_py.records.config import RECORD_BYTES_LIMIT
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection, encode
 
-#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the limit
-#: in bytes if a publisher older than 0.2 appends frames at the same time.
+#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the byte
+#: limit if a publisher older than 0.2 appends frames at the same time.
 FETCH_BYTES = 1024 * 1024
 FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
@@ -30,7 +30,7 @@ LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
 _FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
 
 _ID_MAX = 2**64 - 1
-#: Consecutive fetches after which the reader sends the next one ahead.
+#: Number of sequential fetches after which the reader sends the next fetch ahead.
 _SEQUENTIAL_MIN = 3
 
 
@@ -162,7 +162,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to the fetch sent ahead; None if that was not for this offset."""
+        """Return the replies to the fetch sent ahead; None if it was for another offset."""
         if self._ahead is None:
             return None
         try:
@@ -184,7 +184,7 @@ class RingReader:
 
     @property
     def _replies(self) -> int:
-        """Number of replies to a request: the frames, meta, and in a group the nonce."""
+        """Number of replies to a request: the frames, meta and, in a group, the nonce."""
         return 2 if self._nonce is None else 3
 
     def _request(self, offset: int, records: int, block_s: float = 0.0) -> bytes:

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class Execution(enum.Enum):
-    """When a message's future completes."""
+    """The event that completes a message's future."""
 
-    #: When the message is acknowledged: ``send``.
+    #: The message is acknowledged, as with ``send``.
     SYNC = "send"
-    #: When the message is stored: ``tell``.
+    #: The message is stored, as with ``tell``.
     ASYNC = "tell"
-    #: When the reply arrives: ``ask``.
+    #: The reply arrives, as with ``ask``.
     REQUEST_REPLY = "ask"
 
 
 class Delivery(enum.Enum):
-    """Which members receive a message that is sent to the group."""
+    """The members that receive a message sent to the group."""
 
-    #: A random member, or another one if that member leaves: ``any``.
+    #: A random member, or another one if that member leaves, as with ``any``.
     RANDOM = "any"
-    #: All live members: ``all``.
+    #: All live members, as with ``all``.
     BROADCAST = "all"
 
 
@@ -105,15 +105,17 @@ class Messaging:
         delivery: Delivery | None = None,
         include_dead: bool = False,
     ) -> Producer:
-        """Returns a producer. By default, it asks one member, or sends to every group member.
+        """Returns a producer.
+
+        By default, a producer for one member uses ``Execution.REQUEST_REPLY``. A producer for the
+        group broadcasts with ``Execution.SYNC``.
 
         Args:
-            include_dead: Whether a broadcast also waits for named members that are dead, as in
-                Atomix.
+            include_dead: Whether a broadcast also waits for dead named members, as in Atomix.
         """
         if self._target is not None:
             if delivery is not None:
-                raise ValueError("A message to one member has no delivery. Omit it.")
+                raise ValueError("A producer for one member takes no delivery. Omit it.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
         assert self._sender is not None, "a group or a local member"
         which = delivery or Delivery.BROADCAST

@@ -152,7 +152,7 @@ class PeerCodec:
             if kind in _DECODERS:
                 return _DECODERS[kind](data)
         except Exception as error:
-            raise UnknownType(f"The bytes are not of type {kind!r}: {error}") from error
+            raise UnknownType(f"Cannot decode the bytes as type {kind!r}: {error}") from error
         raise UnknownType(
             f"The type {kind!r} is not known here. Register it in every process with "
             "codec.register()."

@@ -38,8 +38,8 @@ class PeersConfig:
     min_size: int = 1
     #: Maximum number of unsettled messages per member: 1 to 1,000,000.
     max_inbox: int = 10_000
-    #: Maximum number of sessions that receive a message and end without settling it. After that, it
-    #: becomes a dead letter: 2 to 1,000; 0 = no limit.
+    #: Maximum number of sessions that receive a message and end without settling it. After that,
+    #: the message becomes a dead letter. 2 to 1,000; 0 = no limit.
     max_deliveries: int = 5
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class PeersConfig:
         check_int("max_inbox", self.max_inbox, 1, 1_000_000)
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
-                "max_deliveries must be 0 (no limit) or at least 2: when a member dies, it may "
+                "max_deliveries must be 0 (no limit) or at least 2. When a member dies, it may "
                 "have been handling any one of its messages."
             )
 

@@ -17,7 +17,7 @@ Kind = (
 class Event:
     """One change in a group."""
 
-    #: The event number: one more than that of the previous event.
+    #: The event number, which is one higher than the previous event's.
     view: int
     kind: Kind
     #: When it happened, in ms since 1970 on the server's clock.

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that ``close()`` waits: for handlers and tasks, for all threads, and at least per thread.
+#: Maximum seconds that ``close()`` waits for handlers and tasks, and then for all threads; and the
+#: minimum that it allows for each thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10
@@ -87,7 +88,7 @@ class GroupHandle:
         return self.clock.now()
 
     def check_owned(self) -> None:
-        """Raise in a forked child."""
+        """Raise an error in a forked child."""
         if self._pid != os.getpid():
             raise MeteorError(
                 f"This handle for group {self.name!r} belongs to the parent process. Open another "

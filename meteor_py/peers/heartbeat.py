@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Handles spread their reports of an overdue member over at most this many seconds.
 _SPREAD_S = 0.3
-#: Mean seconds, per member, between two calls that move messages from members that left.
+#: Maximum seconds, multiplied by the number of members, between two calls that move messages from
+#: members that left.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0

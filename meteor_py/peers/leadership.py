@@ -66,7 +66,7 @@ class Term:
         if self.remaining > 0:
             return True
         if not self._member.foreign:
-            self._member.leadership.lose(self)  # permanently, even if the server replies again
+            self._member.leadership.lose(self)  # lost for good, even if the server replies again
         return False
 
     @property
@@ -191,7 +191,7 @@ class Leadership:
 
     @property
     def busy(self) -> bool:
-        """Whether a task is running that leaving would wait for."""
+        """Whether leaving would have to wait for a running task."""
         return any(task.thread is not None for task in self._tasks.values())
 
     def wait(self, timeout: float | None) -> Term:
@@ -234,7 +234,7 @@ class Leadership:
             return False
         with self._state:
             is_over = term.remaining <= 0
-            self.lose(term)  # first: the term must not look valid during the election
+            self.lose(term)  # do this first: the term must not look valid during the election
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
                 return False  # if the server disagrees, the next heartbeat corrects it
@@ -328,7 +328,7 @@ class Leadership:
                 self._term = None
 
     def drop_expired(self) -> None:
-        """Lose the term if it was not renewed in time: another member may have been elected."""
+        """Give up a term that was not renewed in time, as another member may have been elected."""
         term = self._term
         if term is not None and not term.valid:
             self.lose(term)

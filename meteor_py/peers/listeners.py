@@ -75,7 +75,7 @@ class Listeners:
         if events.behind:
             raise PeerError(
                 f"An iterator over the events of group {self._group!r} fell {_QUEUE_MAX:,} events "
-                "behind and was stopped; watch again from a snapshot.",
+                "behind and was stopped. Take a new snapshot and watch from there.",
                 group=self._group,
             )
 

@@ -58,7 +58,7 @@ def dump_metadata(metadata: Any, what: str = "member metadata") -> bytes:
         raise ValueError(f"The {what} is nested too deeply for JSON.") from error
     if len(data) > METADATA_MAX:
         raise ValueError(
-            f"The {what} is limited to {METADATA_MAX:,} bytes as JSON, but this has "
+            f"The {what} is limited to {METADATA_MAX:,} bytes as JSON, but this value has "
             f"{len(data):,}. Every process in the group receives it."
         )
     return data

@@ -88,7 +88,7 @@ class MemberHandle:
 
     @property
     def busy(self) -> bool:
-        """Whether a leader task or a handler is running that leaving would wait for."""
+        """Whether leaving would have to wait for a running leader task or handler."""
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:
@@ -289,7 +289,7 @@ class MemberHandle:
         raise self.lost_error()
 
     def check_owned(self) -> None:
-        """Raise in a forked child, and if the membership is lost."""
+        """Raise an error in a forked child, or if the membership is lost."""
         if self.foreign:
             raise MeteorError(
                 f"Member {self.id!r} of group {self.group.name!r} belongs to the parent process. "

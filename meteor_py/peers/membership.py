@@ -206,9 +206,9 @@ class Membership(Sender):
 
         Args:
             name: The action. Another handler registered for the same action replaces this one.
-            early: The thread stops sleeping and starts spinning this many seconds before that
+            early: The thread stops sleeping and starts spinning this many seconds before the agreed
                 time. Spinning occupies a CPU core, but starts the function within microseconds of
-                the agreed time.
+                that time.
             late: What to do if the process learns the decision too late, or was suspended: "skip"
                 the action and call the ``on_missed`` functions, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Presence(enum.IntEnum):
-    """Whether the server counts a session as a member, and if not, why."""
+    """Whether the server counts a session as a member, and if not, why not."""
 
     EXPELLED = 0
     MEMBER = 1
@@ -85,7 +85,8 @@ PARTS = (
     *("handlers", "properties"),
 )
 
-#: Prefixes of keys that a group has many of: named after members or handles, or randomly.
+#: Prefixes of keys that a group can have many of. The keys are named after members or handles, or
+#: have random names.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
 _TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.
@@ -104,7 +105,7 @@ class PeerProtocol:
         return self.prefix + part
 
     def open_connection(self) -> Connection:
-        """Return a new connection to the server of the group. The caller must close it."""
+        """Return a new connection to the group's server. The caller must close it."""
         return self.connector.open_connection(self.name)
 
     def open(
@@ -114,7 +115,7 @@ class PeerProtocol:
         if not create:
             return self.settings()
         target = connection or self.connector
-        # On a cluster, the list of groups is in another slot than the group.
+        # On a cluster, the list of groups is in a different slot from the group.
         registry = self.connector if self.connector.is_cluster else target
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]

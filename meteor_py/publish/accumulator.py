@@ -214,8 +214,8 @@ class Accumulator:
     def wait_sender_ended(self, timeout_s: float) -> bool:
         """Wait for the sender to end; return whether it has ended.
 
-        Releases the lock while it waits. A signal handler may close the publisher while the code
-        that it interrupted holds the lock, which the sender needs to end.
+        Releases the lock while it waits, because the sender needs the lock to end. A signal handler
+        may close the publisher while the code that it interrupted holds the lock.
         """
         with self._lock:
             return self._room.wait_for(lambda: self._sender_ended, timeout_s)
@@ -256,7 +256,7 @@ class Accumulator:
 
         While ``busy`` (replies are outstanding), returns only full batches and does not wait.
         Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
-        line meanwhile, and the caller must take it over.
+        line during the wait, and the caller must then take the line over.
         """
         with self._lock:
             if not busy and not self._full:
@@ -344,7 +344,7 @@ class Accumulator:
     # -- for the direct line, which holds the lock ---------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether the sender has work. A record on the direct line counts if a thread waits."""
+        """Whether the sender has work. An awaited record on the direct line counts as work."""
         in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None
@@ -449,7 +449,7 @@ class Accumulator:
                 return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline or in_callback():  # the sender runs callbacks, and cannot make room
+            if now >= deadline or in_callback():  # a callback keeps the sender from making room
                 raise PublisherFull(
                     f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",

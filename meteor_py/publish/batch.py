@@ -38,7 +38,7 @@ class Batch(Completion):
         self.created_at = created_at
         self.deadline = deadline
         self.sequence = -1
-        #: Whether the batch was sent and its reply lost, so that it may be in the log.
+        #: Whether the batch was sent and its reply was lost, so that it may be in the log.
         self.in_doubt = False
         #: The stream epoch named in the last attempt. A reply that is a bare offset refers to it.
         self.stream_epoch = 0
@@ -58,7 +58,7 @@ class Batch(Completion):
         super().settle_quietly(error)
 
     def poll(self) -> bool:
-        line = self.line  # another thread may settle the batch
+        line = self.line  # a thread that settles the batch clears it
         if line is not None:
             line.look_for_reply(self)
         return self.settled

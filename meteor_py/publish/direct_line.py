@@ -23,8 +23,9 @@ Invariants:
 2. Order. At most one record is in flight on the line, and only if no other record waits. So records
    are in the log in the order in which their publishers took the lock.
 3. One moment of publishing. ``send`` registers a record in an uninterrupted series of assignments.
-   If ``publish()`` is interrupted before it, nothing is published. After it, the record is sent, by
-   the sender if need be. A record is also settled in one such series.
+   If ``publish()`` is interrupted before that, nothing is published. If it is interrupted after
+   that, the record is still sent, if need be by the sender. A record is also settled in one such
+   series.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
    record again under the same sequence number, which the server recognises.
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 #: Largest record that is sent directly, in bytes. It always fits into an empty send buffer.
 BYTES_MAX = 16_384
-#: The same for compressed frames: compressing more would hold the lock for too long.
+#: The same limit for compressed frames: compressing more would hold the lock for too long.
 _COMPRESSED_BYTES_MAX = 511
 #: Seconds that a thread waits for a reply before it leaves the record to the sender.
 _READ_S = 1.0
@@ -142,7 +143,7 @@ class DirectLine:
         self._usable_until = 0.0  # on the monotonic clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
-        self._lent = 0  # how many times the line was lent
+        self._lent = 0  # number of times that the line was lent
         self._command: Sequence[Any] = ()  # the command that ``_head`` encodes
         self._head = self._epoch_argument = b""
 
@@ -438,7 +439,7 @@ class DirectLine:
                 return None
             self._read_until, self._reader = read_until, me
             self.state = _READING
-            self._accumulator.note_sender_waits(False)  # further records must wait anyway
+            self._accumulator.note_sender_waits(False)  # records must wait for this reply anyway
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:

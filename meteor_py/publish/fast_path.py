@@ -60,7 +60,7 @@ class FastPath:
     def put(self, value: bytes, size: int) -> Ack:
         """Accept one record of ``size`` bytes that has only a value."""
         if self._is_owned():
-            self.check_reentry()  # raises; not called otherwise, to save a call per record
+            self.check_reentry()  # raises; the check above saves a call per record
         with self._lock:
             index = self.count
             left = self.left - size - RECORD_OVERHEAD

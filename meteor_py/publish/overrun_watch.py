@@ -1,4 +1,4 @@
-"""A warning that the ring is dropping records that a group has not confirmed yet."""
+"""Warns if the ring drops records that a group has not confirmed yet."""
 
 from __future__ import annotations
 

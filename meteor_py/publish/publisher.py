@@ -58,9 +58,9 @@ class Publisher(Closeable):
     0
 
     ``publish`` does not wait for the reply. It sends a lone record itself, and a background thread
-    sends the others. Close the publisher, or use ``with``: closing waits for pending records and
-    raises the first error that the application has not seen. Until then, such an error is only
-    logged. To be notified, pass ``on_error``.
+    sends the others. Close the publisher when done, or use a ``with`` block. Closing waits for
+    pending records and raises the first error that the application has not seen. Until then, such
+    an error is only logged. To be notified, pass ``on_error``.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes little longer than ``delivery_timeout``.
+                takes only slightly longer than ``delivery_timeout``.
 
         Raises:
             TimeoutError: Records are still unacknowledged.
@@ -209,7 +209,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes little longer than ``delivery_timeout``.
+                takes only slightly longer than ``delivery_timeout``.
 
         Raises:
             MeteorError: A record failed, and the application has not seen the error.

@@ -90,7 +90,7 @@ class Sender:
         self._keys = [*handle.keys, keys.producer(handle.name, self._id), *handle.index_keys]
         #: The batches in flight. A forked child abandons them.
         self.window = InFlightWindow()
-        self._stream_epoch = 0  # as of the last acknowledgement
+        self._stream_epoch = 0  # at the time of the last acknowledgement
         self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
         self._known_epoch = newest_epoch(handle.epochs)
         self._send_whole = False  # whether to send the script's text, because the server lacks it

@@ -127,7 +127,7 @@ class RecordValidator:
         """Raise ``RecordTooLarge`` if ``size`` exceeds the limit."""
         if size > self._record_bytes_max:
             raise RecordTooLarge(
-                f"The record is too large: {size} bytes, and max_record_bytes is "
+                f"The record is too large: it has {size} bytes, but max_record_bytes is "
                 f"{self._record_bytes_max}.",
                 stream=self._stream,
                 hint="Publish a reference to it, split it, or raise max_record_bytes.",

@@ -27,7 +27,7 @@ HEADERS_MAX = 10_000
 #: Maximum record size in bytes, including key and headers: the default, and the upper limit.
 RECORD_BYTES_MAX = 1_048_576
 RECORD_BYTES_LIMIT = 32 * 1_048_576
-#: The largest offset. Numbers in Lua are doubles, which are exact only up to here.
+#: The largest offset. Numbers in Lua are doubles, which are exact only up to this value.
 OFFSET_MAX = 2**53 - 1
 #: The longest delivery timeout in seconds: half the time that a server remembers an idle publisher.
 DELIVERY_TIMEOUT_MAX_S = 12 * 3600
@@ -76,11 +76,11 @@ class StreamConfig:
     #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
     #: one frame more. Without a store, older records are lost when the ring drops them.
     capacity: int = DEFAULT_CAPACITY
-    #: Compression of frames with several records; a publisher may choose another.
+    #: Compression for frames with several records. A publisher can override it.
     compression: Compression = "none"
     #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
-    #: Name of the values' codec: "bytes", "text", "json" or "msgpack". Cannot be changed later.
+    #: Name of the codec for values: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
     #: shared groups. Can be added later, but not changed.
@@ -93,15 +93,15 @@ class StreamConfig:
     #: Seconds for which the ring keeps a record. None means no limit. Each publish drops older
     #: records, so an idle stream keeps its records. The ring never drops unarchived records.
     max_age: float | None = None
-    #: Bytes of frames that the ring keeps, counting 32 extra bytes per frame. None means no limit.
-    #: The ring may hold up to one frame more, and never drops unarchived records.
+    #: Maximum total size of the ring's frames in bytes, counting 32 extra bytes per frame. None
+    #: means no limit. The ring may hold up to one frame more, and never drops unarchived records.
     max_bytes: int | None = None
     #: Seconds for which the store keeps a record that every group has confirmed. None keeps records
     #: until ``stream.store.expire()`` is called. Archivers delete older records, one whole file at
     #: a time.
     retain: float | None = None
-    #: Total bytes of files that the store keeps. Archivers delete the oldest files beyond this
-    #: size, under the same conditions as for ``retain``.
+    #: Maximum total size of the store's files in bytes. Above it, archivers delete the oldest
+    #: files, under the same conditions as for ``retain``.
     retain_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class StreamConfig:
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, CODECS)
         if self.ordering_key is not None:
-            OrderingRule(self.ordering_key)  # raises
+            OrderingRule(self.ordering_key)  # raises if the key is invalid
 
     def check_room(self) -> StreamConfig:
         """Raise ``ValueError`` if ``max_unarchived`` is below the capacity; return self.
@@ -184,9 +184,9 @@ class StreamConfig:
 class PublisherConfig:
     """A publisher's settings."""
 
-    #: Seconds that the first record in a frame waits for more when nothing is in flight.
+    #: Seconds that the first record in a frame waits for more records when nothing is in flight.
     linger: float = 0.0
-    #: Compression of frames with several records: "none", "lz4" or "zstd". None means the stream's
+    #: Compression for frames with several records: "none", "lz4" or "zstd". None means the stream's
     #: setting.
     compression: Compression | None = None
     #: Number of replicas that must confirm a record before it is acknowledged.
@@ -227,22 +227,22 @@ class PublisherConfig:
 class SubscriberConfig:
     """A subscriber's settings."""
 
-    #: The group to read for. Its first subscriber creates it. None reads without a group.
+    #: Name of the group to join. Its first subscriber creates it. None reads without a group.
     group: str | None = None
     #: Where to start without a group, or in a new group: EARLIEST, LATEST, an offset, or an aware
     #: datetime. With NONE, the group must have confirmed an offset.
     initial_offset: Start = InitialOffset.AUTO
-    #: Seconds after which another member may take over from one that died.
+    #: Lease duration in seconds. After this time, another member can replace one that died.
     lease_ttl: float = 10.0
     #: Seconds without a poll after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
-    #: If the ring has dropped the next record, "raise" raises ``RecordsLost`` and "skip" skips it.
+    #: If the ring dropped the next records: "raise" raises ``RecordsLost``, "skip" skips them.
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called in the polling thread with the subscriber that got the lease. May return where to
-    #: start: an offset, or better a ``checkpoint``. A program that stores the checkpoint together
-    #: with its results processes each record exactly once.
+    #: Called in the polling thread, with the subscriber, each time the subscriber gets the lease.
+    #: May return the position to start from: an offset or, better, a ``checkpoint``. A program that
+    #: stores the checkpoint together with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
     #: Whether each poll confirms the records that the previous poll returned.
     auto_confirm: bool = False

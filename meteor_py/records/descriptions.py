@@ -31,8 +31,8 @@ class Meta:
     #: The store holds the offsets from ``expired`` up to but not including ``archived``.
     archived: int | None
     expired: int | None
-    #: Whether the settings come from ``settings``, which only administrators may write. If not,
-    #: the store's address and retention limits are unknown.
+    #: Whether the settings come from the ``settings`` hash, which only administrators may write. If
+    #: not, the store's address and retention limits are unknown.
     verified: bool
 
     @property
@@ -150,7 +150,7 @@ class RepairReport:
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing, as it does even after it is deleted.
+    #: Whether an entry beyond the end blocks publishing, even if it was deleted since.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

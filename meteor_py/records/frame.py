@@ -217,7 +217,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
-    """Return the record at ``offset`` if the entry is nothing but its value; see ``decode``."""
+    """Return the record at ``offset`` if the entry holds only a value; see ``decode``."""
     chunk = ListChunk(offset, [], None, None, None, [])
     return chunk if _append_bare(chunk, *entry) else None
 
@@ -284,7 +284,7 @@ def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, tim
 
 def _decode_one(letters: str, payload: bytes, offset: int, n: int, time: int) -> ListChunk:
     if n != 1:
-        raise ValueError(f"a frame with one record claims {n}")
+        raise ValueError(f"its format is for one record, but it claims {n}")
     row = dict(zip(letters, _DECODERS[letters].decode(payload), strict=True))
     return ListChunk(
         offset,

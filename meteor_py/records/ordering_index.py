@@ -8,9 +8,9 @@ records in its frame up to that offset>``. The entry consists of one field and i
 1. One byte for each record: the index of its key in the list that follows.
 2. The ordering keys of these records, each once, as a MessagePack array of strings.
 
-Releases before 0.3 wrote one entry per frame, with the frame's ID: a string with two bytes for each
-record, little endian, then the keys as separate strings, and an empty string if the number of keys
-is even. Readers accept both forms.
+Releases before 0.3 wrote one entry per frame, with the frame's ID. Its first string has two bytes
+for each record, little endian. The keys follow as separate strings, with an empty string at the end
+if the number of keys is even. Readers accept both forms.
 
 The index lists an empty string for a record without an ordering key, and for a record whose key is
 too long. ``publish`` refuses keys that are too long, but a dead letter may have one, because it
@@ -56,7 +56,9 @@ class OrderingRule:
 
     def key_of(self, record: Record) -> bytes:
         """Return a record's ordering key; empty if there is none or the key is too long."""
-        return _short(self._key_of(record.key, record.headers))
+        header = self._header
+        key = record.key if header is None else (record.headers or {}).get(header)
+        return key if key is not None and len(key) <= ORDERING_KEY_BYTES_MAX else b""
 
     def check(self, key: bytes | None, headers: Headers | None) -> None:
         """Raise ``ValueError`` for a record whose ordering key is too long."""
@@ -131,7 +133,7 @@ class OrderingRule:
 
 
 def packed(entry: Iterable[bytes]) -> bytes:
-    """Return an entry as one string, in which each part is preceded by its length."""
+    """Return an entry as one string, with each part preceded by its length."""
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 
@@ -190,7 +192,7 @@ def unpack_keys(packed_keys: bytes) -> list[bytes]:
 
 
 def _entries(order: list[int], keys: list[bytes], size: int) -> Iterator[bytes]:
-    """Yield two strings for each ``size`` records; ``order`` has each record's key number."""
+    """Yield an entry (two strings) per ``size`` records. ``order`` has each record's key number."""
     packed_keys = [pack_key(_short(key)) for key in keys]
     for start in range(0, len(order), size):
         part = order[start : start + size]

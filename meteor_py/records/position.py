@@ -6,11 +6,11 @@ some offsets a second time. So an offset alone does not identify a record. A pos
 starts when the server's replication history changes (a new ``master_replid``, at each restart and
 failover).
 
-After a network split, two servers can continue the same stream, each with its own epochs. So the
-history of a stream is a tree, and each server knows one branch of it: the table ``epochs`` in meta,
-a list of ``number:first offset``, oldest epoch first. Epoch numbers are random enough that none
-occurs on two branches. A position is on the server's branch up to the last epoch that both have in
-common.
+After a network split, two servers can continue the same stream, each with its own epochs. So a
+stream's history is a tree, and each server knows one branch. Its meta holds that branch as the
+table ``epochs``: a list of ``number:first offset``, oldest epoch first. Epoch numbers are random
+enough that none occurs on two branches. A position is on the server's branch up to the last epoch
+that both have in common.
 
 A ``+`` before a number means that no epoch is missing between this entry and the previous one.
 Versions up to 0.1 wrote no ``+`` and left out epochs in which nothing was appended.
@@ -88,7 +88,7 @@ def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_
     complete_from = max(epoch.number for epoch in table if not epoch.follows)
     if number < complete_from:
         return [epoch for epoch in table if epoch.number > number]
-    if not table[-1].follows:  # written by version 0.1, which compared numbers
+    if not table[-1].follows:  # version 0.1 wrote the table, and compared numbers
         return table[-1:]
     return table  # the branches may have split anywhere
 

@@ -299,14 +299,14 @@ class RecordBatch(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> RecordBatch: ...
     def __getitem__(self, index: int | slice) -> Record | RecordBatch:
-        """Return a record, or for a slice with step 1 a batch that shares this batch's memory."""
+        """Return a record or, for a slice with step 1, a batch that shares this batch's memory."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             if step != 1:
                 raise ValueError("A batch has consecutive offsets. Slice it with step 1.")
             return self._part(start, max(start, stop))
         if not -self._length <= index < self._length:
-            raise IndexError(f"Index {index} is out of range: the length is {self._length}.")
+            raise IndexError(f"Index {index} is out of range: the batch length is {self._length}.")
         index %= self._length
         return next(iter(self._part(index, index + 1)))
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 #: 9999-12-31, in ms.
 MAX_MS = 253_402_300_799_999
-#: Integers from the first up to but not including the second number look like times in seconds,
+#: Integers from the first number up to, but not including, the second look like times in seconds
 #: from 2001 to 2054. As ms, they would all be in January 1970, which is probably a mistake.
 _SECONDS = (1_000_000_000, 2_678_400_000)
 

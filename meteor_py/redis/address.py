@@ -1,4 +1,4 @@
-"""Server addresses: parses URLs and masks their secrets."""
+"""Server addresses. Parses URLs and masks the secrets in them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from redis.connection import AbstractConnection, Connection, parse_url
 
-#: The environment variable with the default address for ``connect()``.
+#: The environment variable that holds the default address for ``connect()``.
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
-#: Schemes whose addresses name several servers, and the default port of those servers.
+#: Schemes of addresses that list several servers, with the default port of those servers.
 _SEVERAL = {
     "redis+cluster": 6379,
     "rediss+cluster": 6379,
     "redis+sentinel": 26379,
     "rediss+sentinel": 26379,
 }
-#: The parts of an address with several servers. The host names may not contain an @, so that an
-#: unescaped one belongs to the password.
+#: The parts of an address that lists several servers. A host name cannot contain an @, so an
+#: unescaped @ belongs to the password.
 _PARTS = re.compile(
     r"(?P<scheme>[^:]+)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)"
     r"(?P<path>/[^?#]*)?(\?(?P<query>[^#]*))?"
 )
 _HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
-#: Options that a URL may set. meteor_py sets all others itself. For each option that is set,
-#: redis-py sends a command and reads the reply before a connection is used.
+#: Options that a URL can set. meteor_py sets all others itself. For each of these options,
+#: redis-py sends one command and reads its reply before the connection is used.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
-#: The same for the sentinels, which have their own users.
+#: Login options for the sentinels, which have their own users.
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
 )  # fmt: skip
 _CERT_REQS = ("required", "optional", "none")
-_TLS_VERSIONS = (771, 772)  # values of ssl.TLSVersion; older versions are broken
-#: Parameters in URLs of servers and stores whose values are not secret. All others are masked.
+_TLS_VERSIONS = (771, 772)  # values of ssl.TLSVersion; older versions are insecure
+#: URL parameters of servers and stores whose values are not secret. All others are masked.
 _HARMLESS = (
     "allow_bucket_creation", "allow_bucket_deletion", "blob_storage_authority", "buffer_size",
     "client_id", "client_name", "credential_kind", "db", "default_bucket_location",
@@ -50,9 +50,9 @@ _HARMLESS = (
     "ssl_keyfile", "ssl_min_version", "tenant_id", "user", "username",
 )  # fmt: skip
 _PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]{1,200})=([^&#\s'\"]*)")
-#: Matches secrets that libraries quote outside a URL.
+#: Matches secrets in texts other than URLs, such as error messages from libraries.
 _QUOTED = re.compile(r"((?:password|secret|key|token|sig)=)[^&\s'\"]*", re.IGNORECASE)
-#: Maximum number of characters of a text to mask. A server may send a text of any length.
+#: Truncate texts to this many characters before masking. A server can send a text of any length.
 _TEXT_MAX = 4_000
 
 
@@ -62,9 +62,9 @@ Node = tuple[str, int]
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server, a cluster, or a primary that sentinels watch, and how to connect.
+    """The address of a single server, a cluster, or a primary that sentinels monitor.
 
-    ``str()`` and ``repr()`` hide secrets.
+    It includes the connection options. ``str()`` and ``repr()`` hide secrets.
     """
 
     scheme: str
@@ -73,15 +73,15 @@ class Address:
     #: Arguments for the connection class. They may include a password.
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     connection_class: Callable[..., AbstractConnection] = field(default=Connection, repr=False)
-    #: Directory of a kept embedded server, or name of a shared fake one.
+    #: The directory of a kept embedded server, or the name of a shared fake server.
     place: str | None = None
-    #: The nodes of a cluster, or the sentinels, to ask first.
+    #: The cluster nodes or sentinels that the URL lists.
     seeds: tuple[Node, ...] = ()
     #: The name by which the sentinels know the primary.
     service: str = ""
-    #: Like ``options``, for connections to the sentinels.
+    #: Like ``options``, but for connections to the sentinels.
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
-    #: Where this client reaches nodes whose announced addresses it cannot reach.
+    #: Maps the addresses that nodes announce to addresses that this client can reach.
     remap: Mapping[Node, Node] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
@@ -97,11 +97,11 @@ class Address:
         return self.scheme.startswith("rediss")
 
     def at(self, node: Node) -> Address:
-        """Return the address of one node of the cluster, or of the primary."""
+        """Return the address of a cluster node or of the primary."""
         return self._single(node, self.options)
 
     def sentinel_at(self, node: Node) -> Address:
-        """Return the address of one sentinel."""
+        """Return the address of a sentinel."""
         return self._single(node, self.sentinel_options)
 
     def _single(self, node: Node, options: dict[str, Any]) -> Address:
@@ -125,9 +125,9 @@ def show_node(node: Node) -> str:
 def mask(text: str) -> str:
     """Mask the secrets of a URL in ``text``, even if the URL is malformed. Truncate a long text.
 
-    The user name stays visible. But in a server's URL, a user name without a password is masked as
-    well, because it may be a password in the wrong place. Of the URL's parameters, only those that
-    are known to be harmless keep their values.
+    User names stay visible, with one exception. If a server's URL has a user name but no password,
+    the user name may be a misplaced password, so it is masked too. Only URL parameters that are
+    known to be harmless keep their values.
 
     >>> mask("redis://app:secret@host:6379/0")
     'redis://app:***@host:6379/0'
@@ -139,7 +139,7 @@ def mask(text: str) -> str:
     if len(text) > _TEXT_MAX:
         text = f"{text[:_TEXT_MAX]}..."
     before, separator, rest = text.partition("://")
-    # Split at the last @: a password may contain an unescaped one.
+    # Split at the last @, because a password may contain an unescaped @.
     login, at, tail = rest.rpartition("@")
     if at:
         user, colon, _ = login.partition(":")
@@ -161,8 +161,8 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
     """Parse ``url``. None means ``$METEOR_URL`` if set, or the user's default embedded server.
 
     Args:
-        remap: For a cluster or sentinels, where to reach the nodes that announce an address which
-            this client cannot reach: ``{(host, port): (host, port)}``.
+        remap: For a cluster or sentinels, a mapping ``{(host, port): (host, port)}``. It maps an
+            address that a node announces to an address that this client can reach.
 
     Raises:
         ValueError: The scheme is unknown, or the URL is malformed.
@@ -194,7 +194,7 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
 
 
 def _several(url: str) -> Address:
-    """Parse the address of a cluster, or of a primary that sentinels watch."""
+    """Parse the address of a cluster, or of a primary that sentinels monitor."""
     match = _PARTS.fullmatch(url)
     scheme = url.partition("://")[0]
     base, _, kind = scheme.partition("+")
@@ -202,7 +202,7 @@ def _several(url: str) -> Address:
     form += "/name/database" if kind == "sentinel" else ""
     try:
         if match is None:
-            raise ValueError("it has an unescaped character")
+            raise ValueError("it contains an unescaped character")
         seeds = _hosts(match["hosts"], _SEVERAL[scheme])
         service, database = _split_path(match["path"] or "", kind)
         own, query = _take_sentinel_options(match["query"] or "", kind)
@@ -225,28 +225,28 @@ def _hosts(text: str, port: int) -> tuple[Node, ...]:
         match = _HOST.fullmatch(part)
         if match is None or (match["port"] and not 0 < int(match["port"]) < 65_536):
             raise ValueError(
-                f"{part!r} is not a host, or a host and its port (an IPv6 address in brackets)"
+                f"{part!r} is not a host or host:port (write an IPv6 address in brackets)"
             )
         found.append((match["ip6"] or match["name"], int(match["port"] or port)))
     return tuple(dict.fromkeys(found))
 
 
 def _split_path(path: str, kind: str) -> tuple[str, str]:
-    """Return the name of the primary, and the database."""
+    """Return the name of the primary and the database number."""
     parts = [unquote(part) for part in path.removeprefix("/").split("/")]
     service = parts.pop(0) if kind == "sentinel" else ""
     database = parts.pop(0) if parts else ""
     if kind == "sentinel" and not service:
         raise ValueError("the name of the primary is missing after the hosts")
     if any(parts) or not re.fullmatch(r"[0-9]{0,5}", database):
-        raise ValueError("the last part of the path must be the number of a database")
+        raise ValueError("the last part of the path must be a database number")
     if kind == "cluster" and database not in ("", "0"):
         raise ValueError("a cluster has only database 0")
     return service, database
 
 
 def _take_sentinel_options(query: str, kind: str) -> tuple[dict[str, str], str]:
-    """Return the options for logging in to the sentinels, and the rest of the query."""
+    """Return the login options for the sentinels, and the rest of the query."""
     pairs = parse_qsl(query, keep_blank_values=True)
     taken = {name: value for name, value in pairs if name in _SENTINEL_OPTIONS}
     if taken and kind != "sentinel":
@@ -261,14 +261,16 @@ def _check_remap(remap: Mapping[Node, Node]) -> dict[Node, Node]:
     for node in (*remap.keys(), *remap.values()):
         well_formed = isinstance(node, tuple) and len(node) == 2
         if not (well_formed and isinstance(node[0], str) and isinstance(node[1], int)):
-            raise TypeError(f"remap must map (host, port) to (host, port); {node!r} is not one.")
+            raise TypeError(
+                f"remap must map (host, port) to (host, port); {node!r} is not such a pair."
+            )
     return dict(remap)
 
 
 def _without_secrets(reason: str, url: str) -> str:
-    """Replace the reason why ``url`` was refused if that text may contain the password."""
+    """Return the reason why ``url`` was refused, or a general one if it may quote the password."""
     if "@" in url and "'" in reason:
-        return "a port is not a number, or the password has an unescaped character"
+        return "a port is not a number, or the password contains an unescaped character"
     return reason
 
 
@@ -277,9 +279,9 @@ def _remote(url: str, scheme: str, kind: str = "") -> Address:
         parts = urlsplit(url)
         options = parse_url(url)
         if scheme == "unix" and not parts.path:
-            raise ValueError("the path of the socket is missing")
+            raise ValueError("the socket path is missing")
         if scheme != "unix" and not re.fullmatch(r"/?|/[0-9]{1,5}", parts.path):
-            raise ValueError("the part after the slash must be the number of a database")
+            raise ValueError("the part after the slash must be a database number")
     except ValueError as error:
         reason = _without_secrets(str(error).rstrip("."), url)
         raise ValueError(
@@ -313,7 +315,7 @@ def _check_tls(options: dict[str, Any]) -> None:
     if "ssl_keyfile" in options and "ssl_certfile" not in options:
         raise ValueError("ssl_keyfile needs a certificate. Set ssl_certfile as well.")
     if "ssl_certfile" in options:
-        # Otherwise OpenSSL asks for the password of an encrypted key on the terminal.
+        # Without a password, OpenSSL would prompt for an encrypted key's password on the terminal.
         options.setdefault("ssl_password", "")
 
 

@@ -1,14 +1,15 @@
 """One connection to a server: sends commands, reads replies, translates errors.
 
-redis-py opens the connection: addresses, TLS, authentication. This module sets every option itself:
-the defaults of redis-py (a 5 s socket timeout, ten retries) would publish records twice and break
-blocking reads. Commands and replies then bypass redis-py (wire.py), except on a fake server, which
-has no socket. This module retries a command only if the caller uses ``retry_idle``.
+redis-py opens the connection, including TLS and authentication. This module sets every redis-py
+option itself, because the defaults (a 5 s socket timeout, ten retries) would publish records twice
+and break blocking reads. Once connected, commands and replies bypass redis-py (wire.py), except on
+a fake server, which has no socket. This module retries a command only if the caller uses
+``retry_idle`` or ``retry_redirected``.
 
-A connection belongs to one thread at a time. It connects when first used, and again after an error
-or in a forked child. On a cluster it belongs to one hash tag, and connects to the node that has the
-tag's slot. It does not follow redirects by itself, because the arguments of a script may depend on
-the server that runs it.
+A connection belongs to one thread at a time. It connects when first used, and reconnects after an
+error or in a forked child. On a cluster, it belongs to one hash tag and connects to the node that
+has the tag's slot. It does not follow redirects by itself, because a script's arguments may depend
+on the server that runs it.
 """
 
 from __future__ import annotations
@@ -56,20 +57,21 @@ _KEEPALIVE = {
     if hasattr(socket, name)
 }
 
-#: Send buffer of a unix socket in bytes, if the kernel allows it. With the default of 208 KiB, the
-#: publisher and the server wait for each other: 2.0 million records/s instead of 2.7.
+#: Size of a unix socket's send buffer in bytes, if the kernel allows it. With the default of
+#: 208 KiB, the publisher and the server wait for each other, and throughput drops from 2.7 to 2.0
+#: million records/s.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
 #: Seconds for connecting to a node that was found only just in time.
 _CONNECT_MIN_S = 0.05
 
-#: Bytes that redis-py receives at a time; only for the replies while it connects.
+#: Bytes that redis-py receives at a time. It reads only the replies to its login commands.
 _HANDSHAKE_SIZE = 4096
 
 #: Longest pause after a redirect, as a share of the timeout. A call is then tried a few times.
 PAUSE_SHARE = 0.25
 
-#: Arguments with more bytes than this are sent separately, without a copy.
+#: Arguments larger than this many bytes are sent separately, without a copy.
 _JOIN_MAX = 16_384
 
 #: Error replies that mean "not now" or "not here". The server did not run the command.
@@ -78,19 +80,19 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: Error replies that only a node of a cluster sends. MovedError is a subclass of AskError.
+#: Error replies that only cluster nodes send. MovedError is a subclass of AskError.
 _OF_CLUSTER = (redis.exceptions.AskError, redis.exceptions.ClusterCrossSlotError)
-#: Such error replies for which redis-py has no class, by their codes.
+#: Codes of further "not now" replies, for which redis-py has no exception class.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
-#: Errors after which another server probably has the keys, or soon will.
+#: Errors that suggest that another server has the keys, or soon will.
 _AWAY = (
     redis.exceptions.ClusterDownError,
     redis.exceptions.MasterDownError,
     redis.exceptions.ReadOnlyError,
 )
-#: The code of the error reply to a blocking read on a server that was demoted meanwhile.
+#: The error code that ends a blocking read when the server is demoted to a replica.
 _DEMOTED = "UNBLOCKED"
-#: Text of XADD's error reply if the ID is too low. Its code is the generic ERR.
+#: Text of XADD's error reply if the ID is too low. The reply's code is the generic ERR.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
 
@@ -109,14 +111,14 @@ class EntryIdTaken(ServerRefused):
 
 
 class Connection:
-    """One connection. ``timeout_s`` bounds connecting, sending and each reply, in seconds.
+    """One connection to a server.
 
     Args:
-        address: The address of the client.
-        timeout_s: See above.
-        topology: Finds the server to connect to. By default it is the one at ``address``.
-        tag: The hash tag of the keys that the connection is used for. None if it needs no key.
-        node: The only node to connect to, whatever ``tag`` is.
+        address: The client's address.
+        timeout_s: Maximum seconds for connecting, for sending, and for each reply.
+        topology: Finds the server to connect to. By default, this is the server at ``address``.
+        tag: The hash tag of the keys that the connection is used for, or None if there are none.
+        node: If set, the connection always connects to this node and ignores ``tag``.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Connection:
         self.topology = _SINGLE if topology is None else topology
         self.tag = tag
         self._pinned = node
-        #: The node that it is, or was last, connected to; None for a single server.
+        #: The node of the current or last connection; None for a single server.
         self.node: Node | None = node
         self._redirects = Redirects()
         self._outage = Outage()
@@ -140,7 +142,7 @@ class Connection:
         self._pause: SignalSafeEvent | None = None  # ends when interrupt() sets it
         self._search: Search | None = None  # for interrupt()
         self._connection: AbstractConnection | None = None
-        #: The connection's bytes; None if there is no connection, or the server is a fake.
+        #: Sends commands and reads replies; None if not connected, or if the server is a fake.
         self.wire: Wire | None = None
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
@@ -159,7 +161,7 @@ class Connection:
     def send_encoded(
         self, chunks: Sequence[bytes | memoryview], timeout_s: float | None = None
     ) -> None:
-        """Like ``send``, for commands that ``encode`` has encoded."""
+        """Like ``send``, but for commands that ``encode`` has already encoded."""
         connection = self.connect()
         wire = self.wire
         try:
@@ -171,7 +173,7 @@ class Connection:
             self._fail(error)
 
     def read(self, timeout_s: float | None = None) -> Any:
-        """Return the next reply; raise if it is an error."""
+        """Return the next reply; raise an exception if it is an error."""
         wire, connection = self.wire, self._connection
         if connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
@@ -195,7 +197,7 @@ class Connection:
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # such as Ctrl-C: the next caller must not read this reply
+        except BaseException:  # such as Ctrl-C; the next caller must not read this reply
             self.close()
             raise
 
@@ -206,7 +208,7 @@ class Connection:
     def pipeline_encoded(
         self, chunks: Sequence[bytes | memoryview], count: int, timeout_s: float
     ) -> list[Any]:
-        """Like ``pipeline``, for ``count`` commands that ``encode`` has encoded."""
+        """Like ``pipeline``, but for ``count`` commands that ``encode`` has already encoded."""
         try:
             self.send_encoded(chunks, timeout_s)
             return self.read_all(count, timeout_s)
@@ -262,14 +264,14 @@ class Connection:
         return (verb, body, len(keys), *keys, *args)
 
     def load(self, script: Script) -> None:
-        """Load a script into the server, in the text that this client calls by its hash."""
+        """Load a script into the server, with the guard key if the server is part of a cluster."""
         source = script.guarded.text if self.topology.guards_slots else script.source
         self.call("SCRIPT", "LOAD", source)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``work``. If the idle connection turns out to be dead, reconnect and call it again.
 
-        Use this only for commands that may run twice. Includes ``retry_redirected``.
+        Use this only for commands that may run twice. It also retries like ``retry_redirected``.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -286,11 +288,11 @@ class Connection:
         return self.retry_redirected(work, *args, **kwargs)
 
     def retry_redirected(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work`` again while a cluster moves its keys, for up to ``timeout_s`` seconds.
+        """Call ``work``. While it is redirected, call it again for up to ``timeout_s`` seconds.
 
-        ``work`` must be one command, or several that may run twice. A redirected command has no
-        effect. Its arguments must not depend on the server's history, which may be another one
-        after a redirect.
+        A redirected command had no effect. ``work`` must be a single command, or several that may
+        run twice. Their arguments must not depend on the server's history, because after a redirect
+        another server with a different history may run them.
 
         Raises:
             ConnectionFailed: The server cannot be reached, or its keys are still being moved.
@@ -316,7 +318,7 @@ class Connection:
 
     @property
     def history(self) -> str:
-        """The server's ``master_replid`` when this connection was made; '' if the server hides it.
+        """The server's ``master_replid`` when this connection was made, or '' if it is hidden.
 
         Raises:
             ConnectionFailed: The server is a replica, which accepts no writes and has its primary's
@@ -329,7 +331,7 @@ class Connection:
 
     @property
     def known_history(self) -> str | None:
-        """The same without asking the server; None if the server was not asked yet."""
+        """Like ``history``, but never asks the server. None if the server was not asked yet."""
         return self._history if self.connected else None
 
     def refresh_history(self) -> str:
@@ -360,7 +362,7 @@ class Connection:
 
     @property
     def block_max_s(self) -> float:
-        """Maximum seconds of a blocking read, so that a dead connection is noticed soon."""
+        """Maximum seconds for one blocking read. It is short, to notice a dead connection soon."""
         return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
@@ -369,10 +371,10 @@ class Connection:
 
     @property
     def readable(self) -> bool:
-        """Whether the socket has something to read. Does not block; any thread may ask.
+        """Whether the socket has data to read. Does not block; safe to call from any thread.
 
-        A server sends nothing on an idle connection, so then it means that the connection has
-        ended. With TLS it may also be a message of the protocol itself.
+        The server sends nothing on an idle connection, so an idle connection that is readable has
+        been closed. With TLS, the data may also be a protocol message.
         """
         sock = self._socket()
         if sock is None:
@@ -381,18 +383,19 @@ class Connection:
         try:
             poll.register(sock, select.POLLIN)
             found = poll.poll(0)
-        except (OSError, ValueError):  # another thread has closed it
+        except (OSError, ValueError):  # another thread has closed the socket
             return True
         return bool(found) or self._socket() is not sock
 
     def connect(self) -> AbstractConnection:
-        """Return the connection. Open one if there is none, or after a fork."""
+        """Return the redis-py connection. Connect if there is none, or after a fork."""
         if self._pid != os.getpid():
-            self._connection = self.wire = None  # not closed: the parent still uses the socket
+            # Do not close the connection: the parent still uses the socket.
+            self._connection = self.wire = None
             self._pid = os.getpid()
         if self._connection is None:
             version = self.topology.version
-            self._opening = connection = self._prepare()  # for interrupt()
+            self._opening = connection = self._prepare()  # so that interrupt() can cancel it
             try:
                 connection.connect()
             except (redis.RedisError, OSError) as error:
@@ -403,7 +406,7 @@ class Connection:
             self._connection = connection
             sock = self._socket()
             if sock is not None:
-                if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
+                if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers by itself
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
                 self.wire = Wire(sock)
             if self.topology.checks_role:
@@ -412,7 +415,7 @@ class Connection:
         return self._connection
 
     def _prepare(self) -> AbstractConnection:
-        """Return a redis-py connection to the node that the topology names, not connected yet."""
+        """Return an unconnected redis-py connection for the node that the topology names."""
         timeout_s = self.timeout_s
         if self.topology.is_movable and self._pinned is None:
             self.node, timeout_s = self._find_node()
@@ -435,15 +438,15 @@ class Connection:
 
     @property
     def target(self) -> Address:
-        """The address of the server that it is, or was last, connected to."""
+        """The address of the server of the current or last connection."""
         return self.address if self.node is None else self.address.at(self.node)
 
     def _check_role(self, version: int) -> None:
-        """Check that the server is the primary, and was not replaced while it was asked."""
+        """Check that the server is the primary, and was not replaced during the check."""
         self.refresh_history()
         if self.topology.version != version:
             self.close()
-            raise _not_now(f"The primary of {self.address} has changed.", redirected=True)
+            raise _not_now(f"The primary for {self.address} has changed.", redirected=True)
 
     def _log_in(self, connection: AbstractConnection) -> None:
         """Set up a connection whose TLS handshake has succeeded."""
@@ -453,7 +456,7 @@ class Connection:
             self._handshake_only = False  # the server has replied to AUTH, CLIENT or SELECT
 
     def close(self) -> None:
-        """Close the connection. The next use opens another. Idempotent."""
+        """Close the connection. The next use reconnects. Idempotent."""
         connection = self._connection
         self._connection = self.wire = None
         if connection is not None:
@@ -470,9 +473,9 @@ class Connection:
         self.leave_node()
 
     def leave_node(self) -> None:
-        """Like ``interrupt``, because the server was replaced: the caller may try again."""
+        """Interrupt like ``interrupt``, but allow a retry, because the server was replaced."""
         if self._pid != os.getpid():
-            return  # the socket is still the parent's
+            return  # the socket still belongs to the parent
         opening = self._opening
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
@@ -508,7 +511,7 @@ class Connection:
             del translated, error  # a reference cycle would keep all callers' frames alive
 
     def _note_failure(self, error: Exception) -> MeteorError:
-        """Translate an error, and tell the topology what it means."""
+        """Translate an error, and report it to the topology."""
         if isinstance(error, (redis.exceptions.AskError, redis.exceptions.TryAgainError)):
             return self._note_redirect(error)
         translated = translate(error, self.target)
@@ -528,15 +531,15 @@ class Connection:
             self.topology.note_moved(error.slot_id, (host, int(error.port)))
             text = f"Slot {slot} is no longer on the node at {self.target}."
             return _not_now(text, redirected=True)
-        # ASK is never followed: a script on the node that imports a slot finds only the keys that
-        # have arrived there.
+        # Never follow ASK: on the node that imports a slot, a script finds only the keys that have
+        # already arrived.
         if slot is None and self.tag is not None:
             slot = slot_of(self.tag)
         name = "A slot" if slot is None else f"Slot {slot}"
         text = f"{name} of the cluster is being moved from the node at {self.target}."
         if waited_s >= ABANDONED_S:
             text += (
-                f" The move has not ended for {waited_s:.0f} seconds. If no resharding is running, "
+                f" The move has taken {waited_s:.0f} seconds so far. If no resharding is running, "
                 "it was abandoned. Run `redis-cli --cluster fix` on a node of the cluster."
             )
         return _not_now(text, redirected=True)
@@ -555,9 +558,9 @@ class Connection:
     def _rejected(self, error: Exception) -> ConnectionFailed:
         """Return the error for a server that closed the connection right after the handshake.
 
-        In TLS 1.3 the handshake of the client ends before the server has checked the client's
-        certificate. The server's alert, "certificate required", may arrive after the client has
-        found the connection closed, so an EOF or a broken pipe can mean the same.
+        In TLS 1.3, the client completes its handshake before the server has checked the client's
+        certificate. The connection may be closed before the client reads the server's "certificate
+        required" alert. An EOF or a broken pipe can therefore mean the same as the alert.
         """
         words = mask(str(error)).strip().rstrip(".")
         message = (
@@ -565,10 +568,10 @@ class Connection:
             f"its first reply: {words}."
         )
         if "ssl_certfile" in self.address.options:
-            return ConnectionFailed(f"{message} It may not accept this client certificate.")
+            return ConnectionFailed(f"{message} The server may not accept this client certificate.")
         return ConnectionFailed(
-            f"{message} If it requires a client certificate, set ssl_certfile and ssl_keyfile "
-            "(docs/production/tls.md)."
+            f"{message} If the server requires a client certificate, set ssl_certfile and "
+            "ssl_keyfile (docs/production/tls.md)."
         )
 
 
@@ -578,7 +581,7 @@ def _socket_of(connection: AbstractConnection | None) -> socket.socket | None:
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Return all relevant options of a redis-py connection, so that no default applies."""
+    """Return all relevant options for a redis-py connection, so that no default applies."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme.startswith("redis") else {}),
@@ -596,7 +599,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
 
 
 def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
-    """Encode commands for the wire, without copying large arguments."""
+    """Encode commands in the Redis protocol, without copying large arguments."""
     chunks: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:
@@ -631,7 +634,7 @@ def parse_info(reply: bytes) -> dict[str, str]:
 def translate(error: Exception, address: Address) -> MeteorError:
     """Translate an error from redis-py into a ``MeteorError``.
 
-    No other function parses the text of an error. The first word of an error reply is its code.
+    No other function parses error texts. The first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
     code = _code(error)
@@ -646,7 +649,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
     if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
         return AccessDenied(
             f"The server at {address} denied access: {words.rstrip('.')}. "
-            "Check user, password and ACL (docs/acl.md).",
+            "Check the user, password and ACL (docs/acl.md).",
             code=code,
         )
     if isinstance(error, NotRestarted):
@@ -669,15 +672,15 @@ def translate(error: Exception, address: Address) -> MeteorError:
 
 
 def _code(error: Exception) -> str:
-    """Return the first word of an error reply. redis-py removes the codes that it knows."""
+    """Return the code of an error reply. redis-py keeps the codes that it knows out of the text."""
     return getattr(error, "status_code", None) or mask(str(error)).strip().partition(" ")[0]
 
 
 def node_of_cluster(address: Address, words: str = "", code: str = "") -> ServerRefused:
-    """Return the error for an address that names a single server, but leads to a cluster."""
+    """Return the error for a single-server address whose server is a cluster node."""
     scheme = "rediss" if address.uses_tls else "redis"
     host, port = address.options.get("host", "localhost"), address.options.get("port", 6379)
-    reply = f" (it replied: {code} {words})" if words else ""
+    reply = f" (it replied {code} {words})" if words else ""
     return ServerRefused(
         f"The server at {address} is a node of a cluster{reply}. Connect to the whole cluster: "
         f"{scheme}+cluster://{show_node((host, port))}",
@@ -692,5 +695,5 @@ def _not_now(message: str, *, redirected: bool = False) -> ConnectionFailed:
     return error
 
 
-#: The topology of every single server.
+#: The topology that all connections to single servers share.
 _SINGLE = Topology()

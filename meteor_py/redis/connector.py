@@ -1,4 +1,4 @@
-"""Access to a server or a cluster: its address, its connections, and commands on shared ones."""
+"""A client's access to its server or cluster: the address, and the shared connections."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Keys that SCAN looks at in one call.
+#: COUNT argument of SCAN: the number of keys that the server examines per call.
 _SCANNED = 1000
-#: Maximum number of keys in a slot that are listed in one call.
+#: Maximum number of keys to list with one GETKEYSINSLOT command.
 _SLOT_KEYS = 100_000
 #: Seconds for an attempt that begins shortly before the deadline.
 _ATTEMPT_MIN_S = 0.05
@@ -42,11 +42,13 @@ _ATTEMPT_MIN_S = 0.05
 class Connector:
     """A client's access to its server or cluster. Thread-safe, and usable after a fork.
 
-    Threads take turns on the connection of ``call``, ``pipeline``, ``run`` and ``use``. These may
-    send commands twice: an idle connection may have died unnoticed, so they retry once on a new
-    one. On a cluster, and with sentinels, they retry for ``timeout_s`` seconds, because keys move
-    to other servers. There, threads do not take turns: a node that does not reply must not delay
-    calls for others. Code that must not repeat a command must open its own connection.
+    ``call``, ``pipeline``, ``run`` and ``use`` may send a command more than once. An idle
+    connection may have died unnoticed, so they retry once on a new one. On a cluster, and with
+    sentinels, they retry for up to ``timeout_s`` seconds, because keys can move to other servers.
+    Code that must not repeat a command must open its own connection.
+
+    Threads take turns on one connection to a single server. On a cluster they do not, because a
+    node that does not reply must not delay calls for other nodes.
 
     The *tag* of a command is the hash tag of its keys: the name of the stream or peer group.
     """
@@ -80,7 +82,7 @@ class Connector:
 
     @property
     def redis(self) -> redis.Redis:
-        """See ``Client.redis``. Closing the connector closes it, too."""
+        """See ``Client.redis``. Closing the connector also closes this client."""
         address = self.resolve()  # raises if closed
         if self._redis is None:
             # Without the lock: redis-py may wait for nodes that do not reply.
@@ -99,7 +101,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
     def warn_of_hidden_history(self, tag: str) -> None:
-        """Warn if the server that holds these keys could lose records without being detected."""
+        """Warn if the server that holds these keys could lose records undetected."""
         try:
             self.use(warn_of_hidden_history, tag)
         except ConnectionFailed:
@@ -126,9 +128,9 @@ class Connector:
         return self.use(lambda connection: connection.run(script, script_keys, args), tag)
 
     def use(self, work: Callable[[Connection], _T], tag: str | None) -> _T:
-        """Call ``work`` with the shared connection to the keys of a tag, possibly several times.
+        """Call ``work`` with the shared connection to the server that holds the keys of a tag.
 
-        ``work`` must not use the connector.
+        ``work`` may be called several times. It must not use the connector.
         """
         if not self._topology.is_movable:
             reply: _T = self._single_connection().use(self._use_checked, work)
@@ -151,7 +153,7 @@ class Connector:
             unreachable: Returns the result for a primary that cannot be reached.
 
         Raises:
-            ConnectionFailed: A primary cannot be reached, and there is no ``unreachable``.
+            ConnectionFailed: A primary cannot be reached, and ``unreachable`` is None.
         """
         if not self._topology.is_movable:
             return [self.use(work, None)]
@@ -181,19 +183,19 @@ class Connector:
         return self._topology.guards_slots
 
     def is_same_server(self, tag: str, other: str) -> bool:
-        """Return whether the keys of two tags are on the same server, as far as is known."""
+        """Return whether two tags' keys are on the same server, as far as the client knows."""
         search = Search(self.timeout_s)
         return self._topology.locate(tag, search) == self._topology.locate(other, search)
 
     def find_keys(self, prefix: str) -> set[bytes]:
-        """Return all keys that start with ``prefix``, which contains their hash tag."""
+        """Return all keys that start with ``prefix``. The prefix must include the hash tag."""
         tag = tag_of([prefix])
         if not self._topology.guards_slots or tag is None:
             return _scan(self.call, prefix)
         return self.use(partial(_list_slot, slot=slot_of(tag), prefix=prefix), tag)
 
     def resolve(self) -> Address:
-        """Return the address to connect to. If it is an embedded server, start the server."""
+        """Return the address to connect to. Starts an embedded server if the address names one."""
         with self._exclusive():
             self._check_open()
             if self._resolved is None:
@@ -213,7 +215,7 @@ class Connector:
             if resource is not None:
                 resource.close()
 
-    # -- small parts ---------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     def _again(self, work: Callable[[Search], _T]) -> _T:
         """Call ``work`` until it succeeds, for up to ``timeout_s`` seconds."""
@@ -238,16 +240,16 @@ class Connector:
     ) -> _T:
         """Call ``work`` once, with a connection to a node."""
         connection = self._take(node, search)
-        connection.tag = tag  # for the text of errors
+        connection.tag = tag  # for error messages
         try:
             return work(connection)
         finally:
             self._nodes.put_back(node, connection)
 
     def _scatter(self, commands: Sequence[Sequence[Argument]], search: Search) -> list[Any]:
-        """Send each command to the node that has its keys; return the replies in order.
+        """Send each command to the node that holds its keys; return the replies in order.
 
-        Commands without a key, such as MULTI, are allowed if all others have the same tag.
+        Commands without a key, such as MULTI, are allowed if all other commands have the same tag.
         """
         tags = [tag_of(command) for command in commands]
         first = next((tag for tag in tags if tag is not None), None)
@@ -315,7 +317,7 @@ class Connector:
     def _use_checked(
         self, connection: Connection, work: Callable[..., _T], args: Sequence[Any] = ()
     ) -> _T:
-        if self._closed:  # another thread may have closed the client meanwhile
+        if self._closed:  # another thread may have closed the client in the meantime
             self._check_open()
         if connection.node not in self._checked:
             check_server(connection)
@@ -340,14 +342,14 @@ class Connector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise MeteorError(f"The client of {self.address} is closed. Connect again.")
+            raise MeteorError(f"The client for {self.address} is closed. Connect again.")
 
     def _exclusive(self) -> threading.RLock:
-        """Return the lock. In a forked child, replace it: its holder may not exist there."""
+        """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
-            self._single = None  # a thread of the parent may have been in the middle of a call
+            self._single = None  # at the fork, another thread may have been in a call
         return self._lock
 
 
@@ -370,10 +372,10 @@ def _scan(call: Callable[..., Any], prefix: str) -> set[bytes]:
 
 
 def _list_slot(connection: Connection, slot: int, prefix: str) -> set[bytes]:
-    """Return the keys of a slot, all of which must be on the node of the connection.
+    """Return the keys in a slot that start with ``prefix``.
 
-    While a slot moves, a node has only some of its keys. The last command is then redirected, and
-    the caller repeats everything.
+    While a slot moves, each node holds only some of its keys. The server then redirects the EXISTS
+    command at the end, and the caller repeats everything.
     """
     count = int(connection.call("CLUSTER", "COUNTKEYSINSLOT", slot))
     if count > _SLOT_KEYS:  # SCAN takes longer, but does not block the server

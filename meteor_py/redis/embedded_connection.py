@@ -1,4 +1,4 @@
-"""A redis-py connection to an embedded server. Connecting restarts a server that has ended."""
+"""A redis-py connection to an embedded server. Connecting restarts a stopped server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NotRestarted(redis.ConnectionError):
-    """The embedded server has ended, and a restart did not succeed in time."""
+    """The embedded server has stopped, and could not be restarted in time."""
 
 
 class EmbeddedConnection(UnixDomainSocketConnection):
@@ -28,7 +28,7 @@ class EmbeddedConnection(UnixDomainSocketConnection):
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Make a ``connect`` in another thread fail."""
+        """Make a ``connect()`` call in another thread fail."""
         self._cancelled = True
 
     def _connect(self) -> socket:

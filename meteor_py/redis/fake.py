@@ -1,4 +1,4 @@
-"""``fake://``: fakeredis inside the process. No server, no persistence, no replicas; for tests."""
+"""``fake://``: fakeredis inside the process, for tests. It has no persistence and no replicas."""
 
 from __future__ import annotations
 

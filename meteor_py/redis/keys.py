@@ -1,8 +1,8 @@
 """Every key in Redis and its contents. This docstring is the data model.
 
-All keys of a stream ``s`` share the hash tag ``{s}``, and those of a peer group ``g`` the tag
-``{g}``. They are in one slot of a cluster, so a script may touch several of them. Each entry names
-the type of the key and the scripts of ``redis/lua`` that write and delete it. Scripts without a
+All keys of a stream ``s`` share the hash tag ``{s}``, and all keys of a peer group ``g`` share the
+tag ``{g}``. On a cluster they are in one slot, so a script can access several of them. Each entry
+gives the key's type and the scripts in ``redis/lua`` that write and delete it. Scripts without a
 slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 **Streams**
@@ -15,50 +15,51 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:meta`` (hash): ``version`` of this layout; ``incarnation``, a random id of the stream
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
-    ``capacity``; ``unindexed`` if the stream got its ordering key later, so that the index may lack
-    records of the ring. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``,
-    one of which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store:
-    ``archived``: the store holds all records below it; ``expired``: all records below it were
-    deleted from the store; the setting ``max_unarchived``; ``flush``: the archiver should archive
-    up to this offset without waiting for more records. Also copies of ``settings``, for releases
-    before 0.3. Written by ``create_stream``, ``resume_stream``, ``configure_stream``,
+    ``capacity``; ``unindexed`` if the stream got its ordering key after its creation, so that the
+    index may lack records that are in the ring. Only with a limit on age or bytes: ``keep``, both
+    limits as ``ms:bytes``, one of which may be empty; ``bytes`` and ``marks`` (see
+    log/_append.lua). Only with a store: ``archived``, the offset below which the store has all
+    records; ``expired``, the offset below which records were deleted from the store; the setting
+    ``max_unarchived``; ``flush``, the offset up to which the archiver should archive without
+    waiting for more records. Also copies of ``settings``, for releases before 0.3. Written by
+    ``create_stream``, ``resume_stream``, ``configure_stream``,
     ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
     ``expire_history``, ``request_flush``.
-``meteor:{s}:settings`` (hash): Settings that readers and archivers act on, so that only an
-    administrator may change them. No script needs them. ``incarnation`` of the stream;
-    ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with
-    a store: its id ``store`` (``store_before``: its id until the stream was resumed), its address
-    ``store_uri``, ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``,
-    ``resume_stream``, ``configure_stream``, and ``convert_settings`` for a stream of an older
-    release.
-``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
-    0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
+``meteor:{s}:settings`` (hash): Settings that readers and archivers rely on, but that scripts do not
+    need. They are in a separate key so that an ACL can allow only administrators to change them.
+    ``incarnation`` of the stream; ``compression``, ``checksum``, ``codec``, and ``group_by`` if the
+    stream has an ordering key. Only with a store: its id ``store`` (``store_before``: its id until
+    the stream was resumed), its address ``store_uri``, ``retain`` (ms) and ``retain_bytes``.
+    Written by ``create_stream``, ``resume_stream``, ``configure_stream``, and by
+    ``convert_settings`` for a stream from an older release.
+``meteor:{s}:producer:<id>`` (hash): One publisher: its ``epoch``, its ``last`` sequence number, and
+    in the fields 0 to 7 its last eight batches as ``sequence:first offset:n:fingerprint``.
     Written by ``publish``; expires a day after the last batch.
-``meteor:{s}:index`` (stream): Only with an ordering key. For each 64 records of a frame, an entry
-    with their ordering keys and no payload (see records/ordering_index.py). Written and trimmed
+``meteor:{s}:index`` (stream): Only with an ordering key. One entry for every 64 records of a frame,
+    with their ordering keys but no payload (see records/ordering_index.py). Written and trimmed
     with the log, by ``publish``, ``move_staged``, ``configure_stream``, ``apply_limits`` and
     ``advance_archived``.
 ``meteor:{s}:repair:<id>`` (stream): An unfinished copy of the log or the index. Written by
-    ``repair_log``, which finally renames it; expires after an hour.
+    ``repair_log``, which renames it when it is complete. Expires after an hour.
 ``meteor:streams`` (set): The names of all streams, in a slot of its own. Written before
-    ``create_stream`` and after ``delete_stream``. So it may have names without ``meta``, which
-    listing removes.
+    ``create_stream`` and after ``delete_stream``. It may therefore include names that have no
+    ``meta``. Listing the streams removes such names.
 
 **Groups**
 
-``meteor:{s}:group:<g>`` (hash): One group: ``incarnation`` of the stream it belongs to; ``start``,
-    its first position; ``confirmed``, the next offset to process, after the first confirm;
-    ``term``, ``nonce`` and ``owner`` of the last lease (``owner`` is empty after a release,
-    ``nonce`` too unless its member may reclaim it); ``floating`` and ``ended``, see
-    ``acquire_lease``; ``sought``, the last request of ``seek_group``. Written by ``open_group``,
+``meteor:{s}:group:<g>`` (hash): One group: ``incarnation`` of its stream; ``start``, its first
+    position; ``confirmed``, the next offset to process, which is set by the first confirm;
+    ``term``, ``nonce`` and ``owner`` of the last lease (a release clears ``owner``, and also
+    ``nonce`` unless the member may reclaim the lease); ``floating`` and ``ended``, see
+    ``acquire_lease``; ``sought``, the last ``seek_group`` request. Written by ``open_group``,
     ``acquire_lease``, ``renew_lease``, ``release_lease``, ``confirm_offset``, ``seek_group``;
     restored by ``resume_stream``; deleted by ``delete_group``. The archivers of a stream form a
     group with the reserved name ``.archiver``.
-``meteor:{s}:lease:<g>`` (string): Exists while a member holds the lease: its name, the term, and
-    the number of renewals. Set by ``acquire_lease`` and ``renew_lease``; expires, or is deleted by
-    ``release_lease``, ``seek_group``, ``delete_group``.
+``meteor:{s}:lease:<g>`` (string): Exists while a member holds the lease. Contains the member's
+    name, the term, and the number of renewals. Set by ``acquire_lease`` and ``renew_lease``;
+    expires, or is deleted by ``release_lease``, ``seek_group``, ``delete_group``.
 ``meteor:{s}:groups`` (set): The names of the groups. Written with ``group:<g>``.
-``meteor:{s}:events`` (stream): The last thousand or so changes of groups; ``event`` is assigned,
+``meteor:{s}:events`` (stream): About the last thousand group changes; ``event`` is assigned,
     released, sought or deleted. Wakes members that wait for a lease. Written and trimmed by the
     scripts that make the changes.
 
@@ -69,18 +70,18 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     entry if the stream has an index (see records/ordering_index.py). Written by a worker; emptied
     by ``move_staged``, deleted by ``discard_stages``; otherwise expires after six hours, or a week
     if it is part of a plan.
-``meteor:{s}:stage:/<writer>`` (hash): The stages of a writer that may still exist: the id of each,
-    and the ``version:run`` for which it was written. The commit and the next run of the writer find
-    here the stages that a dead process left behind. Written with a stage; ``discard_stages``
-    removes fields; expires with the last stage.
+``meteor:{s}:stage:/<writer>`` (hash): The stages of a writer that may still exist: the id of each
+    stage, and the ``version:run`` for which it was written. A commit, or the writer's next run,
+    uses this to find the stages that a dead process left behind. Written with each stage;
+    ``discard_stages`` removes fields; expires with the last stage.
 ``meteor:{s}:plan:<writer>`` (list): The stages of the version that is being moved into the log, as
     ``id:frames``. Written by ``plan_commit``, deleted by ``move_staged``; otherwise expires with
     its stages.
-``meteor:{s}:fences`` (hash): For each writer, its last version, how many of the version's frames
-    are in the log, its total frames, and its records. Written by ``plan_commit`` and
+``meteor:{s}:fences`` (hash): For each writer, its last version, and for that version the number of
+    frames in the log, of all frames, and of records. Written by ``plan_commit`` and
     ``move_staged``, restored by ``resume_stream``. A fence is kept until its writer is known not to
     return, so that nothing is written twice.
-``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by the time (ms). Written by
+``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by expiry time (ms). Written by
     ``expire_fences``, which also deletes expired fences.
 
 **Shared groups**
@@ -99,39 +100,41 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     state of a release before 0.3: ``converting``, ``converted``, ``returning``.
 ``...:state`` (string): A notice for releases before 0.3, which expect a hash here and so refuse the
     group without changing it. Written by ``shared/open`` and ``shared/convert``.
-``...:members`` (hash): Consumers by their ids, packed: the last step and what it reported, the end
-    of the lease, records held, batches of that step, a key kept for a last try, the name. Added by
-    ``shared/join``; removed when they leave, or ten leases after they died.
-``...:keys`` (hash): Key entries: the owner, how many records it holds, and the line of waiting
-    offsets, and more for keys that are stopped, suspected, or have many waiting records (see
-    lua/shared/_keys.lua). An entry is removed with the last record. Also ``shared/purge``,
-    ``shared/resume``.
+``...:members`` (hash): For each consumer id, a packed value: the last step and its result, the end
+    of the lease, the number of records held, the batches of that step, a key reserved for a last
+    try, and the name. Added by ``shared/join``; removed when the consumer leaves, or ten leases
+    after it died.
+``...:keys`` (hash): An entry for each key: the owner, the number of records that the owner holds,
+    and the line of waiting offsets. Keys that are stopped, suspected, or have many waiting records
+    have further fields (see lua/shared/_keys.lua). An entry is removed with the key's last record.
+    Also written by ``shared/purge``, ``shared/resume``.
 ``...:waiting`` (hash): Further waiting offsets of keys that have more than 128: a line for each
-    ``<key>:<number>``. Also ``shared/purge``.
-``...:batches:<consumer>`` (hash): The records that a consumer holds: for each number of a delivery
-    batch, up to 32 offsets and their keys. Removed when they are settled or taken back.
-``...:more:<consumer>`` (list): Keys of which a consumer may claim more records. Also
+    ``<key>:<number>``. Also written by ``shared/purge``.
+``...:batches:<consumer>`` (hash): The records that a consumer holds: for each delivery batch
+    number, up to 32 offsets and their keys. Removed when the records are settled or taken back.
+``...:more:<consumer>`` (list): Keys from which a consumer may claim more records. Also written by
     ``shared/resume``. Deleted when the consumer leaves or dies.
-``...:wake:<consumer>`` (stream): At most one entry, which wakes the consumer. Also
+``...:wake:<consumer>`` (stream): At most one entry, which wakes the consumer. Also written by
     ``shared/purge``, ``shared/resume``. Deleted when the consumer leaves or dies.
-``...:ready`` (zset): Keys that are free and have waiting records, by the offset of the first. Also
+``...:ready`` (zset): Free keys with waiting records, by the first waiting offset. Also written by
     ``shared/purge``, ``shared/resume``.
-``...:blocked`` (zset): The same for keys that are delayed or parked, or whose waiting records are
-    older than those that are held.
+``...:blocked`` (zset): Delayed keys, parked keys, and keys whose waiting records are older than
+    their held records, by the first waiting offset.
 ``...:unsettled`` (zset): ``<consumer>:<batch>`` and ``letter:<offset>`` by the lowest unsettled
-    offset. The lowest score in this and the last two is the confirmed offset.
-``...:delayed`` (zset): Delayed keys, by the time (ms of the group's clock) at which the delay ends.
-``...:leases`` (zset): Consumers, by the time (ms of the group's tick) at which they count as dead,
-    or at which a dead one is forgotten. Added by ``shared/join``.
-``...:idle`` (zset): Consumers that wait to be woken, by the time since when.
-``...:purges`` (zset): Keys whose records below an offset are purged when they are scanned. Written
-    by ``shared/purge``; ``shared/step`` removes a key when it has scanned so far.
-``...:failures`` (hash): Offsets of open records that have failed, with the number of failures. A
+    offset. The lowest score in ``ready``, ``blocked`` and ``unsettled`` is the confirmed offset.
+``...:delayed`` (zset): Delayed keys, by the end of the delay (ms on the group's clock).
+``...:leases`` (zset): Live consumers by the time at which they count as dead, and dead consumers by
+    the time at which they are forgotten (ms of the group's tick). Added by ``shared/join``.
+``...:idle`` (zset): Consumers that wait to be woken, by the start of their wait.
+``...:purges`` (zset): For each purged key, the offset below which its records are dropped when they
+    are scanned. Written by ``shared/purge``; ``shared/step`` removes a key once it has scanned up
+    to that offset.
+``...:failures`` (hash): Offsets of open records that have failed, with their failure counts. A
     field is removed when its record is settled.
 ``...:letters`` (hash): Offsets of abandoned records that are not yet published as dead letters:
     ``failures:bytes of key:``, then key and reason.
-``...:dying`` (zset): The same offsets, by the time (ms of the group's clock) from which any
-    consumer may publish the letter.
+``...:dying`` (zset): The same offsets, by the time (ms on the group's clock) from which any
+    consumer may publish the dead letter.
 
 **Peer groups**
 
@@ -143,36 +146,37 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``...:config`` (hash): Settings (peers/config.py). Written by ``peers/open``.
 ``...:state`` (hash): ``life``, a random id of this incarnation; ``view``, the number of the last
     event, and ``mark``, which event of that number it was; ``term``, ``leader`` and its
-    ``session``; ``joins``, how many members have joined; ``last``, when a script ran last (ms);
-    ``due``, before which nothing is due (ms); ``graces``, how often all members got more time;
-    ``moves``, which numbers messages for any member; ``stranded``, whether dead members have some
-    of them.
+    ``session``; ``joins``, the number of joins so far; ``last``, the time of the last script call
+    (ms); ``due``, the time before which no work is due (ms); ``graces``, the number of times that
+    all members got more time; ``moves``, a counter that numbers messages for any member;
+    ``stranded``, whether dead members have such messages.
 ``...:members`` (hash): For each member ``index:session:persistent:alive:priority:joined:metadata``.
 ``...:deadlines`` (zset): Live members, by the time (ms) at which they count as dead.
 ``...:graced`` (zset): Live members that got more time and have sent no heartbeat since, by
     the time (ms) at which they got it.
-``...:expirations`` (zset): Named members that are dead, by the time (ms) at which they are removed.
+``...:expirations`` (zset): Dead named members, by the time (ms) at which they are to be removed.
 ``...:candidates`` (zset): Members that can be elected, in the order of election.
-``...:leaving`` (zset): Members that finish their work and get nothing new, by the time (ms) at
-    which they began to leave.
-``...:removed`` (zset): Members that were removed, by the time (ms) of the removal: the last
-    thousand. Expires a day after the last one.
-``...:events`` (stream): The last ten thousand events or so, with the ID ``<view>-0``.
+``...:leaving`` (zset): Members that are finishing their work and get no new messages, by the time
+    (ms) at which they began to leave.
+``...:removed`` (zset): The last thousand removed members, by the time (ms) of their removal.
+    Expires a day after the last removal.
+``...:events`` (stream): About the last ten thousand events, with the ID ``<view>-0``.
 ``...:guarded`` (hash): Values that leaders wrote with ``term.guard``.
 ``...:properties`` (hash): The properties of the group, as JSON.
-``...:handlers`` (hash): For each live member its session and, after a space each, the queues that
-    it handles; only the session while it has declared none.
+``...:handlers`` (hash): For each live member, its session and the queues that it handles, separated
+    by spaces. Only the session if the member has not declared any queues.
 ``...:inbox:<member>`` (stream): Unsettled messages to a member. Removed with the member.
-``...:movable:<member>`` (zset): Places in its inbox of messages for any member, in order.
+``...:movable:<member>`` (zset): The places in the member's inbox of messages for any member, in
+    order.
 ``...:awaited:<member>`` (zset): ``place id`` of messages whose sender waits for a reply, by the end
     of the wait (ms).
-``...:shared:<member>`` (zset): Messages in its inbox whose body is in ``body:<id>``.
-``...:begun:<member>`` (hash): For a place in its inbox ``count token``: how often this member got
-    the message again, and the token of the last time.
-``...:body:<id>`` (hash): A long ``body`` for several receivers, and ``holders``, how many of them
-    have not settled the message. Removed with the last one.
-``...:orphans`` (zset): Members that are dead, or ``~<mark>~<member>`` for a removed one, whose
-    messages are handed over, by the time (ms) at which that began.
+``...:shared:<member>`` (zset): Messages in the member's inbox whose body is in ``body:<id>``.
+``...:begun:<member>`` (hash): For a place in the member's inbox, ``count token``: the number of
+    times that this member got the message again, and the token of the last time.
+``...:body:<id>`` (hash): A long ``body`` for several receivers, and ``holders``, the number of
+    receivers that have not settled the message. Removed when the last one has settled it.
+``...:orphans`` (zset): Dead members, and ``~<mark>~<member>`` for removed ones, whose messages are
+    being handed over, by the time (ms) at which that began.
 ``...:message:<id>`` (hash): The receivers of a message that a sender waits for, and their replies.
     Expires a minute after the sender stopped waiting for it.
 ``...:sender:<session>`` (string): The number of the last call with which a handle stored messages,
@@ -181,12 +185,14 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``...:dead`` (stream): Messages that no member could take.
 ``...:polls`` (zset): Open votes, by their end (ms).
 ``...:limits`` (zset): Open votes on an action, by the latest end (ms).
-``...:pending`` (hash): Actions that are decided or being voted on, by their names: ``poll:when``;
-    ``...:agenda``, a zset, has the names by that time. Dropped an hour after it.
-``...:poll:<id>`` (hash): One vote; ``...:votes:<id>``, a hash, has the vote of each member. Both
-    expire an hour after the vote is decided and done.
+``...:pending`` (hash): ``poll:when`` for the name of each action that was decided or is being voted
+    on. ``...:agenda`` (zset) has the names by that time. An entry is dropped an hour after its
+    time.
+``...:poll:<id>`` (hash): One vote. ``...:votes:<id>`` (hash) has the vote of each member. Both
+    expire an hour after the vote was decided and its action was due.
 
-``delete_stream`` deletes every key of its stream, found by the prefix of :func:`everything`.
+``delete_stream`` deletes every key of its stream, which it finds by the prefix from
+:func:`everything`.
 """
 
 from __future__ import annotations
@@ -197,14 +203,14 @@ import re
 STREAMS = "meteor:streams"
 #: The set of the names of all peer groups.
 PEERS = "meteor:groups"
-#: The group of the archivers of a stream. It has a lease, but is not listed.
+#: The group that a stream's archivers form. It has a lease, but is not listed.
 ARCHIVERS = ".archiver"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: str, what: str = "stream") -> str:
-    """Return ``name`` if it may be used in keys and paths, else raise ``ValueError``."""
+    """Return ``name`` if it can be used in keys and paths; otherwise raise ``ValueError``."""
     if not isinstance(name, str):
         raise TypeError(f"The name of a {what} must be a str, not {type(name).__name__}.")
     if not _NAME.fullmatch(name):
@@ -284,12 +290,12 @@ def shared(stream: str, group: str, part: str) -> str:
 
 
 def peers(name: str, part: str = "") -> str:
-    """Return a key of a peer group; without a part, the prefix of all its keys."""
+    """Return a peer group's key. Without a part, return the prefix of all its keys."""
     return f"meteor:group:{{{name}}}:{part}"
 
 
 def everything(stream: str) -> str:
-    """Return the prefix of all keys of a stream."""
+    """Return the prefix of all of a stream's keys."""
     return f"meteor:{{{stream}}}:"
 
 

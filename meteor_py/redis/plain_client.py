@@ -1,4 +1,4 @@
-"""Plain redis-py clients, for applications that use the server for other commands."""
+"""Plain redis-py clients, for applications that also use the server for other purposes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def open_plain(address: Address, timeout_s: float, topology: Topology) -> redis.Redis:
-    """Return a redis-py client that never retries. On a cluster it is a ``redis.RedisCluster``."""
+    """Return a redis-py client that never retries. For a cluster, return a ``RedisCluster``."""
     options = {**address.options, **connection_options(address, timeout_s)}
     options["socket_read_size"] = READ_SIZE
     if address.uses_tls:
@@ -49,7 +49,7 @@ def _open_cluster(address: Address, options: dict[str, Any]) -> redis.RedisClust
 
 
 def _following(base: Any, address: Address, topology: Topology) -> Any:
-    """Return a connection class that connects to the primary that the sentinels currently name.
+    """Return a connection class that always connects to the primary that the sentinels name.
 
     When the primary is replaced, the topology shuts down the sockets of these connections. The pool
     then opens other ones, and a command under way raises ``redis.ConnectionError``.
@@ -83,14 +83,14 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
 
 
 def _take_tickets(connection: AbstractConnection) -> None:
-    """Prepare a TLS connection of a redis-py pool.
+    """Prepare a TLS connection for a redis-py pool.
 
-    A TLS 1.3 server first sends session tickets. The pool would mistake these unread bytes for the
-    reply to an earlier command, and reject the connection.
+    After the handshake, a TLS 1.3 server sends session tickets. If they stay unread, the pool
+    mistakes them for the reply to an earlier command and rejects the connection.
     """
     connection.on_connect()
     connection.send_command("PING", check_health=False)
     try:
         connection.read_response()
-    except ResponseError:  # this user may not use PING, but the tickets were read
+    except ResponseError:  # the user is not allowed to send PING, but the tickets were read
         pass

@@ -48,7 +48,7 @@ def stream_gone(
     """
     if data_lost:
         return LogTruncated(
-            f"The private server ended and was restarted without its data, so the records of "
+            f"The private server stopped and was restarted without its data, so the records of "
             f"stream {stream!r} are gone. Open the stream again to create it. If its records must "
             "survive a restart, use a server that keeps its data (embedded:///directory).",
             stream=stream,
@@ -61,7 +61,7 @@ def stream_gone(
             stream=stream,
         )
     return LogTruncated(
-        f"Stream {stream!r} was deleted and recreated since it was opened. Open it again.",
+        f"Stream {stream!r} has been deleted and recreated since it was opened. Open it again.",
         stream=stream,
         first=0,
         last=last,
@@ -210,7 +210,7 @@ def records_rewound(stream: str, group: str, offsets: Sequence[int]) -> Rewound:
     return Rewound(
         f"This consumer in shared group {group!r} of stream {stream!r} has returned "
         f"{_shown(offsets)} together with an earlier record that has the same ordering key. The "
-        "group delivers them again, in order: skip them here.",
+        "group will deliver them again, in order. Skip them here.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -222,8 +222,8 @@ def records_timed_out(
 ) -> AckTimeout:
     return AckTimeout(
         f"This consumer in shared group {group!r} of stream {stream!r} did not settle "
-        f"{_shown(offsets)} within {seconds:g} seconds ({setting}). The group delivers them again. "
-        "Settle records sooner, or call record.extend() in time.",
+        f"{_shown(offsets)} within {seconds:g} seconds ({setting}). The group will deliver them "
+        "again. Settle records sooner, or call record.extend() in time.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -255,7 +255,7 @@ def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
 def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
     return LeaseLost(
         f"The server for stream {stream!r} failed over and may have lost dead letters from group "
-        f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
+        f"{group!r} that it had acknowledged. The group will read its records from {first} again.",
         stream=stream,
         group=group,
     )
@@ -282,7 +282,8 @@ def group_not_found(stream: str, group: str) -> GroupNotFound:
 def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
     return GroupConfigMismatch(
         f"Group {group!r} of stream {stream!r} is a shared group: its consumers settle records one "
-        "by one. It cannot be moved, or read by one member at a time. Choose another name.",
+        "by one. A shared group cannot be moved, or read by one member at a time. Choose another "
+        "name.",
         stream=stream,
         group=group,
     )

@@ -1,22 +1,23 @@
-"""The Lua scripts: constant package data, called by hash.
+"""The Lua scripts. They are constant package data, and clients call them by hash.
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
-header states the purpose, keys, arguments, replies, and why it must be atomic. Libraries, whose
-names start with ``_``, are inserted before the scripts that use them. A script replies with a list
-whose first item is a fixed code, never with an error. So an error reply means that the server did
-not run the script, or stopped it.
+header states its purpose, keys, arguments and replies, and why it must be atomic. Libraries, whose
+names start with ``_``, are inserted before the scripts that use them. A script never replies with
+an error, but with a list whose first item is a fixed code. An error reply therefore means that the
+server did not run the script, or stopped it.
 
-``shared/step`` is far longer than the others. Settling, claiming and scanning the index change the
-same ordering keys and must appear as one change to every client. As separate scripts, each would
-read and write that state again, and a consumer would pay for three round trips. Work that can be
-done in portions, such as taking back the records of a dead consumer, is in ``shared/maintain``.
+``shared/step`` is far longer than the others. It settles records, claims records and scans the
+index. All three change the same ordering keys, and every client must see them as one change. As
+separate scripts, each would read and write that state again, and a consumer would need three round
+trips. Work that can be split, such as taking back a dead consumer's records, is in
+``shared/maintain``.
 
 **The guard key.** While a cluster moves a slot, some of its keys are on one node and some on
-another. A node checks this for each ``redis.call`` of a script, and would stop the script in the
-middle, after its first writes. On a cluster every script therefore declares one more key, which
-never exists. The server refuses a command if one of its declared keys is missing in a moving slot,
-so it refuses the script before it starts. In a stable slot the key changes nothing: the first
-statement of the guarded text drops it, because scripts count their keys.
+another. A node checks the keys of each ``redis.call`` separately, so it could stop a script in the
+middle, after its first writes. On a cluster, every script therefore declares one more key, which
+never exists. If a slot is moving, a node refuses any command with a declared key that it does not
+have. It thus refuses the script before the script starts. In a stable slot, the key has no effect.
+The guarded text drops it in its first statement, because scripts count their keys.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _DROP_GUARD = b"KEYS[#KEYS] = nil "
 
 
 class GuardedText(NamedTuple):
-    """The text of a script that is called with a guard key, and the hash of this text."""
+    """The text of a script that expects a guard key, and the hash of this text."""
 
     source: bytes
     text: bytes
@@ -37,7 +38,7 @@ class GuardedText(NamedTuple):
 
     @classmethod
     def of(cls, source: bytes) -> GuardedText:
-        """Drop the guard key on the line of the first statement, so that line numbers stay."""
+        """Add the statement that drops the guard key, without changing any line number."""
         flags, newline, body = source.partition(b"\n")
         start = flags + newline if flags.startswith(b"#!") else b""
         text = start + _DROP_GUARD + (body if start else source)
@@ -50,12 +51,12 @@ class Script:
     def __init__(self, name: str, *libraries: str) -> None:
         self.name = name
         self.source = _read(name)
-        if libraries:  # after the first line, which may hold flags
+        if libraries:  # insert them after the first line, which may hold flags
             first, body = self.source.split(b"\n", 1)
             self.source = b"\n".join((first, *map(_read, libraries), body))
         self.sha = _sha(self.source)
         self._guarded = GuardedText.of(self.source)
-        #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
+        #: Whether EVALSHA_RO can run the script, on replicas and for users with read-only access.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
         # fakeredis would parse the '#!lua' line as Lua, and lacks two of the server's libraries.
         self.plain_source = (
@@ -66,8 +67,8 @@ class Script:
 
     @property
     def guarded(self) -> GuardedText:
-        """The text for clusters, which first drops the guard key, and its hash."""
-        if self._guarded.source is not self.source:  # tests change the text
+        """The text for clusters, which starts by dropping the guard key, and its hash."""
+        if self._guarded.source is not self.source:  # tests replace ``source``
             self._guarded = GuardedText.of(self.source)
         return self._guarded
 
@@ -154,5 +155,5 @@ PEERS_SETTLE = Script("peers/settle", _PEER_MESSAGES)
 PEERS_UPDATE_MEMBER = Script("peers/update_member", *_PEER_STATE)
 PEERS_VOTE = Script("peers/vote", *_PEER_STATE)
 
-#: Every script. An administrator can load them for users that may only run EVALSHA.
+#: All scripts. An administrator can load them for users that are allowed to run only EVALSHA.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

@@ -1,9 +1,9 @@
-"""The topology of a primary that sentinels watch and replace.
+"""The topology of a primary that sentinels monitor and replace.
 
-After a failover, the former primary can accept writes for seconds, until the sentinels reach it. A
-client that asks the sentinels only after an error would lose everything that it publishes there. A
-thread therefore listens to all sentinels for ``+switch-master``, and makes every connection of the
-client leave the former primary at once.
+After a failover, the former primary can accept writes for several seconds, until the sentinels
+reach it. A client that asked the sentinels only after an error would lose everything it published
+in that time. A thread therefore subscribes to ``+switch-master`` on all sentinels, and makes every
+connection of the client leave the former primary at once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from meteor_py.runtime.threads import JoinableThread
 _log = logging.getLogger(__name__)
 
 _CHANNEL = "+switch-master"
-#: Seconds to wait for one sentinel before the next one is asked.
+#: Seconds to wait for one sentinel's reply before asking the next sentinel.
 _ASK_S = 1.0
-#: Seconds for which a sentinel that did not reply is not asked, if another one replies.
+#: Do not ask a sentinel that failed to reply again for this many seconds if another one replies.
 _AVOID_S = 5.0
-#: Seconds between attempts of the watcher to reach a sentinel, and between its other checks. The
-#: pause doubles with each failed attempt, up to the maximum.
+#: Seconds between the watcher's rounds, and its first and longest pause before it reconnects to a
+#: sentinel. The pause doubles after each failed attempt.
 _RECONNECT_S, _RECONNECT_MAX_S = 1.0, 30.0
-#: Seconds that closing waits for the watcher.
+#: Seconds that ``close()`` waits for the watcher thread.
 _JOIN_S = 3.0
 
 
 class Sentinels(Topology):
-    """The primary that sentinels name. Thread-safe, and usable after a fork.
+    """The primary that the sentinels name. Thread-safe, and usable after a fork.
 
-    Of all sentinels that reply, the one with the highest configuration epoch is right: a sentinel
-    that was cut off from the others still names the former primary.
+    If the sentinels disagree, the reply with the highest configuration epoch wins. A sentinel that
+    is cut off from the others still names the former primary.
     """
 
     is_movable = True
@@ -65,20 +65,21 @@ class Sentinels(Topology):
         self._timer = RefreshTimer()
         self._sentinels = list(address.seeds)
         self._silent_until: dict[Node, float] = {}  # sentinels that did not reply
-        #: Weak references to the connections, by their own identities. Every access is atomic.
+        #: Weak references to the connections, keyed by the ``id()`` of the reference. Every access
+        #: is a single atomic operation.
         self._connections: dict[int, weakref.ref[Watched]] = {}
         self._watcher: _Watcher | None = None
         self.is_closed = False
 
     def locate(self, tag: str | None, search: Search) -> Node:
-        if self._pid != os.getpid():  # the watcher and the lock's owner exist only in the parent
+        if self._pid != os.getpid():  # after a fork, the watcher and the locks' holders are gone
             self._lock, self._start_lock = threading.RLock(), threading.RLock()
             self._pid, self._watcher = os.getpid(), None
         if not self._is_usable():
             self._refresh_if_stale(search)
         self._start_watcher()
         if self._node is None:
-            raise ConnectionFailed(f"The sentinels at {self._address} name no primary.")
+            raise ConnectionFailed(f"The sentinels at {self._address} did not name a primary.")
         return self._node
 
     def primaries(self, search: Search) -> Sequence[Node]:
@@ -107,7 +108,7 @@ class Sentinels(Topology):
                 self._lock, search.timeout_s, lambda: self._refresh(search, force=True)
             )
         except (MeteorError, LockBusy) as error:
-            self._is_stale = True  # the watcher asks again
+            self._is_stale = True  # makes the watcher ask again
             _log.debug("Cannot ask the sentinels at %s: %s", self._address, error)
 
     @property
@@ -131,31 +132,33 @@ class Sentinels(Topology):
         except LockBusy:
             if self._node is None:
                 raise ConnectionFailed(
-                    f"Another thread is still asking the sentinels at {self._address}."
+                    f"Another thread is still asking the sentinels at {self._address} for the primary."
                 ) from None
 
     def _refresh(self, search: Search, *, force: bool) -> None:
-        """Ask the sentinels. If none replies, keep the primary that is known.
+        """Ask the sentinels for the primary. If none replies, keep the known primary.
 
-        With ``force``, ask them even if another thread has just asked, and ask those that were
-        silent: one of them may have announced a new primary.
+        With ``force``, ask even if another thread has just asked, and include the sentinels that
+        recently did not reply. One of them may have announced a new primary.
         """
         if not force and self._is_usable():
-            return  # another thread has asked
-        self._is_stale = False  # first: another thread may find it stale again meanwhile
+            return  # another thread has just asked
+        # Clear the flag first: another thread may set it again while this one asks.
+        self._is_stale = False
         try:
             best, replied, failure = self._ask_all(search, force=force)
         except BaseException:  # this caller gave up; the next one asks at once
             self._is_stale = True
             raise
-        # A minority may have missed a failover. A majority with a lower epoch was newly set up.
+        # A minority may have missed a failover. If a majority reports a lower epoch, the sentinels
+        # were set up again and their epochs restarted.
         is_majority = 2 * replied > len(self._sentinels)
         is_valid = best is not None and (best[0] >= self._epoch or is_majority)
         self._timer.note(found_news=is_valid and best != (self._epoch, self._node))
         if best is not None and is_valid:
             self._adopt(*best)
             return
-        self._is_stale = True  # none replied, or only sentinels that have missed a failover
+        self._is_stale = True  # none replied, or only sentinels that may have missed a failover
         if self._node is None:
             raise self._unreachable(failure)
 
@@ -188,12 +191,12 @@ class Sentinels(Topology):
             self._silent_until.pop(sentinel, None)
             replied += 1
             best = max(best, found) if best is not None else found
-            if best is found and others is not None:  # sentinels come and go
+            if best is found and others is not None:  # sentinels are added and removed over time
                 self._sentinels = list(dict.fromkeys([*self._address.seeds, *others]))
                 for gone in self._silent_until.keys() - self._sentinels:
                     self._silent_until.pop(gone, None)
             if found[0] > self._epoch >= 0:
-                break  # a new primary: do not wait for sentinels that may be silent
+                break  # There is a new primary: do not wait for sentinels that may not reply.
         return best, replied, failure
 
     def _adopt(self, epoch: int, node: Node) -> None:
@@ -209,7 +212,7 @@ class Sentinels(Topology):
     def _ask(
         self, sentinel: Node, search: Search, timeout_s: float
     ) -> tuple[tuple[int, Node], list[Node] | None]:
-        """Return the configuration epoch and the primary that a sentinel names, and its peers."""
+        """Ask a sentinel; return its configuration epoch, the primary, and the other sentinels."""
         probe = Connection(self._address.sentinel_at(sentinel), timeout_s)
         flat, others = search.ask(
             probe,
@@ -223,9 +226,10 @@ class Sentinels(Topology):
         return (int(facts.get(b"config-epoch", 0)), node), others
 
     def _peers_of(self, connection: Connection) -> list[Node] | None:
-        """Return the other sentinels that a sentinel knows, because the seeds may be gone some day.
+        """Return the other sentinels that a sentinel knows.
 
-        Returns None if this user may not list them.
+        The client needs them because the seeds may disappear one day. Returns None if the user is
+        not allowed to list them.
         """
         try:
             rows: list[Any] = connection.call("SENTINEL", "SENTINELS", self._address.service)
@@ -237,8 +241,8 @@ class Sentinels(Topology):
     def _unreachable(self, failure: MeteorError | None) -> MeteorError:
         if isinstance(failure, ServerRefused) and not isinstance(failure, AccessDenied):
             return ServerRefused(
-                f"{failure}. Do the sentinels watch a primary named {self._address.service!r}? See "
-                "`redis-cli -p 26379 SENTINEL MASTERS`.",
+                f"{failure}. Check that the sentinels monitor a primary named "
+                f"{self._address.service!r}: run `redis-cli -p 26379 SENTINEL MASTERS`.",
                 code=failure.code,
             )
         if failure is not None and not isinstance(failure, ConnectionFailed):
@@ -255,7 +259,7 @@ class Sentinels(Topology):
                     self._watcher = watcher
 
     def open_subscription(self, sentinel: Node) -> Connection:
-        """Return a connection that gets the messages of a sentinel. The caller closes it."""
+        """Return a connection subscribed to a sentinel's messages. The caller must close it."""
         connection = Connection(self._address.sentinel_at(sentinel), _ASK_S)
         try:
             connection.call("SUBSCRIBE", _CHANNEL)
@@ -266,7 +270,7 @@ class Sentinels(Topology):
 
 
 class _Watcher:
-    """A thread that listens to all sentinels of one topology, until the topology is closed."""
+    """A thread that listens to all sentinels of a topology until the topology is closed."""
 
     def __init__(self, topology: Sentinels) -> None:
         self._topology = weakref.ref(topology)
@@ -299,16 +303,17 @@ class _Watcher:
             has_message = False
             while not self._stopped:
                 topology = self._topology()
-                if topology is None or topology.is_closed:  # or dropped without being closed
+                if topology is None or topology.is_closed:  # None: dropped without being closed
                     return
                 must_repeat = False
                 try:
-                    is_new = self._connect(topology)  # a message may have been missed before
+                    # A new subscription needs a check, because an earlier message was missed.
+                    is_new = self._connect(topology)
                     if has_message or is_new or topology.is_stale:
                         self._check(topology)
-                except Exception:  # the thread must keep listening
+                except Exception:  # whatever happens, the thread must keep listening
                     must_repeat = True
-                    _log.exception("Watching the sentinels failed and is retried.")
+                    _log.exception("The sentinel watcher failed. It will retry.")
                 del topology
                 has_message = self._wait() or must_repeat
         finally:
@@ -326,7 +331,7 @@ class _Watcher:
             self._connections.pop(sentinel).close()
 
     def _connect(self, topology: Sentinels) -> bool:
-        """Subscribe to the sentinels that are not connected; return whether there was one."""
+        """Subscribe to all sentinels without a connection; return whether any succeeded."""
         found, known = False, topology.known
         self._disconnect([sentinel for sentinel in self._connections if sentinel not in known])
         for gone in self._failures.keys() - known:
@@ -347,7 +352,7 @@ class _Watcher:
         return found
 
     def _wait(self) -> bool:
-        """Wait for messages; return whether there was one, or a connection has ended."""
+        """Wait for messages; return whether one arrived or a connection ended."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         self._disconnect([node for node, c in self._connections.items() if c.fileno() < 0])

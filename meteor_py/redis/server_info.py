@@ -1,4 +1,4 @@
-"""A description of the server, or of the primaries of a cluster, from their INFO replies."""
+"""Describes a server, or a cluster's primaries, based on their INFO replies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meteor_py.redis.connector import Connector
 
 @dataclass(frozen=True)
 class ServerDescription:
-    """A snapshot of a server. Fields that the server does not disclose are None.
+    """A snapshot of a server or cluster. Fields that the server does not disclose are None.
 
     For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
-    ``uptime`` is the shortest. They are None if one of the primaries does not disclose them, or
-    cannot be reached.
+    ``uptime`` is the shortest uptime of a primary. A field is None if one of the primaries does not
+    disclose it or cannot be reached.
     """
 
     #: "valkey", "redis", or "fake".
@@ -28,15 +28,15 @@ class ServerDescription:
     role: Literal["primary", "replica"] | None = None
     #: Memory in use, in bytes.
     memory: int | None = None
-    #: Memory limit in bytes, above which the server accepts no records. Also None without a limit.
+    #: Memory limit in bytes, above which the server accepts no records. None if there is no limit.
     memory_max: int | None = None
-    #: Open connections, this one included.
+    #: Number of open connections, including this one.
     clients: int | None = None
     #: Seconds since the server was started.
     uptime: int | None = None
-    #: For a cluster, its primaries. One that cannot be reached has only an address.
+    #: The primaries of a cluster. For an unreachable primary, only the address is set.
     nodes: tuple[ServerDescription, ...] = ()
-    #: For a node of a cluster, its address.
+    #: The address of a cluster node. None for any other server.
     address: str | None = None
 
 
@@ -73,7 +73,7 @@ def _combined(function: Callable[[list[int]], int], values: list[int | None]) ->
 
 
 def describe_server(connection: Connection) -> ServerDescription:
-    """Describe the server. All fields are None if the user may not call INFO (docs/acl.md)."""
+    """Describe the server. If the user is not allowed to call INFO, all fields are None."""
     if connection.address.scheme == "fake":
         return ServerDescription("fake")
     try:
@@ -83,7 +83,7 @@ def describe_server(connection: Connection) -> ServerDescription:
 
 
 def parse_facts(facts: dict[str, str]) -> ServerDescription:
-    """Convert the fields of INFO to a description. A server that reports no name is "redis".
+    """Convert INFO fields to a description. A server that reports no name is called "redis".
 
     >>> parse_facts({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.1.0"})
     ... # doctest: +ELLIPSIS

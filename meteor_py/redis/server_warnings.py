@@ -29,7 +29,7 @@ def check_server(connection: Connection) -> None:
     try:
         facts = parse_info(connection.call("INFO"))
     except ServerRefused:
-        return  # this user may not call INFO; see warn_of_hidden_history
+        return  # the user is not allowed to call INFO; see warn_of_hidden_history
     if facts.get("cluster_enabled") == "1" and not connection.topology.guards_slots:
         raise node_of_cluster(connection.address)
     for danger in dangers(facts):
@@ -38,7 +38,7 @@ def check_server(connection: Connection) -> None:
 
 
 def find_dangers(connection: Connection) -> list[str]:
-    """Return sentences about server settings that endanger data, each with its remedy."""
+    """Return warnings about server settings that endanger data, each with its remedy."""
     facts = _ask(connection)
     return [f"The server at {connection.target} {danger}" for danger in dangers(facts)]
 
@@ -63,7 +63,7 @@ def _ask(connection: Connection) -> dict[str, str]:
 
 
 def _frames_of_ours() -> int:
-    """Count meteor_py's frames on the stack, so that a warning points to the user's line."""
+    """Count meteor_py's frames on the stack, so that a warning points to the user's code."""
     frame, count = sys._getframe(1), 0
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("meteor_py."):
         frame, count = frame.f_back, count + 1
@@ -82,7 +82,7 @@ def warn_of_hidden_history(connection: Connection) -> None:
 
 
 def dangers(facts: dict[str, str]) -> list[str]:
-    """Return a clause about each danger in the fields of INFO, for "The server at ..."."""
+    """Return a clause for each danger in the INFO fields. It continues "The server at ..."."""
     found: list[str] = []
     version = facts.get("redis_version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

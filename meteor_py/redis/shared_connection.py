@@ -1,7 +1,7 @@
 """Connections that several threads share.
 
-Threads take turns on a ``SharedConnection``. ``ThreadConnections`` has a separate one for the main
-thread.
+Threads take turns on a ``SharedConnection``. ``ThreadConnections`` adds a separate connection for
+the main thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ConnectionBusy(TimeoutError):
 
 
 class SharedConnection:
-    """One connection that threads use in turn. Its timeouts bound how long a thread must wait."""
+    """One connection that threads use in turn. Its timeouts limit how long each turn can take."""
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
         self._open_connection = open_connection
         self._connection = open_connection()
         self._lock = threading.RLock()
-        self._user: int | None = None  # the thread in the middle of a call
+        self._user: int | None = None  # the id of the thread that is in the middle of a call
 
     def use(self, work: Callable[..., _T], *args: Any, timeout_s: float = -1) -> _T:
         """Call ``work`` with the connection and ``args``.
@@ -57,8 +57,8 @@ class SharedConnection:
                 return run_locked(self._lock, timeout_s, lambda: self.use(work, *args))
             except LockBusy:
                 raise ConnectionBusy("The connection is in use.") from None
-        with self._lock:  # a ``with`` statement: Ctrl-C cannot leave the lock locked
-            if self._user is not None:  # in a signal handler that interrupted a call of this thread
+        with self._lock:  # use ``with``, so that Ctrl-C cannot leave the lock locked
+            if self._user is not None:  # this is a signal handler that interrupted a call
                 return use_temporary(self._open_connection, work, *args)
             try:
                 self._user = threading.get_ident()
@@ -67,7 +67,7 @@ class SharedConnection:
                 self._user = None
 
     def is_mine(self) -> bool:
-        """Whether this thread is in the middle of a call. Then the caller is a signal handler."""
+        """Whether this thread is in the middle of a call. If so, the caller is a signal handler."""
         return self._user == threading.get_ident()
 
     @property
@@ -75,11 +75,11 @@ class SharedConnection:
         return self._connection.connected
 
     def interrupt(self) -> None:
-        """Make a call in another thread fail."""
+        """Make another thread's call on this connection fail."""
         self._connection.interrupt()
 
     def close(self) -> None:
-        """Close the connection. The next use opens another."""
+        """Close the connection. The next use reconnects."""
         self._connection.close()
 
     def close_after_use(self) -> None:
@@ -100,8 +100,8 @@ class SharedConnection:
 class ThreadConnections:
     """One connection for the main thread, and one that the other threads use in turn.
 
-    Signal handlers run in the main thread, between any two lines of its code. So the main thread
-    must never wait for a lock that other threads hold while they talk to the server.
+    Signal handlers run in the main thread, between any two lines of its code. Therefore, the main
+    thread must never wait for a lock that another thread holds while it talks to the server.
     """
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
@@ -133,7 +133,7 @@ class ThreadConnections:
             ) from None
 
     def close(self) -> None:
-        """Interrupt the calls of other threads, and close the connections that are idle."""
+        """Interrupt calls in progress, and close the connections that are idle."""
         self._closed = True
         for connection in (self._main, self._others):
             connection.interrupt()

@@ -1,7 +1,7 @@
-"""The topology of a cluster: which node has which slot.
+"""The topology of a cluster: a map from slots to nodes.
 
-This is not redis-py's ``RedisCluster``, which sends commands again after lost replies and follows
-ASK. Both would break exactly-once delivery.
+meteor_py does not use redis-py's ``RedisCluster``, which resends commands after lost replies and
+follows ASK redirects. Both would break exactly-once delivery.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, slot_of
 from meteor_py.runtime.locks import LockBusy
 
-#: Seconds to wait for one node before the next one is asked.
+#: Seconds to wait for one node's reply before asking the next node.
 _ASK_S = 1.0
-#: Hosts in CLUSTER SLOTS that mean the node that was asked.
+#: Host values in a CLUSTER SLOTS reply that stand for the node that sent the reply.
 _SAME_HOST = (b"", b"?", None)
 
 
 class _Table(NamedTuple):
-    """Ranges of slots and their nodes, in the order of the slots."""
+    """Slot ranges and their nodes, sorted by slot."""
 
     firsts: list[int]
     lasts: list[int]
@@ -39,7 +39,7 @@ class _Table(NamedTuple):
 class SlotMap(Topology):
     """The slots of a cluster, as its nodes report them. Thread-safe, and usable after a fork.
 
-    MOVED replies correct single slots at once, and cause a look at the whole map.
+    A MOVED reply corrects one slot at once, and makes the next lookup refresh the whole map.
     """
 
     is_movable = True
@@ -50,11 +50,11 @@ class SlotMap(Topology):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._table = _Table([], [], [])
-        self._moved: dict[int, Node] = {}  # newer than the table
-        self._ask_first: list[Node] = []  # the nodes that know most, best first
+        self._moved: dict[int, Node] = {}  # from MOVED replies; newer than the table
+        self._ask_first: list[Node] = []  # the most recently confirmed nodes, best first
         self._source: Node | None = None  # the node that sent the table
-        #: Nodes that failed, or whose table led to a failure: a node that was cut off from the
-        #: others still reports the slots that it had. They are asked last, until another replies.
+        #: Nodes that failed, or whose table led to a failure. A node that is cut off from the
+        #: others still reports its former slots. These nodes are asked last until another replies.
         self._doubtful: set[Node | None] = set()
         self._is_stale = True
         self._timer = RefreshTimer()
@@ -68,8 +68,8 @@ class SlotMap(Topology):
         if node is None:
             self.note_failed(None)
             error = ConnectionFailed(
-                f"No node of the cluster at {self._address} has slot {slot}. See `redis-cli "
-                "--cluster check`."
+                f"No node of the cluster at {self._address} serves slot {slot}. Check the cluster "
+                "with `redis-cli --cluster check`."
             )
             error.redirected = True
             raise error
@@ -109,7 +109,7 @@ class SlotMap(Topology):
         return {*self._table.nodes, *list(self._moved.values())}  # a list: threads change the dict
 
     def _known_primaries(self) -> list[Node]:
-        """Return the nodes of the map, with those that answered last first."""
+        """Return the nodes in the map, starting with the preferred ones."""
         nodes = list(dict.fromkeys(self._table.nodes))
         return sorted(nodes, key=lambda node: node not in self._ask_first)
 
@@ -128,20 +128,21 @@ class SlotMap(Topology):
         except LockBusy:
             if not self._table.nodes:
                 raise ConnectionFailed(
-                    f"Another thread is still asking the cluster at {self._address} for its slots."
+                    f"Another thread is still fetching the slots of the cluster at {self._address}."
                 ) from None
 
     def _is_usable(self) -> bool:
         return bool(self._table.nodes) and not (self._is_stale and self._timer.is_due)
 
     def _refresh(self, search: Search) -> None:
-        """Ask one node after another for the map, until one has it. If none has, keep the map."""
+        """Ask one node after another for the map until one replies. If none does, keep the map."""
         if self._is_usable():
-            return  # another thread has refreshed it
+            return  # another thread has just refreshed the map
         known = dict.fromkeys([*self._ask_first, *self._table.nodes, *self._address.seeds])
         nodes = sorted(known, key=lambda node: node in self._doubtful)
         failure: MeteorError | None = None
-        self._is_stale = False  # first: another thread may find it stale again meanwhile
+        # Clear the flag first: another thread may set it again while this one asks.
+        self._is_stale = False
         try:
             for number, node in enumerate(nodes, 1):
                 share_s = search.share_s(len(nodes) - number, _ASK_S)
@@ -157,7 +158,7 @@ class SlotMap(Topology):
                     continue
                 self._adopt(table, node)
                 return
-        except BaseException:  # this caller gave up; the next one looks at once
+        except BaseException:  # this caller gave up; the next one asks at once
             self._is_stale = True
             raise
         self._is_stale = True
@@ -182,8 +183,8 @@ class SlotMap(Topology):
         rows: list[Any] = search.ask(probe, lambda connection: connection.call("CLUSTER", "SLOTS"))
         if not rows:
             raise ConnectionFailed(
-                f"No slots are assigned to the nodes of the cluster at {self._address}. Create it "
-                "with `redis-cli --cluster create`."
+                f"The cluster at {self._address} has no slots assigned. Create the cluster with "
+                "`redis-cli --cluster create`."
             )
         rows.sort(key=lambda row: int(row[0]))
         nodes = [_node(row[2], node) for row in rows]
@@ -192,11 +193,12 @@ class SlotMap(Topology):
     def _unreachable(self, failure: MeteorError | None) -> MeteorError:
         if isinstance(failure, AccessDenied):
             return AccessDenied(
-                f"{failure} On a cluster, every user needs +cluster|slots.", code=failure.code
+                f"{failure} On a cluster, every user needs the +cluster|slots permission.",
+                code=failure.code,
             )
         if isinstance(failure, ServerRefused):
             return ServerRefused(
-                f"{failure}. The server is not a node of a cluster. Write redis:// or rediss://.",
+                f"{failure}. The server is not a cluster node. Write redis:// or rediss://.",
                 code=failure.code,
             )
         why = failure or "The timeout is too short."

@@ -1,8 +1,8 @@
-"""Where the keys of a stream are: on one server, on a node of a cluster, or on a primary.
+"""Finds the server that holds a stream's keys: a single server, a cluster node, or a primary.
 
-A connection asks its topology for a node whenever it connects, and reports a node that was the
-wrong one. A server that replies "not here" (MOVED, READONLY) is thus like a lost connection: the
-caller tries again, as it does anyway, and connects elsewhere.
+Whenever a connection connects, it asks its topology for a node. If that node turns out to be the
+wrong one, the connection reports it to the topology. Callers therefore treat a "not here" reply
+(MOVED, READONLY) like a lost connection: they retry, and the retry connects to another node.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meteor_py.runtime.locks import LockBusy, run_locked
 _T = TypeVar("_T")
 
 _SLOTS = 16_384
-#: Number of tags and slots to remember, for clients that list many streams again and again.
+#: Number of tags and slots to cache, for clients that repeatedly list many streams.
 _CACHED = 8_192
-#: Seconds between two looks at the topology, however many connections have failed: at first, and in
-#: a long outage.
+#: Minimum number of seconds between two refreshes, even if many connections fail: at first, and
+#: in a long outage.
 REFRESH_S, _REFRESH_MAX_S = 0.1, 1.0
 #: Pauses between attempts in seconds while a slot moves or a primary changes. They double up to the
 #: second, and then grow slowly up to the third.
@@ -35,12 +35,11 @@ _FIRST_S, _STEADY_S, _LONGEST_S = 0.005, 0.1, 1.0
 #: Factor by which pauses grow in a long outage. A pause is then about a sixth of the time that the
 #: outage has lasted, so clients notice its end soon, but do not flood the servers meanwhile.
 _GROWTH = 1.2
-#: Redirects, or looks at the topology, that are further apart than this, in seconds, have nothing
-#: to do with each other.
+#: Redirects, or refreshes of the topology, more than this many seconds apart are unrelated.
 _APART_S = 3.0
 #: Seconds between checks whether a search that waits for another thread was interrupted.
 _SLICE_S = 0.05
-#: Seconds after which a slot that still moves has probably been abandoned.
+#: If a slot has been moving for this many seconds, the move was probably abandoned.
 ABANDONED_S = 5.0
 
 
@@ -129,30 +128,30 @@ class Search:
 
 
 class Topology:
-    """The topology of a single server: it never moves."""
+    """The topology of a single server, whose keys never move."""
 
     #: Whether the keys may move to another server.
     is_movable = False
-    #: Whether the scripts need a guard key, because slots move (see redis/scripts.py).
+    #: Whether slots can move, so that scripts need a guard key (see redis/scripts.py).
     guards_slots = False
     #: Whether a new connection must check that its server is a primary.
     checks_role = False
-    #: Changes when connections must be made again.
+    #: Increases whenever all connections must reconnect.
     version = 0
 
     _departure: weakref.WeakMethod[Callable[[Collection[Node]], None]] | None = None
 
     def locate(self, tag: str | None, search: Search) -> Node | None:
-        """Return the node with the keys of a hash tag, or any node if there is no tag.
+        """Return the node that holds the keys with a hash tag, or any node if there is no tag.
 
-        Returns None for a single server. It is at its address.
+        Returns None for a single server, which is always at the address itself.
         """
         return None
 
     def locate_each(
         self, tags: Iterable[str | None], search: Search
     ) -> dict[str | None, Node | None]:
-        """Return the node of each tag, as ``locate`` does."""
+        """Return the node for each tag, like ``locate``."""
         return {tag: self.locate(tag, search) for tag in tags}
 
     def primaries(self, search: Search) -> Sequence[Node]:
@@ -172,32 +171,32 @@ class Topology:
             keep_only(nodes)
 
     def note_moved(self, slot: int, node: Node) -> None:
-        """Note that a server has named the node that has a slot now."""
+        """Record that a server named ``node`` as the new owner of a slot."""
 
     def note_failed(self, node: Node | None) -> None:
-        """Note that a node was not reached, or is not a primary."""
+        """Record that a node could not be reached, or is not a primary."""
 
     def watch(self, connection: Watched) -> None:
-        """Let ``connection`` reconnect when its server is replaced."""
+        """Make ``connection`` reconnect when its server is replaced."""
 
     def close(self) -> None:
-        """Stop the thread of the topology, if any."""
+        """Stop the topology's background thread, if it has one."""
 
 
 @lru_cache(_CACHED)
 def slot_of(tag: str) -> int:
-    """Return the slot of all keys with a hash tag.
+    """Return the slot for all keys with a hash tag.
 
     >>> slot_of("orders")
     105
     """
-    return crc_hqx(tag.encode(), 0) % _SLOTS  # the CRC16 of the cluster specification
+    return crc_hqx(tag.encode(), 0) % _SLOTS  # the CRC16 that the cluster specification requires
 
 
 def tag_of(arguments: Sequence[Any]) -> str | None:
-    """Return what decides the slot of a command: the hash tag of its first key.
+    """Return the hash tag of a command's first key, which decides the command's slot.
 
-    Every key starts with ``meteor:``. A key without a hash tag is its own tag.
+    Every key starts with ``meteor:``. If a key has no hash tag, the whole key is the tag.
 
     >>> tag_of(("HGET", "meteor:{orders}:meta", "next"))
     'orders'
@@ -261,37 +260,37 @@ class Outage:
 
 
 class RefreshTimer:
-    """Decides when to look at a topology again: soon at first, less often in a long outage."""
+    """Decides when to refresh a topology: soon at first, less often in a long outage."""
 
     def __init__(self) -> None:
-        self._looked_at = -_APART_S
-        self._fruitless = 0  # looks in a row that found nothing new
+        self._refreshed_at = -_APART_S
+        self._fruitless = 0  # consecutive refreshes that found nothing new
 
     @property
     def is_due(self) -> bool:
         interval_s = min(REFRESH_S * _GROWTH**self._fruitless, _REFRESH_MAX_S)
-        return time.monotonic() - self._looked_at >= interval_s
+        return time.monotonic() - self._refreshed_at >= interval_s
 
     def note(self, *, found_news: bool) -> None:
-        """Note that a look has ended."""
+        """Note that a refresh has ended."""
         now = time.monotonic()
-        is_first = found_news or now - self._looked_at > _APART_S
+        is_first = found_news or now - self._refreshed_at > _APART_S
         self._fruitless = 0 if is_first else min(self._fruitless + 1, 100)
-        self._looked_at = now
+        self._refreshed_at = now
 
     def reset(self) -> None:
-        """Make the next look due at once."""
-        self._looked_at, self._fruitless = -_APART_S, 0
+        """Make the next refresh due at once."""
+        self._refreshed_at, self._fruitless = -_APART_S, 0
 
 
 class Redirects:
-    """The redirects that one connection got in a row, while a slot moves or a primary changes."""
+    """Consecutive redirects on one connection, while a slot moves or a primary changes."""
 
     def __init__(self) -> None:
         self._first = self._last = -_APART_S
 
     def note(self) -> float:
-        """Note a redirect; return the seconds since the first one in a row."""
+        """Record a redirect; return the seconds since the first of the consecutive redirects."""
         now = time.monotonic()
         if now - self._last > _APART_S:
             self._first = now

@@ -1,9 +1,9 @@
-"""The bytes of one connection: sends encoded commands, and parses replies.
+"""The socket of one connection: sends encoded commands, and parses replies.
 
-redis-py opens the connection: addresses, TLS, authentication. After that, its layers would take
-longer for a single record than the server. They change the socket's timeout twice per reply, which
-is a system call each time. A wire therefore uses the socket directly, with its own hiredis reader,
-and changes the timeout only if it differs from the last one.
+redis-py opens the connection, including TLS and authentication. After that, redis-py's layers would
+take longer for a single record than the server does. For example, they change the socket's timeout
+twice per reply, with a system call each time. A wire therefore uses the socket directly, with its
+own hiredis reader, and changes the timeout only if it differs from the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_REPLY = object()
 
 
 class Wire:
-    """A connected socket and the reader of its replies. Only one thread may use it at a time."""
+    """A connected socket and a reply parser. Only one thread may use it at a time."""
 
     __slots__ = ("_buffer", "_reader", "_socket", "_timeout_s", "_unread")
 
@@ -41,7 +41,7 @@ class Wire:
         self._unread: list[Any] = []
 
     def send(self, chunks: Iterable[bytes | memoryview], timeout_s: float) -> None:
-        """Send all chunks, waiting up to ``timeout_s`` seconds for room in the socket's buffer."""
+        """Send all chunks, waiting up to ``timeout_s`` seconds for space in the send buffer."""
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
         try:
@@ -51,13 +51,13 @@ class Wire:
             raise redis.TimeoutError("Timeout writing to socket") from None
 
     def send_at_once(self, data: bytes) -> bool:
-        """Send a short request; return whether the socket's buffer had room for all of it."""
+        """Send a short request; return whether the send buffer had space for all of it."""
         return self._socket.send(data) == len(data)
 
     def read(self, timeout_s: float) -> Any:
         """Return the next reply, waiting up to ``timeout_s`` seconds for each part of it.
 
-        Returns an error reply as an exception object of redis-py, without raising it.
+        If it is an error reply, returns it as a redis-py exception without raising it.
         """
         if self._unread:
             return self._unread.pop()
@@ -71,7 +71,7 @@ class Wire:
         return reply
 
     def read_now(self) -> Any:
-        """Return the next reply, or ``NO_REPLY`` if it has not arrived completely."""
+        """Return the next reply, or ``NO_REPLY`` if no complete reply has arrived."""
         reply = self._reader.gets()
         if reply is NO_REPLY:
             self._set_timeout(0.0)
@@ -83,7 +83,7 @@ class Wire:
         return reply
 
     def unread(self, reply: Any) -> None:
-        """Let the next ``read`` return this reply."""
+        """Put a reply back, so that the next ``read`` returns it."""
         self._unread.append(reply)
 
     def _receive(self) -> None:

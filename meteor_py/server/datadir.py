@@ -32,7 +32,7 @@ PRIVATE_PREFIX = "meteor-private-"
 STALE_S = 60.0  # after this time, a private directory without a locked file is a leftover
 
 LOG_LINES = 10
-LOG_START = "meteor: starting "  # the first line of each run
+LOG_START = "meteor: starting "  # the first log line of each run
 
 CONFIG = """\
 daemonize no
@@ -91,7 +91,7 @@ def kept_directory(directory: Path) -> Path:
         if any(datadir.iterdir()) and not ours:
             raise _not_empty(path)
         datadir.chmod(0o700)
-        if others_may_write and any(datadir.iterdir()):  # added by another user in the meantime
+        if others_may_write and any(datadir.iterdir()):  # another user has just added files
             raise _not_empty(path)
     return datadir
 

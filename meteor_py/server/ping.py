@@ -48,7 +48,7 @@ def shut_down(datadir: Path) -> bool:
 
 
 def _call(address: Address, command: bytes, timeout_s: float = 1.0) -> bytes:
-    """Send a command; return the first line of the reply, empty if the server disconnected."""
+    """Send a command; return the reply's first line, which is empty if the server disconnected."""
     # In a shared /tmp, another user may have recreated the socket's directory.
     if not is_private(os.path.dirname(address.socket_path)):
         raise ConnectionRefusedError(f"{address.socket_path} is not in a private directory.")

@@ -1,1 +1,1 @@
-"""Shared subscribers: several consumers of one stream at a time, each ordering key in order."""
+"""Shared subscribers: several consumers process one stream and keep each ordering key in order."""

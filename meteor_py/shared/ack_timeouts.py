@@ -1,4 +1,4 @@
-"""Time limits of delivered records: a record that is not settled in time returns to the group."""
+"""Time limits for delivered records. A record that is not settled in time returns to the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TimeLimit(NamedTuple):
     """The longest time that the application may keep a record."""
 
-    #: The setting that defines the limit, for messages.
+    #: The name of the setting that defines the limit, for messages.
     setting: str
     seconds: float
 
@@ -23,15 +23,15 @@ class TimeLimit(NamedTuple):
 class AckTimeouts:
     """Finds records whose time limit has expired. ``Deliveries`` guards it with its lock.
 
-    It keeps no list: each record carries its own deadline. A deadline is never brought forward, so
-    there is nothing to check before the earliest known deadline.
+    It keeps no list, because each record has its own deadline. A deadline is never brought forward,
+    so there is nothing to check before the earliest known deadline.
     """
 
     def __init__(self) -> None:
-        self._look_at = math.inf  # no record's deadline is earlier
+        self._look_at = math.inf  # no record has an earlier deadline
 
     def start(self, records: Iterable[SharedRecord], limit: TimeLimit) -> bool:
-        """Start the time limit of records now; return whether ``due_s`` has decreased."""
+        """Start the time limit for records now; return whether ``due_s`` has decreased."""
         deadline = now() + limit.seconds
         for record in records:
             record.time_limit, record.deadline = limit, deadline
@@ -40,7 +40,7 @@ class AckTimeouts:
         return earlier
 
     def due_s(self) -> float:
-        """Return the seconds until a record may expire."""
+        """Return the minimum number of seconds until a record's time limit expires."""
         return self._look_at - now()
 
     def expired(self, held: Iterable[SharedRecord]) -> list[SharedRecord]:

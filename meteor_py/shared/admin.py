@@ -46,11 +46,11 @@ from meteor_py.shared.protocol import PORTION, SharedProtocol
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Index entries that one call reads.
+#: Maximum number of index entries to read per call.
 _ENTRIES = 64
-#: Chunks of waiting offsets that one call reads.
+#: Maximum number of chunks of waiting offsets to read per call.
 _CHUNKS = 64
-#: Records that one call reads from the store.
+#: Maximum number of records to read from the store per call.
 _STORED = 4_096
 
 _COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
@@ -60,31 +60,31 @@ Condition = Literal["ready", "owned", "delayed", "parked"]
 
 @dataclass(frozen=True)
 class Consumer:
-    """A consumer of a shared group at one instant."""
+    """A snapshot of one consumer in a shared group."""
 
     id: str
     #: Host, process and a random part.
     name: str
-    #: Ordering keys that it owns.
+    #: The ordering keys that it owns.
     keys: int
-    #: Records that it holds.
+    #: Number of records that it holds.
     records: int
     #: Seconds until its lease expires, unless the consumer renews it. If negative, the lease has
-    #: expired, and the next consumer that asks for records takes over the records held.
+    #: expired, and the next consumer that asks for records takes over the held records.
     lease: float
 
 
 @dataclass(frozen=True)
 class KeyState:
-    """An ordering key with unsettled records, at one instant."""
+    """A snapshot of one ordering key with unsettled records."""
 
-    #: The key or header that its records share.
+    #: The ordering key itself: the key or header value that its records share.
     key: bytes
-    #: Records that are held or waiting.
+    #: Number of records that are held or waiting.
     count: int
-    #: Records that its owner holds.
+    #: Number of records that its owner holds.
     acquired: int
-    #: Records that are waiting.
+    #: Number of waiting records.
     waiting: int
     #: The name of the consumer that holds records of this key; None if the key is free.
     owner: str | None
@@ -96,37 +96,37 @@ class KeyState:
 
 @dataclass(frozen=True)
 class SharedDescription:
-    """A shared group at one instant."""
+    """A snapshot of a shared group."""
 
     name: str
     config: SharedConfig
     #: All records below this offset are settled.
     confirmed: int
-    #: Records between ``confirmed`` and the end of the stream.
+    #: Number of records from ``confirmed`` to the end of the stream.
     lag: int
-    #: All records below this offset were scanned: they are settled, held or waiting.
+    #: All records below this offset have been scanned. They are settled, held or waiting.
     scanned: int
-    #: Records that wait for their ordering key or for a consumer.
+    #: Number of records that wait for their ordering key or for a consumer.
     waiting: int
-    #: Ordering keys that are free and have waiting records.
+    #: Number of ordering keys that are free and have waiting records.
     ready: int
-    #: Ordering keys that are delayed or parked and have waiting records.
+    #: Number of ordering keys that are delayed or parked and have waiting records.
     blocked: int
-    #: Dead letters that are not published yet.
+    #: Number of dead letters that have not been published yet.
     dead_letters_pending: int
-    #: Records acknowledged since the group was created.
+    #: Number of records acknowledged since the group was created.
     acked: int
-    #: Records that became dead letters.
+    #: Number of records that became dead letters.
     dead: int
-    #: Records that were lost or unreadable.
+    #: Number of records that were lost or unreadable.
     lost: int
-    #: Records that ``purge()`` settled.
+    #: Number of records that ``purge()`` settled.
     purged: int
-    #: Times that consumers returned a record.
+    #: Number of times that consumers returned a record.
     returned: int
-    #: Consumers whose leases expired.
+    #: Number of consumers whose leases expired.
     reaped: int
-    #: First and last offset of the most recent loss; None if there was none.
+    #: First and last offset of the most recent loss, or None if there was none.
     lost_last: tuple[int, int] | None
     consumers: tuple[Consumer, ...] = ()
 
@@ -148,7 +148,7 @@ class SharedGroup:
     # -- reading -------------------------------------------------------------------------------
 
     def describe(self) -> SharedDescription:
-        """Return settings, counters and consumers.
+        """Return the group's settings, counters and consumers.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -175,7 +175,7 @@ class SharedGroup:
         return found, members
 
     def _describe(self) -> tuple[SharedDescription, int]:
-        """Return the description without consumers, and the time that ends leases."""
+        """Return the description without consumers, and the tick, the clock that ends leases."""
         protocol = self._protocol
         names = [protocol.meta, *protocol.keys("meta letters ready blocked unsettled")]
         reply = self._handle.connector.run(SHARED_DESCRIBE, names)
@@ -201,7 +201,7 @@ class SharedGroup:
             **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
         )
-        # Count the time since the last call in full: to a reader, a consumer that was silent for so
+        # Count the full time since the last call. To a reader, a consumer that was silent for so
         # long is dead, although the server ends its lease only after other consumers have called.
         tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
         return description, tick
@@ -209,11 +209,11 @@ class SharedGroup:
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
         """Return the ordering keys that have unsettled records, sorted by their oldest record.
 
-        Reads the state in portions, so the result is not a snapshot of one instant.
+        Reads the state in portions, so the result is not a snapshot of a single instant.
 
         Args:
-            look_ahead: If true, also read the keys of all records up to the end of the stream that
-                no consumer has scanned yet. If false, leave these records out.
+            look_ahead: If true, include records that no consumer has scanned yet, up to the end of
+                the stream. If false, leave them out.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -240,7 +240,7 @@ class SharedGroup:
         return sorted(found.values(), key=lambda state: (state.oldest, state.key))
 
     def _look_ahead(self, found: dict[bytes, KeyState]) -> None:
-        """Add the records that no consumer has scanned."""
+        """Add the records that no consumer has scanned yet."""
         description, _ = self._describe()
         portions = self._protocol.scan("ZSCAN", "purges")
         marks = {key: int(float(score)) for portion in portions for key, score in portion}
@@ -256,15 +256,16 @@ class SharedGroup:
     def _unscanned(
         self, description: SharedDescription, start: int, end: int | None
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield offsets and their keys from ``start`` to before ``end``, or to the stream's end.
+        """Yield offsets and their keys from ``start`` up to ``end``, or up to the stream's end.
 
-        Reads the index, and the store for records that only it has. Leaves out lost records.
+        Reads the index, and the store for records that are not in the index. Leaves out lost
+        records.
         """
         call, at = self._handle.connector.call, start
         end = self.stream.end().offset if end is None else end
         config = description.config
         with closing(FrameCache(self._handle)) as frames:
-            while at < end:  # ends: each round passes at least one record or a gap
+            while at < end:  # terminates, because each round passes at least one record or a gap
                 index = keys.index(self.stream.name)
                 entries = call("XRANGE", index, f"{at}-0", "+", "COUNT", _ENTRIES)
                 rows = [read_entry(*entry) for entry in entries]
@@ -301,10 +302,10 @@ class SharedGroup:
         return self._describe()[0].confirmed
 
     def fsck(self) -> list[str]:
-        """Check the state of the group, and return one sentence for each contradiction.
+        """Check the group's state, and return one sentence for each contradiction.
 
-        Reads the state in portions, each of them at one instant. Checks that need the whole state,
-        such as those of the counters, run only if the group did not change meanwhile.
+        Reads the state in portions, each at a single instant. Checks that need the whole state,
+        such as the counter checks, count only if the group did not change during the check.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -322,7 +323,8 @@ class SharedGroup:
 
         Args:
             key: The ordering key.
-            limit: The maximum number of records to purge; None = all up to the end of the stream.
+            limit: The maximum number of records to purge. None purges all records up to the end of
+                the stream.
 
         Returns:
             The number of records purged.
@@ -360,9 +362,8 @@ class SharedGroup:
             return waiting[limit - 1] + 1
         left = limit - len(waiting)
         mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
-        start = max(
-            description.scanned, int(float(mark or 0))
-        )  # purged before, but not scanned yet
+        # Skip records that an earlier purge covers but that were not scanned yet.
+        start = max(description.scanned, int(float(mark or 0)))
         for offset, key in self._unscanned(description, start, end):
             left -= key == name
             if not left:
@@ -399,13 +400,13 @@ class SharedGroup:
         return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
-        """Delete the group, including the information about which records are settled.
+        """Delete the group, including the information which records are settled.
 
         Args:
             force: Delete it even if it has consumers; their next calls raise ``GroupNotFound``.
 
         Raises:
-            GroupActive: The group has consumers, and ``force`` is false.
+            GroupActive: The group has consumers, and ``force`` is False.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         _, members = self._describe_all()
@@ -421,8 +422,8 @@ class SharedGroup:
                 shared=True,
             )
         client, meta = self._handle.connector, self._protocol.key("meta")
-        self._protocol.find()  # raises if this user may not delete the group
-        # Delete the meta first: without it, no script changes or creates a key of the group.
+        self._protocol.find()  # raises an error if the user is not allowed to delete the group
+        # Delete the meta key first: without it, no script changes or creates a key of the group.
         client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()
         if b"meta" not in left:
@@ -432,7 +433,7 @@ class SharedGroup:
         # Remove the name last: a crash before this line leaves a harmless name in the list, and
         # never a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
-        if client.call("EXISTS", meta):  # the group was recreated meanwhile
+        if client.call("EXISTS", meta):  # another client has recreated the group
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
 
     def __repr__(self) -> str:
@@ -449,8 +450,9 @@ def open_shared(
     """Create a shared group, or open the existing one if the requested settings match it.
 
     Raises:
-        GroupConfigMismatch: It exists with other settings, or as a group with one active reader.
-        GroupNotFound: It does not exist, and ``start`` is NONE.
+        GroupConfigMismatch: The group exists with other settings, or as a group that one member
+            reads at a time.
+        GroupNotFound: The group does not exist, and ``start`` is NONE.
         MeteorError: The stream has no ``ordering_key``.
         ValueError: ``start`` is an offset beyond the end.
     """
@@ -516,13 +518,13 @@ def list_shared(stream: StreamHandle) -> list[str]:
 
 
 def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescription]:
-    """Describe a stream's shared groups in the form that all kinds of groups have."""
+    """Describe a stream's shared groups in the form that is common to all kinds of groups."""
     summaries: list[GroupDescription] = []
     for name in list_shared(handle):
         try:
             found, members = SharedGroup(stream, handle, name)._describe_all()
         except (GroupNotFound, ValueError):
-            continue  # deleted meanwhile, or a name that this library did not write
+            continue  # the group was just deleted, or another program wrote the name
         live = sum(consumer.lease > 0 for consumer in members.values())
         summaries.append(
             GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)

@@ -1,4 +1,4 @@
-"""Settings of a shared group, which apply to all its consumers, and settings of one consumer."""
+"""Settings of a shared group, which all its consumers share, and of a single consumer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from meteor_py.shared.ack_timeouts import TimeLimit
 OnPoison = Literal["skip", "park"]
 Keyless = Literal["default", "free"]
 
-#: The maximum number of records that a consumer may hold.
+#: The maximum number of records that a consumer can hold.
 PREFETCH_MAX = 10_000
 #: Default ``ack_timeout`` in seconds (the same as RabbitMQ's). It is a safety net for records that
 #: the application has forgotten, so it is longer than almost any handler needs.
 ACK_TIMEOUT_S = 1_800.0
-#: The ordering key of records that have none.
+#: The ordering key for records that have none.
 DEFAULT_KEY = "meteor.no-group"
-#: The maximum number of records that may wait for their ordering keys. The server keeps their
-#: offsets in memory: 7 to 10 bytes each, and about 130 if each record has its own ordering key.
+#: The maximum number of records that can wait for their ordering keys. The server keeps their
+#: offsets in memory: 7 to 10 bytes each, or about 130 if each record has its own ordering key.
 WAITING_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Settings of a shared group, stored in Redis and the same for all its consumers."""
+    """Settings of a shared group. They are stored in Redis and are the same for all consumers."""
 
     #: The maximum number of records of one ordering key that a consumer holds, so that a busy key
-    #: leaves room for others: 1 to 10,000; 0 = as many as its prefetch.
+    #: leaves room for others: 1 to 10,000. With 0, only ``prefetch`` limits it.
     max_per_key: int = 32
     #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
@@ -39,14 +39,14 @@ class SharedConfig:
     max_deliveries: int = 5
     #: The stream for dead letters; None = consumers only log and count them.
     dead_letter: str | None = None
-    #: What happens to the ordering key of a dead letter: "skip" continues with its next record,
-    #: "park" stops the key until ``resume()``.
+    #: What happens to the ordering key of a dead letter: "skip" continues with the key's next
+    #: record, "park" stops the key until ``resume()``.
     on_poison: OnPoison = "skip"
-    #: The ordering key of records that have none, if ``keyless`` is "default".
+    #: The ordering key for records that have none, if ``keyless`` is "default".
     default_key: str = DEFAULT_KEY
-    #: Order of records without an ordering key: "free" processes them in parallel, in any order;
-    #: "default" gives all of them ``default_key``, so that they are processed in sequence.
-    #: ``shared_subscriber()`` with a ``default_key`` implies "default".
+    #: How to process records without an ordering key. With "free", consumers process them in
+    #: parallel, in any order. With "default", all of them get ``default_key`` and are processed in
+    #: order. Passing ``default_key`` to ``shared_subscriber()`` implies "default".
     keyless: Keyless = "free"
 
     def __post_init__(self) -> None:
@@ -59,8 +59,8 @@ class SharedConfig:
             )
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
-                "max_deliveries must be 0 (no limit) or at least 2: when a consumer dies, any of "
-                "the records it held may be the cause, and only a second delivery shows which."
+                "max_deliveries must be 0 (no limit) or at least 2. When a consumer dies, any of "
+                "its records may be the cause, and only a second delivery shows which one."
             )
         if self.dead_letter is not None:
             keys.check_name(self.dead_letter, "dead-letter stream")
@@ -76,7 +76,7 @@ class SharedConfig:
             )
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hash ``state``; three keep their names from version 0.1."""
+        """Return the stored fields. Three of them keep their names from version 0.1."""
         return {
             "group_cap": str(self.max_per_key),
             "lease_ms": str(round(self.lease_ttl * 1000)),
@@ -90,7 +90,7 @@ class SharedConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> SharedConfig:
-        """Read the fields of the hash ``state``."""
+        """Read the stored fields."""
         return cls(
             max_per_key=int(fields["group_cap"]),
             lease_ttl=int(fields["lease_ms"]) / 1000,
@@ -103,31 +103,31 @@ class SharedConfig:
 
     def differing(self, asked: dict[str, Any]) -> str | None:
         """Return the name of the first requested setting that differs from this configuration."""
-        # Compare the stored fields: storing rounds a value, and rounding is not a difference.
+        # Compare the stored fields, because storing rounds values, and rounding does not count.
         wanted = SharedConfig.from_fields(SharedConfig(**asked).to_fields())
         return next((name for name in asked if getattr(self, name) != getattr(wanted, name)), None)
 
 
 @dataclass(frozen=True)
 class ConsumerConfig:
-    """Settings of one consumer of a shared group."""
+    """Settings of one consumer in a shared group."""
 
     #: The maximum number of unsettled records that the consumer holds, delivered or buffered; 1 to
     #: 10,000.
     #: ``run()`` holds fewer if its handlers are slow, so that other consumers get their share.
     prefetch: int = 256
-    #: The maximum bytes of record values that the consumer fetches before it delivers them; 1 to
-    #: 2**40. It always fetches at least one record, whatever its size.
+    #: The maximum size in bytes of the record values that the consumer fetches ahead: 1 to 2**40.
+    #: It always fetches at least one record, whatever the record's size.
     prefetch_bytes: int = 64 * 1024 * 1024
     #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
-    #: that others get its records; also the limit for one handler call of ``run()``.
+    #: that others get its records. Also the time limit for one handler call in ``run()``.
     max_poll_interval: float = 60.0
     #: Seconds for which the application may keep a record that ``poll()`` returned or ``run()``
     #: passed to the handler. After that, the consumer returns the record to the group as failed.
     #: None = no limit.
     ack_timeout: float | None = ACK_TIMEOUT_S
-    #: What to do when records were dropped before they were delivered, or cannot be read: "raise"
-    #: the error once per gap (see ``poll()``), or "skip" the gap.
+    #: What to do if records were dropped before they were delivered, or cannot be read: "raise" an
+    #: error once per gap (see ``poll()``), or "skip" the gap.
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
@@ -140,16 +140,18 @@ class ConsumerConfig:
             check_seconds("ack_timeout", self.ack_timeout)
         check_choice("on_gap", self.on_gap, ("raise", "skip"))
         if self.on_gap_skipped is not None and not callable(self.on_gap_skipped):
-            raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
+            raise TypeError(
+                "on_gap_skipped must be a function that takes the first and last skipped offsets."
+            )
 
     @property
     def poll_limit(self) -> TimeLimit | None:
-        """The time limit of records that ``poll()`` returns."""
+        """The time limit for records that ``poll()`` returns."""
         return None if self.ack_timeout is None else TimeLimit("ack_timeout", self.ack_timeout)
 
     @property
     def handler_limit(self) -> TimeLimit:
-        """The time limit of records that ``run()`` passes to the handler."""
+        """The time limit for records that ``run()`` passes to the handler."""
         limits = [TimeLimit("max_poll_interval", self.max_poll_interval)]
         if self.poll_limit is not None:
             limits.append(self.poll_limit)

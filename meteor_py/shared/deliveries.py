@@ -1,9 +1,9 @@
-"""The deliveries of one consumer: exchanges with the server about records it holds and settles.
+"""One consumer's deliveries: exchanges with the server about the records that it holds and settles.
 
-Each step carries a number, one above the last step of this consumer that the server knows, so the
-server never takes a step twice. If a reply is lost, the consumer sends the same step again and gets
-the same reply. If its lease has expired meanwhile, the server replies with the number of the last
-step it took, so that the consumer knows which settlements counted.
+Each step has a number, one higher than the consumer's last step that the server knows. The server
+therefore never takes a step twice. If a reply is lost, the consumer sends the same step again and
+gets the same reply. If its lease has expired in the meantime, the server replies with the number of
+the last step it took, so that the consumer knows which settlements counted.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Refused steps allowed in one exchange; only a bug can cause more.
+#: Maximum number of refused steps in one exchange. Only a bug can cause more.
 _ROUNDS = 5
-#: Portions of maintenance after one step. If more is due, the reply to the next step says so.
+#: Maximum number of maintenance calls after one step. If more work is due, the next reply says so.
 _PORTIONS = 64
 #: Seconds to wait for the connection before releasing the lock.
 _TURN_S = 0.05
-#: Stored characters of the reason for a failure.
+#: Maximum number of characters to store of the reason for a failure.
 _REASON_MAX = 1_000
 
 
@@ -62,12 +62,16 @@ class _Stage(enum.Enum):
     ACTIVE = "active"
     #: The consumer has left the group for good.
     LEFT = "left"
-    #: A copy in a forked child: the records belong to the parent.
+    #: This object is a copy in a forked child. The records belong to the parent.
     FORKED = "forked"
 
 
+# Module-level names, because looking up an enum member is slower.
+_FORKED, _HELD = _Stage.FORKED, Standing.HELD
+
+
 class Deliveries:
-    """The records of one consumer, shared by its threads; only ``exchange`` calls the server."""
+    """One consumer's records, which its threads share. Only ``exchange`` calls the server."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Deliveries:
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
         self._ack_timeouts = AckTimeouts()
         self._notified = False  # since the last step
-        #: A thread is waiting until fewer records are held.
+        #: Whether a thread is waiting until fewer records are held.
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
         self._consumer = ""
@@ -96,18 +100,18 @@ class Deliveries:
         self._refused: list[int] = []
         self._unknown: list[int] = []  # settlements that may have counted
         self._lost = Gaps()
-        #: The reply after which this consumer waits for the server to wake it; None if the server
-        #: will not do so.
+        #: The last reply, if the server will wake this consumer when there are records; otherwise
+        #: None.
         self.idle: StepReply | None = None
-        #: An error of the lease renewer, to raise in the application.
+        #: An error in the lease renewer, to be raised in the application.
         self.failure: MeteorError | None = None
-        #: Dead letters to publish.
+        #: Dead letters that this consumer is to publish.
         self.dead_letters: list[DeadLetter] = []
         #: The ``clock.now()`` until which no other consumer can get the records held here.
         self.valid_until = 0.0
-        #: When the last step that got a reply was sent.
+        #: The time at which the last step that got a reply was sent.
         self.spoke_at = 0.0
-        #: When the application last polled or settled a record.
+        #: The time at which the application last polled or settled a record.
         self.alive_at = now()
 
     @property
@@ -118,7 +122,11 @@ class Deliveries:
     # -- for the application -------------------------------------------------------------------
 
     def ack(self, record: SharedRecord) -> None:
-        self._settle(record, "A", b"")
+        with self.condition:
+            self._check_held(record)
+            self.holdings.ack(record)
+            if not self._notified or self.waits_for_room:
+                self._notify()
 
     def release(
         self,
@@ -132,8 +140,8 @@ class Deliveries:
         check_seconds("delay", delay, zero=True)
         if only_this and delay:
             raise ValueError(
-                "release() got both only_this and a delay, which applies to the whole ordering "
-                "key. Omit one of the two."
+                "release() got both only_this and a delay, but a delay applies to the whole "
+                "ordering key. Omit one of the two."
             )
         detail = b"%d:%b" % (delay * 1000, _encoded(reason))
         self._settle(record, "R" if failed else "U", detail, alone=only_this)
@@ -170,25 +178,54 @@ class Deliveries:
                 settled.
         """
         with self.condition:
-            for record in records:
-                if record._deliveries is not self:
-                    raise ValueError(f"Record {record.offset} belongs to another consumer.")
-                if record.standing is Standing.SETTLED:
-                    raise _settled_before(record)
-            others = [record for record in records if record.standing is not Standing.HELD]
+            others = self._check_batch(records)
             self.settle_all(sorted(set(records), key=attrgetter("offset")), settle)
         return others
 
+    def ack_batch(self, records: Sequence[SharedRecord]) -> list[SharedRecord]:
+        """Acknowledge the records that are still held; return the others.
+
+        Raises:
+            ValueError: As for ``settle_batch``.
+        """
+        with self.condition:
+            others = self._check_batch(records)
+            ack = self.holdings.ack
+            for record in records:
+                if record.standing is _HELD:
+                    ack(record)
+            self.alive_at = now()
+            self._notify()
+        return others
+
+    def _check_batch(self, records: Sequence[SharedRecord]) -> list[SharedRecord]:
+        """Return the records that are neither held nor settled. The caller holds the lock.
+
+        Raises:
+            ValueError: As for ``settle_batch``.
+        """
+        if self._stage is _FORKED:
+            raise reply_errors.opened_before_fork(self.protocol.stream.name)
+        others: list[SharedRecord] = []
+        for record in records:
+            if record._deliveries is not self:
+                raise ValueError(f"Record {record.offset} belongs to another consumer.")
+            if record.standing is not _HELD:
+                if record.standing is Standing.SETTLED:
+                    raise _settled_before(record)
+                others.append(record)
+        return others
+
     def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
-        """Start the time limit of records that the application is about to get."""
+        """Start the time limit for records that the application is about to get."""
         with self.condition:
             if self._ack_timeouts.start(records, limit):
-                self.condition.notify_all()  # the lease renewer may be waiting for longer
+                self.condition.notify_all()  # the lease renewer may be in a longer wait
 
     def expire_records(self) -> float:
-        """Give back records whose time limit has expired; return the seconds until the next expiry.
+        """Give records back to the group if their time limit has expired.
 
-        The caller holds the lock.
+        Returns the seconds until the next time limit expires. The caller holds the lock.
         """
         for record in self._ack_timeouts.expired(self.holdings.held()):
             if record.standing is not Standing.HELD:
@@ -218,12 +255,15 @@ class Deliveries:
     ) -> list[SharedRecord]:
         """Hold the granted records that were fetched; settle the lost and unreadable ones."""
         with self.condition:
-            # A copy: a signal handler may close the subscriber, which clears the original.
+            # Use a copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
+            key_of, codec = self._key_of, self._codec
             received = self.holdings.receive(
-                SharedRecord(self, record, self._key_of(record), granted[offset], self._codec)
-                for offset, record in records.items()
-                if offset in granted
+                [
+                    SharedRecord(self, record, key_of(record), granted[offset], codec)
+                    for offset, record in records.items()
+                    if offset in granted
+                ]
             )
             causes: dict[int, Unreadable | None] = {**dict.fromkeys(lost), **(unreadable or {})}
             for offset, cause in causes.items():
@@ -232,7 +272,10 @@ class Deliveries:
         return received
 
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
-        """Settle a dead letter published in ``history``, which is None if its record is lost."""
+        """Settle a dead letter.
+
+        ``history`` is the history in which it was published, or None if its record is lost.
+        """
         lost = history is None
         detail = b"" if history is None else history.encode()
         with self.condition:
@@ -240,7 +283,7 @@ class Deliveries:
             self._notify()
 
     def raise_failure(self) -> None:
-        """Raise an error of the lease renewer, once."""
+        """Raise the lease renewer's error, if any, once."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure.with_traceback(None)
@@ -283,7 +326,8 @@ class Deliveries:
             mode: See ``StepRequest``.
 
         Raises:
-            ConnectionFailed: No reply; the next exchange finds out whether the step was taken.
+            ConnectionFailed: The server did not reply. The next exchange finds out whether it took
+                the step.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         exchange = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
@@ -292,8 +336,8 @@ class Deliveries:
             return connection.retry_redirected(exchange, connection)
 
         while self.condition.is_mine():
-            # This signal handler has interrupted its own thread while the thread held the lock.
-            # The thread that uses the connection may need the lock, so release it now and then.
+            # This is a signal handler that interrupted a thread while it held the lock. The thread
+            # that uses the connection may need the lock, so release it now and then.
             try:
                 return self._connection.use(work, timeout_s=_TURN_S)
             except TimeoutError:
@@ -302,14 +346,14 @@ class Deliveries:
         return self._connection.use(work)
 
     def talks_here(self) -> bool:
-        """Whether the caller is a signal handler that interrupted an exchange of this thread."""
+        """Whether the caller is a signal handler that interrupted an exchange in this thread."""
         return self._connection.is_mine()
 
     def close(self) -> None:
         self._connection.close()
 
     def abandon(self) -> None:
-        """Drop everything in a forked child: the records belong to the parent."""
+        """Drop everything in a forked child, because the records belong to the parent."""
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=False)
         self._stage = _Stage.FORKED
@@ -318,7 +362,8 @@ class Deliveries:
         self, connection: Connection, want: int, leave: bool, mode: str, entry: Entry | None
     ) -> StepReply:
         refusals_left, maintained = _ROUNDS, False
-        while refusals_left:  # ends: nothing is claimed until all settlements are sent
+        # The loop ends, because no step claims records until all settlements are sent.
+        while refusals_left:
             self._join(connection)
             self._drop_lost_letters(connection)
             with self.condition:
@@ -347,11 +392,11 @@ class Deliveries:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
                     if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
                         return reply
-                    maintained = True  # maintenance may have made records available: claim again
+                    maintained = True  # claim again: maintenance may have made records available
                 continue
             refusals_left -= 1
         raise ConnectionFailed(
-            f"The server refused {_ROUNDS} steps of this consumer of shared group "
+            f"The server refused {_ROUNDS} steps of this consumer in shared group "
             f"{self.protocol.group!r} in a row. Try again, or open another consumer."
         )
 
@@ -370,11 +415,11 @@ class Deliveries:
                 self.idle = reply if reply.idle else None
             if self._stage is _Stage.LEFT:
                 self.holdings.take_all()  # a signal handler has just closed the subscriber
-            self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
+            self.holdings.end_step()  # must be last: a Ctrl-C may interrupt the lines above
         self._log_dropped(report.dropped)
 
     def _maintain(self, connection: Connection, *, leave: bool, due: bool) -> None:
-        """Do the maintenance that is due, in portions, or leave the group."""
+        """Do the maintenance that is due, one portion per call, or leave the group."""
         portions = 0
         while leave or (due and portions < _PORTIONS):
             try:
@@ -405,7 +450,7 @@ class Deliveries:
 
     def _join(self, connection: Connection) -> None:
         """Join the group, unless this consumer is already a member."""
-        if self._stage is _Stage.LEFT:  # while this thread was waiting for the connection
+        if self._stage is _Stage.LEFT:  # it left while this thread waited for the connection
             raise ConnectionFailed(f"This consumer has left shared group {self.protocol.group!r}.")
         while not self._consumer:
             consumer = secrets.token_urlsafe(6)[:6]
@@ -442,12 +487,12 @@ class Deliveries:
             self._notify()
 
     def _check_held(self, record: SharedRecord) -> None:
-        """Raise unless this consumer may settle the record. The caller holds the lock."""
-        if self._stage is _Stage.FORKED:
+        """Raise an error unless this consumer may settle the record. The caller holds the lock."""
+        if self._stage is _FORKED:
             raise reply_errors.opened_before_fork(self.protocol.stream.name)
-        if record.standing is Standing.SETTLED:
-            raise _settled_before(record)
-        if record.standing is not Standing.HELD:
+        if record.standing is not _HELD:
+            if record.standing is Standing.SETTLED:
+                raise _settled_before(record)
             raise self.not_held([record])
         self.alive_at = now()
 
@@ -464,7 +509,7 @@ class Deliveries:
         return reply_errors.records_fenced(*names, offsets)
 
     def _notify(self) -> None:
-        """Wake the lease renewer and threads that wait for room. The caller holds the lock."""
+        """Wake the lease renewer, and threads that wait for room. The caller holds the lock."""
         if not self._notified or self.waits_for_room:
             self._notified = True
             self.condition.notify_all()

@@ -1,7 +1,7 @@
 """A cache of frames for readers of scattered offsets.
 
-A consumer of a shared group gets a few records at a time out of the same frames. The cache
-therefore fetches each frame once, and keeps it for as long as its records may be needed.
+A consumer in a shared group gets a few records at a time from the same frames. The cache therefore
+fetches each frame once, and keeps the frame as long as its records may be needed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meteor_py.shared.protocol import Entry, StepReply
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Frames to keep and to request at a time. If frames are small, one request asks for more of them,
-#: up to _FETCH_MAX frames or _KEEP_RECORDS records.
+#: Number of frames to keep, and to request at a time. If frames are small, one request asks for
+#: more of them, up to _FETCH_MAX frames or _KEEP_RECORDS records.
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
@@ -43,17 +43,17 @@ _FETCH_BYTES = 32 * 1024 * 1024
 
 
 class Fetched(NamedTuple):
-    """The outcome of a fetch, by offset."""
+    """The result of a fetch, by offset."""
 
     found: dict[int, Record]
     #: Records that neither the ring nor the store has.
     lost: list[int]
-    #: Records that exist but cannot be read, and why.
+    #: Records that exist but cannot be read, with the reason.
     unreadable: dict[int, Unreadable]
 
 
 class FrameCache:
-    """The frames of one consumer. Only one thread may use it at a time, except ``interrupt``."""
+    """One consumer's frames. Except for ``interrupt``, only one thread may use it at a time."""
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
@@ -64,12 +64,12 @@ class FrameCache:
         self._bytes: dict[int, int] = {}  # the size of each frame, by its first offset
         #: The end of the last large frame, and the size of the largest frame (see _append.lua).
         self._large = (OFFSET_MAX, RECORD_BYTES_LIMIT)
-        # Estimated records per frame. The estimate starts high: two requests for records of one
-        # frame would transfer the frame twice.
+        # Estimated number of records per frame. The estimate starts high, because two requests for
+        # records of the same frame would transfer the frame twice.
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
-        """Note the field ``large`` of meta, which covers all offsets to be fetched next."""
+        """Store the ``large`` field of the meta, which covers all offsets to be fetched next."""
         self._large = large
 
     def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
@@ -77,8 +77,8 @@ class FrameCache:
 
         Args:
             offsets: In ascending order.
-            max_bytes: Stop when the values found have this many bytes. At least one record is
-                returned.
+            max_bytes: Stop when the fetched values have this many bytes in total. At least one
+                record is returned.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
@@ -86,28 +86,27 @@ class FrameCache:
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # offsets that the ring has dropped
         at = 0
-        size = 0
-        while at < len(offsets) and size < max_bytes:
-            # Ends: each round handles at least the first remaining offset.
+        room = max_bytes
+        while at < len(offsets) and room > 0:
+            # Terminates, because each round handles at least the first remaining offset.
             left = offsets[at:]
             self._trim(left)
             if left[0] not in dropped and self._find(left[0]) is None:
                 dropped |= self._fetch_frames(
                     [o for o in left if o not in dropped], fetched.unreadable
                 )
-            handled = self._gather(left, dropped, fetched)
-            for number in range(handled):
-                record = fetched.found.get(left[number])
-                size += len(record.value) if record is not None else 0
-                if size >= max_bytes:
-                    for offset in left[number + 1 : handled]:
-                        fetched.found.pop(offset, None)
-                    break
+            handled, room = self._gather(left, dropped, fetched, room)
             at += handled
         return fetched
 
-    def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
-        """Add records from cache and store; return how many leading offsets were handled."""
+    def _gather(
+        self, offsets: Sequence[int], dropped: set[int], fetched: Fetched, room: int
+    ) -> tuple[int, int]:
+        """Add records from cache and store until their values fill ``room`` bytes.
+
+        Returns:
+            The number of leading offsets handled, and the bytes of room left.
+        """
         stored = 0
         for number, offset in enumerate(offsets):
             if offset in fetched.unreadable:
@@ -115,7 +114,7 @@ class FrameCache:
             record = self._find(offset)
             if record is None and offset in dropped:
                 if stored == _KEEP:
-                    return number
+                    return number, room
                 stored += 1
                 record = self._fetch_stored(offset, offsets, fetched.unreadable)
                 if record is None and offset not in fetched.unreadable:
@@ -123,9 +122,12 @@ class FrameCache:
                     continue
             if record is not None:
                 fetched.found[offset] = record
+                room -= len(record.value)
+                if room <= 0:
+                    return number + 1, 0
             elif offset not in fetched.unreadable:
-                return number  # not requested yet
-        return len(offsets)
+                return number, room  # this offset has not been requested yet
+        return len(offsets), room
 
     def forget(self) -> None:
         """Drop all frames, because offsets may now refer to other records."""
@@ -169,7 +171,7 @@ class FrameCache:
         room = _FETCH_BYTES
         for offset in offsets:
             if wanted and offset < wanted[-1] + self._size:
-                continue  # probably in the same frame
+                continue  # the record is probably in the same frame
             if offset not in unreadable and self._find(offset) is None:
                 room -= LARGE_FRAME if offset >= large_end else largest
                 if wanted and room < 0:
@@ -227,7 +229,7 @@ class FrameCache:
         return self._find(offset)
 
     def read_stored(self, offset: int, records: int) -> list[Chunk]:
-        """Return at least the record at ``offset``, which only the store has.
+        """Return the record at ``offset``, which only the store has, and perhaps later records.
 
         Raises:
             RecordsLost: The store does not have it.
@@ -236,7 +238,7 @@ class FrameCache:
             self._log_reader = self._stream.open_reader()
         try:
             self._log_reader.seek(offset)
-            while True:  # ends: a read returns nothing only if the stream changed meanwhile
+            while True:  # terminates, because a read is empty only if the stream has just changed
                 chunks = self._log_reader.fetch(offset, records=records)
                 if chunks:
                     return chunks
@@ -250,15 +252,15 @@ class FrameCache:
     # -- the cache -----------------------------------------------------------------------------
 
     def _find(self, offset: int) -> Record | None:
-        at = bisect_right(self._firsts, offset) - 1
-        if at < 0:
+        at = bisect_right(self._firsts, offset)
+        if not at:
             return None
-        first = self._firsts[at]
+        first = self._firsts[at - 1]
         records = self._frames[first]
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk, size: int) -> None:
-        """Add a chunk and drop those it overlaps: ring and store divide records differently."""
+        """Add a chunk and drop the ones it overlaps. Ring and store divide records differently."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -270,7 +272,7 @@ class FrameCache:
         self._frames[start], self._bytes[start] = list(chunk.rows()), size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop unneeded frames: the oldest beyond the limits, and all that have one record."""
+        """Drop the oldest frames beyond the limits, and all frames that have only one record."""
         needed = {
             first
             for first, records in self._frames.items()
@@ -287,7 +289,7 @@ class FrameCache:
 
 
 def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[int]:
-    """Return the offsets from ``start`` to before ``stop``."""
+    """Return the offsets from ``start`` up to, but not including, ``stop``."""
     end = len(offsets) if stop is None else bisect_left(offsets, stop)
     return offsets[bisect_left(offsets, start) : end]
 
@@ -298,8 +300,8 @@ def entry_from_store(
     """Return the index entry that the next step needs for records that only the store has.
 
     Args:
-        reply: Reply to the step that reached these records.
-        before: The entry sent with that step, of which a part may be unused.
+        reply: The reply to the step that reached these records.
+        before: The entry that was sent with that step. Part of it may be unused.
 
     Returns:
         The entry. It has no strings if neither the ring nor the store has the records.

@@ -1,11 +1,12 @@
-"""Consistency check of a shared group's state, in portions.
+"""A consistency check for a shared group's state.
 
-Consumers change the state while the check reads it. The check therefore reads each portion at one
-instant, and tests the invariants that hold at every instant. A portion is a few ordering keys with
-their first waiting records and their places in the sets, or some batches of a consumer. Invariants
-of a long ordering key or of a consumer with many batches are tested if it has not changed between
-its first portion and its last. The same applies to invariants of the whole state, such as the sums
-of the counters. The check reports values that it cannot read, instead of raising an error.
+Consumers change the state while the check reads it. The check therefore reads the state in
+portions, each at a single instant, and tests the invariants that hold at every instant. A portion
+is a few ordering keys with their first waiting records and their places in the sets, or some of a
+consumer's batches. A long ordering key, or a consumer with many batches, takes several portions.
+Its invariants are tested only if it did not change from the first portion to the last. The same
+applies to invariants of the whole state, such as the sums of the counters. The check reports values
+that it cannot read, instead of raising an error.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from meteor_py.shared.group_state import (
 )
 from meteor_py.shared.protocol import SharedProtocol
 
-#: Ordering keys, chunks of waiting offsets, and batches to read at one instant.
+#: Number of ordering keys, chunks of waiting offsets, or batches to read at one instant.
 _KEYS = 50
 _CHUNKS = 100
 _BATCHES = 100
-#: Index entries to read at a time.
+#: Number of index entries to read at a time.
 _ENTRIES = 64
-#: Records with a wrong ordering key to list; the others are counted.
+#: Maximum number of records with a wrong ordering key to list. Any others are only counted.
 _NAMED = 10
-#: Attempts to read a consumer or an ordering key that changes meanwhile.
+#: Number of attempts to read a consumer or an ordering key that keeps changing.
 _TRIES = 5
 
 _TYPES = {
@@ -64,7 +65,7 @@ def find_flaws(protocol: SharedProtocol) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where an unsettled record is."""
+    """The place of an unsettled record."""
 
     offset: int
     key: bytes
@@ -135,7 +136,7 @@ class _Check:
         return good
 
     def _read_meta(self) -> tuple[bytes, Progress, int] | None:
-        """Return the progress, raw and parsed, and the first offset of the group."""
+        """Return the raw and the parsed progress, and the group's first offset."""
         protocol = self._protocol
         (end,), flat = self._at_once(
             [("HMGET", protocol.meta, "next"), ("HGETALL", protocol.key("meta"))]
@@ -166,7 +167,7 @@ class _Check:
         return raw, progress, start
 
     def _check_members(self) -> None:
-        """Check consumers, their batches, and the numbers of held records in key entries."""
+        """Check the consumers, their batches, and the held-record counts in key entries."""
         protocol = self._protocol
         members = {id for portion in protocol.scan("HSCAN", "members") for id, _ in portion}
         leases = {id for portion in protocol.scan("ZSCAN", "leases") for id, _ in portion}
@@ -194,7 +195,7 @@ class _Check:
         for _ in range(_TRIES):
             raw, batches = self._read_member(id)
             if raw is None:
-                return  # it has left, or it changes all the time
+                return  # the consumer has left, or keeps changing
             try:
                 member = Member.parse(raw)
             except ValueError as error:
@@ -211,13 +212,13 @@ class _Check:
                     ]
                 )
                 if now != raw:
-                    break  # it has taken a step
+                    break  # the consumer has taken a step, so read it again
                 self._compare_held(id, part, held, entries)
             else:
                 return
 
     def _read_member(self, id: bytes) -> tuple[bytes | None, dict[bytes, bytes]]:
-        """Return the entry and the batches of a consumer; None if it does not stay the same."""
+        """Return a consumer's entry and batches, or None if they keep changing."""
         protocol = self._protocol
         key = protocol.whole(b"batches:" + id)
         for _ in range(_TRIES):
@@ -238,7 +239,7 @@ class _Check:
     def _check_batches(
         self, id: bytes, member: Member, batches: dict[bytes, bytes]
     ) -> Counter[bytes] | None:
-        """Return the number of held records by key; None if a batch cannot be read."""
+        """Return the number of held records by key, or None if a batch cannot be read."""
         held: Counter[bytes] = Counter()
         readable = True
         places = list[_Place]()
@@ -320,7 +321,7 @@ class _Check:
             self._add(f"Key {key!r} is delayed or has an end of a delay, but {ends}.")
 
     def _check_chunks(self, key: bytes) -> None:
-        """Check the waiting offsets for which the entry of a key has no room."""
+        """Check the waiting offsets that are in chunks, because the key's entry has no room."""
         protocol = self._protocol
         get = ("HGET", protocol.key("keys"), key)
         for _ in range(_TRIES):
@@ -333,7 +334,7 @@ class _Check:
                 if now != raw:
                     break
                 chunks += found
-                if None in found:  # perhaps a damaged entry counts endlessly many
+                if None in found:  # stop, because a damaged entry may count any number of chunks
                     self._compare_chunks(key, entry, chunks)
                     return
             else:
@@ -366,7 +367,7 @@ class _Check:
                 self._add(f"Key {key!r} counts {entry.held} held records, not {held[key]}.")
 
     def _check_strays(self, name: str, seen: set[bytes]) -> None:
-        """Find members of a set that have no key entry."""
+        """Find elements of a set that have no key entry."""
         protocol = self._protocol
         for portion in protocol.scan("ZSCAN", name):
             for key in {key for key, _ in portion} - seen:
@@ -406,7 +407,7 @@ class _Check:
     # -- the whole state -----------------------------------------------------------------------
 
     def _whole_flaws(self, meta: tuple[bytes, Progress, int]) -> list[str]:
-        """Return contradictions that are valid only if nothing has changed meanwhile."""
+        """Return contradictions that count only if nothing changed during the check."""
         _, progress, start = meta
         flaws: list[str] = []
         places = self._places()

@@ -18,11 +18,11 @@ Unreadable = CorruptFrame | UnsupportedFrame | CorruptSegment
 
 
 class Gap(NamedTuple):
-    """A range of records, both ends included."""
+    """A range of records that cannot be delivered. Both ends are included."""
 
     first: int
     last: int
-    #: Why they are unreadable; None if they are in neither ring nor store.
+    #: Why the records are unreadable; None if they are in neither the ring nor the store.
     cause: Unreadable | None = None
 
     def error(self, stream: str, group: str) -> RecordsLost | Unreadable:
@@ -32,7 +32,7 @@ class Gap(NamedTuple):
             return RecordsLost(
                 f"The ring dropped records {first} to {last} of stream {stream!r} before shared "
                 f"group {group!r} had processed them, and no store has them. The next poll "
-                "continues after them; to prevent this, raise the capacity or add a store.",
+                "continues after them. To prevent such losses, raise the capacity or add a store.",
                 stream=stream,
                 first=first,
                 last=last,
@@ -42,7 +42,7 @@ class Gap(NamedTuple):
         elif isinstance(cause, UnsupportedFrame):
             why = "a newer version of meteor-py wrote them"
         else:
-            why = "their bytes are not what a publisher wrote"
+            why = "their bytes differ from what the publisher wrote"
         error = type(cause)(
             f"Records {first} to {last} of stream {stream!r} cannot be read: {why}. Shared group "
             f"{group!r} counts them as lost, and the next poll continues after them.",
@@ -55,7 +55,7 @@ class Gap(NamedTuple):
 
 
 class Gaps:
-    """Gaps not yet reported to the application."""
+    """Gaps that have not been reported to the application yet."""
 
     def __init__(self) -> None:
         self._gaps: list[Gap] = []

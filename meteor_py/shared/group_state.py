@@ -1,4 +1,4 @@
-"""Formats of a shared group's state in Redis. The scripts in ``redis/lua/shared`` write it."""
+"""Parses a shared group's state in Redis, which the scripts in ``redis/lua/shared`` write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PROGRESS = struct.Struct("<16d6s6s")
 _MEMBER = struct.Struct("<5d3B")
 _PLAIN = struct.Struct("<6sH")
 _EXTENDED = struct.Struct("<B6sHB6d")
-#: Why an ordering key is stopped. The last reason: a returned record waits, and its owner holds
-#: later records.
+#: Reasons why an ordering key is stopped. BEHIND means that a returned record is waiting while its
+#: key's owner holds later records.
 DELAYED, PARKED, BEHIND = 1, 2, 3
 
 
 class Progress(NamedTuple):
-    """The field ``progress`` of the group's meta; see ``redis/lua/shared/_group.lua``."""
+    """The ``progress`` field of the group's meta; see ``redis/lua/shared/_group.lua``."""
 
     next: int
     waiting: int
@@ -44,24 +44,24 @@ class Progress(NamedTuple):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Read the field; raises ``ValueError`` if it is malformed."""
+        """Parse the field. Raises ``ValueError`` if it is malformed."""
         *numbers, reaping, watcher = _unpack(_PROGRESS, raw)
         return cls._make([*map(int, numbers), reaping, watcher])
 
 
 class Member(NamedTuple):
-    """A field of ``members``: a consumer."""
+    """A consumer, stored as a field of ``members``."""
 
     step: int
-    #: End of its lease, compared with ``Progress.tick``.
+    #: The end of its lease, on the ``Progress.tick`` clock.
     deadline: int
     holding: int
-    #: First and last batch that its last step granted.
+    #: The first and last batch that its last step granted.
     first: int
     last: int
     idle: bool
     alone: bool
-    #: Whether its lease has expired. The server keeps its entry for a while, so that the consumer
+    #: Whether its lease has expired. The server keeps the entry for a while, so that the consumer
     #: can learn the outcome of its last step.
     dead: bool
     #: The ordering key that it reserves for a last try; empty if none.
@@ -70,7 +70,7 @@ class Member(NamedTuple):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Read a field; raises ``ValueError`` if it is malformed."""
+        """Parse a field. Raises ``ValueError`` if it is malformed."""
         step, deadline, holding, first, last, *flags = _unpack(_MEMBER, raw)
         texts, at = [], _MEMBER.size
         for _ in range(2):
@@ -85,7 +85,7 @@ class Member(NamedTuple):
 
 
 class KeyEntry(NamedTuple):
-    """A field of ``keys``: an ordering key that has unsettled records or is stopped."""
+    """An ordering key that has unsettled records or is stopped, stored as a field of ``keys``."""
 
     owner: bytes
     held: int
@@ -102,7 +102,7 @@ class KeyEntry(NamedTuple):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Read a field; raises ``ValueError`` if it is malformed."""
+        """Parse a field. Raises ``ValueError`` if it is malformed."""
         if raw[:1] != b"\xff":
             owner, held = _unpack(_PLAIN, raw)
             return cls(owner, held, read_line(raw[_PLAIN.size :]))
@@ -121,17 +121,17 @@ class KeyEntry(NamedTuple):
 
 
 def read_line(line: bytes) -> list[int]:
-    """Read offsets of seven bytes each; raises ``ValueError`` if some bytes are left over."""
+    """Parse offsets of seven bytes each. Raises ``ValueError`` if any bytes are left over."""
     if len(line) % 7:
         raise ValueError("Its offsets are cut off.")
     return [int.from_bytes(line[at : at + 7], "little") for at in range(0, len(line), 7)]
 
 
 def read_batch(raw: bytes) -> list[tuple[int, bytes]]:
-    """Read a field of ``batches``: offsets and their ordering keys, empty for keyless records.
+    """Parse a field of ``batches``; return offsets and ordering keys, empty for keyless records.
 
     Raises:
-        ValueError: It is malformed.
+        ValueError: The field is malformed.
     """
     start = 1 + 7 * raw[0] if raw else 0
     offsets, keys = read_line(raw[1:start]), unpack_keys(raw[start:])

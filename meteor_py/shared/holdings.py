@@ -1,4 +1,4 @@
-"""Records that a consumer of a shared group holds, and settlements that it has not sent yet."""
+"""The records that a consumer in a shared group holds, and the settlements that it has not sent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Collection, Iterable, Mapping
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: The maximum numbers of acknowledged records, of other settlements, and of batches that these
-#: refer to, in one step. They are limited because the server runs nothing else during a step.
+#: Maximum numbers, per step, of acknowledged records, of other settlements, and of the batches that
+#: the settlements refer to. They are limited because the server runs nothing else during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 _OTHER_BATCHES_MAX = 32
+
+
+_SETTLED = Standing.SETTLED  # looking up an enum member is slower
 
 
 class DeliveryBatch:
@@ -21,16 +24,16 @@ class DeliveryBatch:
 
     def __init__(self, number: int, offsets: Iterable[int]) -> None:
         self.number = number
-        #: The offsets that the server still has in this batch, as far as this consumer knows.
+        #: The offsets still in the server's copy of this batch, as far as the consumer knows.
         self.open = set(offsets)
-        #: Offsets that are acknowledged, but not sent.
+        #: Offsets whose acknowledgements have not been sent yet.
         self.acked: list[int] = []
 
 
 class Holdings:
-    """Records and settlements of one consumer, from the grant to the server's confirmation.
+    """One consumer's records and settlements, from the grant to the server's confirmation.
 
-    Pure data without I/O or locks; ``Deliveries`` guards it with its lock.
+    This class has no I/O and no locks. ``Deliveries`` guards it with its lock.
     """
 
     def __init__(self, *, reject_rewinds: bool) -> None:
@@ -42,19 +45,22 @@ class Holdings:
         """
         #: Number of the last step that the server is known to have taken.
         self.number = 0
-        #: The step whose reply is not applied: during every step, and after a lost reply.
+        #: The step whose reply has not been applied yet; set during each step, and after a lost
+        #: reply.
         self.request: StepRequest | None = None
-        #: Failures of each granted record that is not fetched yet, by offset.
+        #: Failure count of each granted record that has not been fetched yet, by offset.
         self.granted: dict[int, int] = {}
         self._reject_rewinds = reject_rewinds
         self._batches: dict[int, DeliveryBatch] = {}
         self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
         self._held: dict[int, SharedRecord] = {}
-        self._by_key: dict[bytes, set[int]] = {}  # the offsets of _held
+        # The records in _held, by ordering key. Only rewinds need this dict, so the first rewind
+        # builds it, and ``receive`` discards it.
+        self._by_key: dict[bytes, dict[int, SharedRecord]] | None = None
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
-        # Keys that were rewound before all their granted records were fetched: the offset, and the
-        # last batch granted before the rewind.
+        # Keys that were rewound before all their granted records were fetched. Each has the offset
+        # of the rewind, and the last batch that was granted before it.
         self._rewound: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -63,7 +69,7 @@ class Holdings:
 
     @property
     def unsent(self) -> bool:
-        """Whether there are settlements that the server does not have, or may not have."""
+        """Whether there are settlements that may not have reached the server."""
         request = self.request
         return bool(
             self._dirty or self._others or (request and (request.acks or request.settlements))
@@ -78,32 +84,33 @@ class Holdings:
     def receive(self, fetched: Iterable[SharedRecord]) -> list[SharedRecord]:
         """Hold the granted records that were fetched, and return them.
 
-        Leaves out records that this consumer no longer holds. Gives records that were rewound with
-        an earlier record of their key back to the group.
+        Leaves out records that this consumer no longer holds. Returns records to the group if they
+        were rewound with an earlier record of their key.
         """
         received: list[SharedRecord] = []
-        for record in fetched:
-            offset, key = record.offset, record.ordering_key
-            if self.granted.pop(offset, None) is None:
-                continue
-            batch = self._batch_of.get(offset)
-            if batch is None:
-                continue  # a signal handler's close() has returned it
-            if self._rewound and key in self._rewound:
-                to, last = self._rewound[key]
-                if offset > to and batch.number <= last:
+        held, granted, batch_of = self._held, self.granted, self._batch_of
+        try:
+            for record in fetched:
+                offset = record.offset
+                if granted.pop(offset, None) is None:
+                    continue
+                if offset not in batch_of:
+                    continue  # a signal handler's close() has returned it
+                if self._rewound and self._was_rewound(record):
                     self._return(offset)
                     continue
-            self._held[offset] = record
-            found = self._by_key.get(key)
-            if found is None:
-                self._by_key[key] = {offset}
-            else:
-                found.add(offset)
-            received.append(record)
+                held[offset] = record
+                received.append(record)
+        finally:
+            self._by_key = None
         if not self.granted:
             self._rewound.clear()
         return received
+
+    def _was_rewound(self, record: SharedRecord) -> bool:
+        """Whether a record was granted before its ordering key was rewound to an earlier one."""
+        to, last = self._rewound.get(record.ordering_key, (record.offset, 0))
+        return record.offset > to and self._batch_of[record.offset].number <= last
 
     def lose(self, offset: int) -> bool:
         """Settle a granted record that cannot be fetched; return whether it was still granted."""
@@ -113,34 +120,53 @@ class Holdings:
         self._others.append(Settlement("G", batch.number, (offset,)))
         return True
 
+    def ack(self, record: SharedRecord) -> None:
+        """Acknowledge a held record."""
+        # The same as _drop, without the call: this runs once per record.
+        offset = record.offset
+        record.standing = _SETTLED
+        self._held.pop(offset, None)
+        if self._by_key is not None:
+            self._by_key.get(record.ordering_key, {}).pop(offset, None)
+        batch = self._batch_of.pop(offset, None)
+        if batch is not None:  # else a signal handler's close() has returned it
+            batch.acked.append(offset)
+            self._dirty[batch] = None
+
     def settle(
         self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
     ) -> None:
-        """Settle a held record; ``kind`` is one of ``Settlement``.
+        """Release or reject a held record. ``kind`` is any kind of ``Settlement`` except "A".
 
-        "R" and "U" unless ``alone``, and "X" if rejecting stops the key, rewind its ordering key:
-        later records of the key are returned with it.
+        Some settlements rewind the record's ordering key, so that later records of the key are
+        returned with it. These are "R" and "U" unless ``alone`` is true, and "X" if rejecting stops
+        the key.
         """
         offset, key = record.offset, record.ordering_key
         batch = self._batch_of.get(offset)
         self._drop(record, Standing.SETTLED)
         if batch is None:
             return  # a signal handler's close() has returned it
-        if kind == "A":
-            batch.acked.append(offset)
-            self._dirty[batch] = None
-            return
         rewinds = not alone if kind in "RU" else kind == "X" and self._reject_rewinds
         rewound = key if rewinds else None
         self._others.append(Settlement(kind, batch.number, (offset,), detail, rewound))
         if rewinds:
-            for other in sorted(self._by_key.get(key, ())):
-                if other > offset:
-                    self._drop(self._held[other], Standing.REWOUND, keep_batch=True)
-                    self._return(other)
+            for other in self._held_after(offset, key):
+                self._drop(other, Standing.REWOUND, keep_batch=True)
+                self._return(other.offset)
             if self.granted or self.request is not None:
                 to = min(offset, self._rewound.get(key, (offset, 0))[0])
                 self._rewound[key] = (to, max(self._batches, default=0))
+
+    def _held_after(self, offset: int, key: bytes) -> list[SharedRecord]:
+        """Return the held records of a key after an offset, in order."""
+        by_key = self._by_key
+        if by_key is None:
+            by_key = {}
+            for record in self._held.values():
+                by_key.setdefault(record.ordering_key, {})[record.offset] = record
+            self._by_key = by_key
+        return [record for other, record in sorted(by_key.get(key, {}).items()) if other > offset]
 
     def add(self, settlement: Settlement) -> None:
         """Queue a settlement of a record that is not held here, such as a dead letter."""
@@ -151,14 +177,14 @@ class Holdings:
     def begin_step(
         self, want: int, mode: str = "", entry: Entry | None = None
     ) -> tuple[StepRequest, bool]:
-        """Return the next step, and whether it includes everything that is to be sent.
+        """Return the next step, and whether it includes everything that has to be sent.
 
-        If the reply to the last step was lost, this returns the same step. No step claims records
-        until all settlements are sent. Acknowledgements go first: an acknowledgement made before a
-        rewind must count.
+        If the reply to the last step was lost, this returns the same step again. No step claims
+        records until all settlements have been sent. Acknowledgements come first, because an
+        acknowledgement that was made before a rewind must count.
         """
         if self.request is not None:
-            self._clear_sent(self.request)  # a Ctrl-C may have interrupted this
+            self._clear_sent(self.request)  # a Ctrl-C may have interrupted the first call
             return self.request, False
         acks: list[int] = []
         partial: list[Settlement] = []
@@ -183,12 +209,12 @@ class Holdings:
             (*partial, *others),
             entry if last else None,
         )
-        self.request = request  # if a Ctrl-C comes after this line, the step is sent again
+        self.request = request  # after a Ctrl-C from here on, the step is sent again
         self._clear_sent(request)
         return request, last
 
     def _next_others(self) -> list[Settlement]:
-        """Return the first settlements in the queue that one step may include."""
+        """Return the first settlements in the queue, as many as fit in one step."""
         batches: set[int] = set()
         for number, other in enumerate(self._others[:_OTHERS_MAX]):
             batches.add(other.batch)
@@ -238,7 +264,7 @@ class Holdings:
             self.request = None
 
     def withdraw_step(self) -> None:
-        """Requeue the settlements of a step that changed nothing, before all others."""
+        """Put the settlements of a step that changed nothing back at the front of the queue."""
         request, self.request = self.request, None
         if request is None:
             return
@@ -252,7 +278,7 @@ class Holdings:
         self._others = others + self._others
 
     def start(self) -> None:
-        """Start again as a new consumer."""
+        """Start over as a new consumer."""
         self.number, self.request = 0, None
 
     def reconcile(self, number: int, theirs: Mapping[int, list[int]]) -> list[int]:
@@ -262,7 +288,7 @@ class Holdings:
         lists are granted again.
 
         Returns:
-            The offsets of settlements that are void.
+            The offsets whose settlements are void.
         """
         self.withdraw_step()
         self.number = number
@@ -331,7 +357,7 @@ class Holdings:
 
     @property
     def has_letters(self) -> bool:
-        """Whether published dead letters remain to be settled."""
+        """Whether any published dead letters remain to be settled."""
         return any(other.kind == "D" for other in self._others)
 
     def keep_letters(self, history: bytes) -> None:
@@ -365,7 +391,7 @@ class Holdings:
                     del self._batches[batch.number]
 
     def _offsets_sent(self, request: StepRequest) -> list[int]:
-        closed = DeliveryBatch(0, ())  # if a Ctrl-C interrupted ``apply``
+        closed = DeliveryBatch(0, ())  # stands for a batch that an interrupted ``apply`` removed
         sent = [o for number in request.acks for o in self._batches.get(number, closed).open]
         return sent + [offset for one in request.settlements for offset in one.asked]
 
@@ -382,8 +408,5 @@ class Holdings:
         self._held.pop(offset, None)  # a signal handler's close() may have dropped it
         if not keep_batch:
             self._batch_of.pop(offset, None)
-        offsets = self._by_key.get(record.ordering_key)
-        if offsets is not None:
-            offsets.discard(offset)
-            if not offsets:
-                self._by_key.pop(record.ordering_key, None)
+        if self._by_key is not None:
+            self._by_key.get(record.ordering_key, {}).pop(offset, None)

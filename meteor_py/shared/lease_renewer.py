@@ -15,20 +15,20 @@ from meteor_py.shared.deliveries import Deliveries
 _log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "meteor-shared"
-#: Seconds that a settlement waits for others, to be sent with them: while the application processes
-#: records, and while it polls. The second is short, because sending a settlement may make records
-#: available.
+#: Seconds that a settlement waits for others to be sent with it: first while the application
+#: processes records, then while it polls. The second pause is short, because sending a settlement
+#: may make records available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
-#: Seconds for which an idle consumer stays registered for wake-ups after a poll: the application
+#: Seconds that an idle consumer stays registered for wake-ups after a poll, because the application
 #: usually polls again at once.
 _LINGER_S = 0.05
-#: Seconds between two retries: the first pause, and the limit up to which the pause doubles.
+#: First and longest pause between retries, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
 
 class LeaseRenewer:
-    """The renewal thread of one consumer, which the subscriber starts and joins."""
+    """One consumer's renewal thread. The subscriber starts and joins it."""
 
     def __init__(self, deliveries: Deliveries, max_poll_interval_s: float) -> None:
         self._deliveries = deliveries
@@ -50,23 +50,23 @@ class LeaseRenewer:
         deliveries = self._deliveries
         if not polling and (deliveries.idle is not None or deliveries.holdings.request is not None):
             with deliveries.condition:
-                # The thread may have to deregister this consumer for wake-ups, or to repeat a step.
+                # The thread may have to unregister this consumer for wake-ups, or to repeat a step.
                 deliveries.condition.notify_all()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make the thread end. The caller sends the remaining settlements."""
+        """Tell the thread to end. The caller sends the remaining settlements."""
         with self._deliveries.condition:
             self._stopped = True
             self._deliveries.condition.notify_all()
 
     def abandon(self, close: Callable[[], None]) -> None:
-        """Make the thread leave the group and call ``close``, because the subscriber is gone."""
+        """Tell the thread to leave the group and call ``close``, because the subscriber is gone."""
         self._close = close
         self.stop()
-        if not self._thread.is_alive():  # close() of the subscriber was interrupted
+        if not self._thread.is_alive():  # the subscriber's close() was interrupted
             close()
 
     def join(self, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class LeaseRenewer:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             deadline = now() + timeout_s
             while condition.is_mine() and self._thread.is_alive() and now() < deadline:
-                with condition:  # waiting in a signal handler: release the lock for the thread
+                with condition:  # the wait releases the lock, which the thread may need
                     condition.wait(0.01)
             self._thread.join(max(deadline - now(), 0.0))
 
@@ -84,7 +84,7 @@ class LeaseRenewer:
     def hung(self) -> bool:
         """Whether the application has neither polled nor settled anything for too long.
 
-        The caller holds the lock of ``Deliveries``.
+        The caller holds the lock of the ``Deliveries``.
         """
         silent = not self.polling and now() - self._deliveries.alive_at > self._interval_s
         return silent and not self._deliveries.extended()
@@ -104,7 +104,7 @@ class LeaseRenewer:
                 failures += 1
             except BaseException:
                 group = self._deliveries.protocol.group
-                _log.exception("The lease renewer of shared group %r failed.", group)
+                _log.exception("The lease renewer for shared group %r failed.", group)
                 failures += 1
         if self._close is not None:
             try:
@@ -115,7 +115,7 @@ class LeaseRenewer:
                 self._close()
 
     def _linger_left(self) -> float | None:
-        """Return the seconds until an idle consumer that is not polled deregisters for wake-ups."""
+        """Return the seconds until an idle consumer that does not poll unregisters for wake-ups."""
         if self._deliveries.idle is None or self._polling:
             return None
         return self._deliveries.alive_at + _LINGER_S - now()
@@ -143,14 +143,14 @@ class LeaseRenewer:
                 if linger is not None:
                     left = min(left, linger)
                 if self.hung:
-                    left = renewal  # do not renew: other consumers must get the records
+                    left = renewal  # do not renew the lease: other consumers must get the records
                 elif self._has_unsent() and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
                     if deliveries.condition.wait_for(lambda: self._stopped, gather):
                         return False
                     if self._has_unsent():
                         return True
-                    continue  # a poll has sent them meanwhile
+                    continue  # a poll has already sent them
                 elif left <= 0 and deliveries.spoke_at:
                     return True
                 deliveries.condition.wait(max(min(left, renewal, due), 0.01))

@@ -1,6 +1,6 @@
-"""The prefetcher of a consumer: claims records, fetches them, and buffers them for ``poll()``.
+"""A consumer's prefetcher: claims records, fetches them, and buffers them for ``poll()``.
 
-It also does two jobs that the server assigns to consumers: it publishes dead letters, and sends
+It also does two jobs that the server assigns to consumers: it publishes dead letters, and it sends
 index entries for records that only the store has.
 """
 
@@ -39,12 +39,12 @@ from meteor_py.subscribe.dead_letters import bury, open_letters
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two retries: the first pause, and the limit up to which the pause doubles.
+#: First and longest pause between retries, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
-#: The maximum number of records claimed in one step: the server runs nothing else meanwhile.
+#: The maximum number of records to claim in one step. The server runs nothing else during a step.
 _CLAIM_MAX = 512
-#: Rounds that a poll may take after its timeout, as long as each round makes progress without
-#: finding records for this consumer. The next poll continues from there.
+#: Maximum number of rounds that a poll continues after its timeout, while each round makes progress
+#: but finds no records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
 #: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
@@ -53,7 +53,7 @@ _OFFSET = attrgetter("offset")
 
 
 class Prefetcher:
-    """The record buffer of one consumer. Only one thread may use it at a time, except ``halt``."""
+    """One consumer's record buffer. Except for ``halt``, only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class Prefetcher:
         self._ordering_rule = ordering_rule
         self._frame_cache = FrameCache(protocol.stream)
         self._buffer: deque[SharedRecord] = deque()  # not delivered yet
-        #: Delivered to the application; some may be settled.
+        #: Records delivered to the application. Some may already be settled.
         self.handed: list[SharedRecord] = []
         self._entry: Entry | None = None
         self._epoch = 0
         self._dead_letter_stream: StreamHandle | None = None
-        self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
+        self._postponed = -1  # the last postponed dead letter, to log it only once
         self._full_since: float | None = None
         self._scanned = -1  # where the last step stopped scanning the index
         self._woken = "0-0"  # the last wake-up that was seen
         self._idle_until = 0.0  # when to claim again, even if the server has not woken us
-        #: Set by another thread to end waits in this thread, and iteration.
+        #: Set by another thread to end waits and iteration in this thread.
         self.halted = False
 
     @property
     def limit(self) -> int:
-        """The most records that the consumer holds now."""
+        """The maximum number of records that the consumer may hold at the moment."""
         most = self.config.prefetch
         return most if self.target is None else min(self.target, most)
 
@@ -170,10 +170,10 @@ class Prefetcher:
 
     def _claim_all(self, *, wait: bool) -> StepReply:
         """Claim as many records as there is room for; return the last reply."""
-        while True:  # ends: each round but the last reduces the room
+        while True:  # terminates, because each round except the last reduces the room
             room = max(self.limit - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
-            # A consumer that has records to deliver does not wait.
+            # Do not register for a wake-up while there are records to deliver.
             mode = "wait" if wait and not (self._buffer or self.deliveries.holdings.granted) else ""
             reply = self.exchange(want, mode)
             if reply.idle:
@@ -182,9 +182,9 @@ class Prefetcher:
                 return reply
 
     def _patience_s(self, reply: StepReply) -> float:
-        """Return how long an idle consumer waits before it claims again.
+        """Return the number of seconds that an idle consumer waits before it claims again.
 
-        This is a little sooner than the lease renewer acts: the claim also renews the lease.
+        This is slightly less than the lease renewer's interval, because a claim renews the lease.
         """
         patience = 0.9 * self.settings.lease_ttl / 3
         return patience if reply.wait_s is None else min(patience, reply.wait_s + 0.001)
@@ -192,7 +192,7 @@ class Prefetcher:
     def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
             return entry_from_store(self._frame_cache, self._ordering_rule, reply, self._entry)
-        except CorruptSegment as error:  # without ordering keys the records count as lost
+        except CorruptSegment as error:  # without ordering keys, the records count as lost
             stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
             return Entry(reply.next, (), stop, error)
 
@@ -236,7 +236,7 @@ class Prefetcher:
             streams.append((keys.index(self.stream.name), after))
         found = self._frame_cache.wait(streams, block_s)
         if found:
-            self._idle_until = 0.0  # claim
+            self._idle_until = 0.0  # claim at once
             self._woken = found.get(self._wake_key, self._woken)
 
     @property
@@ -244,12 +244,12 @@ class Prefetcher:
         return self.deliveries.protocol.key(f"wake:{self.deliveries.consumer}")
 
     def _wait_for_room(self, left_s: float) -> None:
-        """Wait until the application, which holds as many records as it may, settles some."""
+        """Wait until the application settles some records, because it has reached its limit."""
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _STUCK_S:
             self._full_since = time.monotonic()
             _log.warning(
-                "This consumer of shared group %r holds %d unsettled records, as many as it may. "
+                "This consumer in shared group %r holds %d unsettled records, which is its limit. "
                 "Ack, release or reject some, or raise prefetch.",
                 *(self.group, self.limit),
             )
@@ -263,7 +263,7 @@ class Prefetcher:
             deliveries.waits_for_room = False
 
     def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
-        """Take records from the buffer, and start their time limit.
+        """Take records from the buffer and start their time limits.
 
         If a Ctrl-C interrupts this method, the records stay in the buffer.
         """
@@ -320,7 +320,7 @@ class Prefetcher:
                 self._postponed = letter.offset
                 return
             except MeteorError as error:
-                self._dead_letter_stream = None  # perhaps deleted: open it again
+                self._dead_letter_stream = None  # it may have been deleted, so open it again
                 if opened and isinstance(error, (StreamNotFound, LogTruncated)):
                     continue
                 raise
@@ -330,10 +330,10 @@ class Prefetcher:
     def _publish_dead_letter(self, letter: DeadLetter) -> str | None:
         """Publish a dead letter; return None if its record is lost or unreadable.
 
-        Otherwise return the server's history: the letter must be settled in the same history. The
-        result is '' if the letter is on another node of a cluster.
+        Otherwise return the server's history, because the dead letter must be settled in the same
+        history. The result is '' if the dead letter is on another node of a cluster.
         """
-        assert self.settings.dead_letter is not None, "the server assigns no letters without it"
+        assert self.settings.dead_letter is not None, "no dead letters without a stream"
         fetched = self._frame_cache.fetch([letter.offset])
         record = fetched.found.get(letter.offset)
         if record is None:
@@ -356,6 +356,6 @@ class Prefetcher:
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records
         )
-        # Only the history of the group's own server says whether a failover may have lost it.
+        # Only the history of the group's own server shows whether a failover may have lost it.
         letters = self._dead_letter_stream.name
         return history if self.stream.connector.is_same_server(self.stream.name, letters) else ""

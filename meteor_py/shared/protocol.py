@@ -1,4 +1,4 @@
-"""The script calls of one shared group: joining, steps of a consumer, and maintenance."""
+"""The script calls for one shared group: joining, consumer steps, and maintenance."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meteor_py.shared.group_state import read_batch, read_line
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: The keys that the scripts of a step and of maintenance take, after the keys of the stream.
+#: The keys that the step and maintenance scripts take after the stream's keys.
 _PARTS = (
     "meta members keys waiting ready blocked delayed leases idle unsettled failures letters dying "
     "purges"
 )
 
 
-#: Elements of a collection to read in one command.
+#: Number of elements to read from a collection with one command.
 PORTION = 200
 
 
@@ -47,10 +47,10 @@ class UnknownStep(Exception):
 
 
 class Entry(NamedTuple):
-    """An entry that the index has dropped: rebuilt from the store, or declared lost."""
+    """An entry that the index has dropped. It was rebuilt from the store, or is declared lost."""
 
     first: int
-    #: As ``OrderingRule.index_rows`` makes them; empty if neither ring nor store has the records.
+    #: From ``OrderingRule.index_rows``; empty if neither the ring nor the store has the records.
     strings: tuple[bytes, ...]
     #: The offset after the last record.
     stop: int
@@ -71,20 +71,21 @@ class DeadLetter(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """Disposition of one record, or the acknowledgement of some records of a batch."""
+    """The settlement of one record, or the acknowledgement of several records in a batch."""
 
-    #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
-    #: dead letter published (``detail`` is the history in which the server stored it), "L" record
-    #: of a dead letter lost. The detail of "R" and "U" is "delay in ms:reason", and the detail of
-    #: "X" is the reason.
+    #: "A": acknowledged; "R": failed; "U": returned without a failure; "X": rejected; "G": gone;
+    #: "D": dead letter published (``detail`` is the history in which the server stored it); "L":
+    #: the record of a dead letter was lost. The detail of "R" and "U" is "delay in ms:reason", and
+    #: the detail of "X" is the reason.
     kind: str
-    #: The number of its batch; 0 for a dead letter.
+    #: The number of the record's batch; 0 for a dead letter.
     batch: int
     offsets: tuple[int, ...]
     detail: bytes = b""
-    #: The ordering key that this settlement rewinds to its offset; None if it rewinds no key.
+    #: The ordering key that this settlement rewinds to the record's offset; None if it rewinds no
+    #: key.
     rewinds: bytes | None = None
-    #: False if the record is returned only because an earlier record of its key is.
+    #: False if the record is returned only because an earlier record of its key is returned.
     asked_for: bool = True
 
     @property
@@ -100,7 +101,7 @@ class Settlement(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """One step. After a lost reply, the consumer repeats it unchanged; the server takes it once."""
+    """One step. After a lost reply, the consumer repeats it, and the server takes it only once."""
 
     number: int
     want: int = 0
@@ -117,7 +118,7 @@ class StepRequest(NamedTuple):
 class StepReport(NamedTuple):
     """The report of a step, which the server repeats if its first reply was lost."""
 
-    #: Failure counts of granted records that have failed.
+    #: Failure counts of granted records that have failed before.
     failures: dict[int, int]
     #: Offsets whose settlements were refused, because the batch no longer has them.
     refused: list[int]
@@ -145,7 +146,7 @@ class StepReply:
     #: The granted offsets by batch.
     batches: dict[int, list[int]]
     report: StepReport
-    #: Only the store has the records from ``next`` to before this offset; 0 if the index has them.
+    #: Only the store has the records from ``next`` up to this offset. 0 if the index has them.
     stored_stop: int
     #: Whether maintenance is due.
     maintenance_due: bool
@@ -153,12 +154,12 @@ class StepReply:
     idle: bool
     #: Whether this consumer watches the index and the clock on behalf of all idle consumers.
     watches: bool
-    #: Seconds until maintenance is due, for the consumer that watches; None = never, 0 = unknown,
-    #: because the server repeats an earlier reply.
+    #: Seconds until maintenance is due, for the consumer that watches. None means never; 0 means
+    #: unknown, because the server repeated an earlier reply.
     wait_s: float | None
     #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int
-    #: The end of the last large frame, and the bytes of the largest (see ``_append.lua``).
+    #: The end of the last large frame, and the largest frame's size in bytes (see ``_append.lua``).
     large: tuple[int, int]
 
     @property
@@ -173,7 +174,7 @@ class StepReply:
 
 
 class Maintenance(NamedTuple):
-    """The server's reply to a call of ``maintain``."""
+    """The server's reply to a ``maintain`` call."""
 
     #: Whether another call is needed.
     due: bool
@@ -190,9 +191,9 @@ class SharedProtocol:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
-        #: The stream's incarnation; once the group is open, followed by the group's.
+        #: The stream's incarnation. Once the group is open, the group's incarnation follows it.
         self.incarnation = stream.incarnation
-        #: Whether the state is known to have the present format.
+        #: Whether the state is known to have the current format.
         self.converted = False
 
     def key(self, part: str) -> str:
@@ -215,7 +216,7 @@ class SharedProtocol:
     ) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yield the pairs of a hash (HSCAN) or a sorted set (ZSCAN) in portions.
 
-        A pair may be repeated. Pairs that change meanwhile may be missing.
+        A pair may be repeated. Pairs that change during the scan may be missing.
         """
         call = self.stream.connector.call if connection is None else connection.call
         cursor = b"0"
@@ -226,7 +227,7 @@ class SharedProtocol:
                 return
 
     def require(self) -> None:
-        """Raise if the group does not exist. Tolerates flaws in its state.
+        """Raise an error if the group does not exist. Tolerates flaws in the group's state.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -243,9 +244,9 @@ class SharedProtocol:
         self.check_incarnations(found, state)
 
     def check_incarnations(self, stream: bytes | None, group: bytes | None) -> None:
-        """Raise unless the stored incarnations are those of this stream and group.
+        """Raise an error unless the stored incarnations match this stream and group.
 
-        ``group`` is empty if the group has none, and None if it cannot be read.
+        ``group`` is empty if the group has no incarnation, and None if it cannot be read.
         """
         if stream != self.stream.incarnation.encode():
             code = b"INCARNATION" if stream else b"NOSTREAM"
@@ -260,7 +261,7 @@ class SharedProtocol:
         return keys.meta(self.stream.name)
 
     def join(self, connection: Connection, consumer: str, name: str) -> bool:
-        """Join the group; return False if another consumer has that id. Repeating it is harmless.
+        """Join the group; return False if another consumer has that id. Can be repeated.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -293,7 +294,7 @@ class SharedProtocol:
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False
     ) -> Maintenance:
-        """Do a part of the maintenance, or of leaving. Can be repeated. Raises as ``step`` does."""
+        """Do part of the maintenance, or of leaving. Can be repeated. Raises like ``step``."""
         names, args = self._call(consumer)
         args.append("leave" if leave else "")
         _, due, letters, staying, dropped = self.check(connection.run(SHARED_MAINTAIN, names, args))
@@ -331,7 +332,7 @@ class SharedProtocol:
                 return
 
     def check(self, reply: list[Any]) -> list[Any]:
-        """Return the reply, or raise the error that its code means."""
+        """Return the reply, or raise the error that its code stands for."""
         match reply[0]:
             case b"OK" | b"AGAIN":
                 return reply
@@ -373,7 +374,7 @@ def _parse_reply(raw: list[Any]) -> StepReply:
 
 
 def _parse_large(large: bytes | None) -> tuple[int, int]:
-    """Read the field. Older releases did not write it, and their frames may have any size."""
+    """Parse the field. Older releases did not write it, and their frames may have any size."""
     end, _, size = (large or b"").partition(b":")
     return (int(end), int(size)) if size else (OFFSET_MAX, RECORD_BYTES_LIMIT)
 

@@ -1,4 +1,4 @@
-"""A record of a shared group, which a consumer holds until it settles the record."""
+"""A record that a consumer in a shared group holds until it settles the record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Standing(enum.Enum):
-    """Whether a consumer still holds a record, and if not, why."""
+    """Whether a consumer still holds a record, and if not, why not."""
 
     HELD = "held"
     #: Acknowledged, released or rejected by the consumer.
@@ -25,8 +25,12 @@ class Standing(enum.Enum):
     REWOUND = "rewound"
     #: Returned as failed, because the application did not settle it in time.
     EXPIRED = "expired"
-    #: Returned to the group, because the lease of this consumer expired or it left.
+    #: Returned to the group, because this consumer's lease expired or the consumer left.
     TAKEN = "taken"
+
+
+# Module-level names, because a record is created for every delivery.
+_HELD, _NEVER = Standing.HELD, math.inf
 
 
 class SharedRecord:
@@ -44,8 +48,8 @@ class SharedRecord:
     """
 
     __slots__ = (
-        "_codec", "_deliveries", "deadline", "extended_until", "failures", "ordering_key", "record",
-        "standing", "time_limit",
+        "_codec", "_deliveries", "deadline", "extended_until", "failures", "offset", "ordering_key",
+        "record", "standing", "time_limit",
     )  # fmt: skip
 
     def __init__(
@@ -60,25 +64,27 @@ class SharedRecord:
         self._codec = codec
         #: The record as published; its value is not decoded.
         self.record = record
-        #: The value of the key or header that orders it (see ``ordering_key`` of the stream).
+        self.offset = record.offset
+        #: The key or header value that orders the record (see the stream's ``ordering_key``).
         self.ordering_key = ordering_key
         #: Number of earlier deliveries that failed.
         self.failures = failures
-        self.standing = Standing.HELD
-        #: When its time limit expires, by ``clock.now()``, and that limit.
-        self.deadline = math.inf
+        self.standing = _HELD
+        #: When the record's time limit expires, on the ``clock.now()`` clock, and that limit.
+        self.deadline = _NEVER
         self.time_limit: TimeLimit | None = None
-        #: Until when ``extend`` keeps the consumer's lease, by ``clock.now()``.
+        #: Until when ``extend()`` keeps the consumer's lease, on the ``clock.now()`` clock.
         self.extended_until = 0.0
 
     def ack(self) -> None:
-        """Acknowledge the record: the group never delivers it again.
+        """Acknowledge the record, so that the group never delivers it again.
 
         Raises:
-            Rewound: This consumer returned it with an earlier record of its ordering key.
-            AckTimeout: It was not settled within ``ack_timeout``, so this consumer returned it.
-            Fenced: This consumer no longer holds it, because its lease expired or the subscriber
-                was closed. Also the base class of the two others.
+            Rewound: This consumer returned the record with an earlier record of its ordering key.
+            AckTimeout: The record was not settled within ``ack_timeout``, so this consumer returned
+                it.
+            Fenced: This consumer no longer holds the record, because the lease expired or the
+                subscriber was closed. Also the base class of the other two errors.
             ValueError: The record was settled before.
         """
         self._deliveries.ack(self)
@@ -91,18 +97,17 @@ class SharedRecord:
         failed: bool = True,
         reason: str = "",
     ) -> None:
-        """Return the record: the group delivers it again, perhaps to another consumer.
+        """Return the record to the group, which delivers it again, perhaps to another consumer.
 
         Args:
-            delay: Seconds for which the group delivers no record of its ordering key.
-            only_this: If false, later records of its ordering key that this consumer holds are
-                returned with it, which preserves their order. If true, only this record is
-                returned, and it may be processed after them.
-            failed: Whether this delivery counts as a failure, of which the group allows
-                ``max_deliveries``. Pass False if the record is not to blame, for example because
-                a database was unreachable.
-            reason: Why it failed. If this was its last try, the header ``meteor-reason`` of the
-                dead letter contains it.
+            delay: Seconds for which the group delivers no records of this ordering key.
+            only_this: If false, this consumer also returns the later records of the same ordering
+                key that it holds, which preserves their order. If true, it returns only this
+                record, which may then be processed after them.
+            failed: Whether this delivery counts as a failure towards ``max_deliveries``. Pass False
+                if the record is not to blame, for example because a database was unreachable.
+            reason: Why the delivery failed. If this was the last try, the dead letter contains the
+                reason in its ``meteor-reason`` header.
 
         Raises:
             Rewound, AckTimeout, Fenced: As for ``ack``.
@@ -112,10 +117,10 @@ class SharedRecord:
         self._deliveries.release(self, delay, only_this=only_this, failed=failed, reason=reason)
 
     def extend(self, seconds: float) -> None:
-        """Keep the record for at least this many seconds from now, to process it for longer.
+        """Keep the record for at least this many seconds from now, to allow more processing time.
 
-        Until then, neither ``ack_timeout`` nor ``max_poll_interval`` returns it to the group. Its
-        time limit is never shortened.
+        Until then, neither ``ack_timeout`` nor ``max_poll_interval`` returns it to the group. This
+        method never shortens a record's time limit.
 
         Raises:
             Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
@@ -128,7 +133,7 @@ class SharedRecord:
         If the group has a dead-letter stream, the record is published there.
 
         Args:
-            reason: Stored in the header ``meteor-reason`` of the dead letter.
+            reason: Stored in the dead letter's ``meteor-reason`` header.
 
         Raises:
             Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
@@ -136,15 +141,11 @@ class SharedRecord:
         self._deliveries.reject(self, reason)
 
     @property
-    def offset(self) -> int:
-        return self.record.offset
-
-    @property
     def value(self) -> Any:
         """The value, decoded if there is a codec.
 
         Raises:
-            DecodeError: The codec cannot decode it.
+            DecodeError: The codec cannot decode the value.
         """
         if self._codec is None:
             return self.record.value
@@ -165,7 +166,7 @@ class SharedRecord:
 
     @property
     def appended(self) -> int:
-        """Time at which the server appended it, in milliseconds since 1970."""
+        """The time at which the server appended the record, in milliseconds since 1970."""
         return self.record.appended
 
     @property

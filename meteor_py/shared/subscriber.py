@@ -34,23 +34,24 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that an iterating consumer waits for an unreachable server before it raises.
+#: Seconds that iteration waits for an unreachable server before it raises an error.
 _RECONNECT_S = 30.0
 #: Seconds that the exiting interpreter waits for settlements to be sent.
 _EXIT_S = 5.0
 
 
 class SharedSubscriber(Closeable):
-    """One consumer of a shared group, opened with ``stream.shared_subscriber()``.
+    """One consumer in a shared group, opened with ``stream.shared_subscriber()``.
 
     >>> with stream.shared_subscriber("billing") as sub:    # doctest: +SKIP
     ...     for record in sub:
     ...         handle(record)
     ...         record.ack()
 
-    A group may have any number of consumers, in one or many processes. Records of one ordering key
-    are delivered in order, to one consumer at a time: the consumer that holds unsettled records of
-    that key. Only one thread at a time may poll or iterate; any thread may settle records.
+    A group can have any number of consumers, in one or many processes. Records of one ordering key
+    are delivered in order and to one consumer at a time. While a consumer holds unsettled records
+    of a key, no other consumer gets records of that key. Only one thread at a time may poll or
+    iterate, but any thread may settle records.
     """
 
     def __init__(
@@ -95,17 +96,17 @@ class SharedSubscriber(Closeable):
 
         Args:
             timeout: Seconds to wait; 0 returns at once.
-            max_records: The most records to return.
+            max_records: The maximum number of records to return.
 
         Returns:
-            Records, in the order of their offsets within each ordering key; an empty list if none
+            Records, sorted by offset within each ordering key. The list is empty if no record
             became available in time.
 
         Raises:
-            Fenced: This consumer settled records that it no longer held; raised once.
-            RecordsLost: The ring dropped records before they were delivered, and no store has them;
-                raised once per gap, and the next poll continues after it.
-            CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read; also
+            Fenced: This consumer settled records that it no longer held. Raised once.
+            RecordsLost: The ring dropped records before they were delivered, and no store has them.
+                Raised once per gap; the next poll continues after the gap.
+            CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read. Also
                 raised once per gap.
             StreamNotFound, LogTruncated, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed: The server was unreachable until the timeout expired.
@@ -116,8 +117,9 @@ class SharedSubscriber(Closeable):
         self._check_open()
         if self._worker_pool is not None:
             raise MeteorError(
-                f"This shared subscriber of stream {self.stream.name!r} is in run(), which receives"
-                " all its records. To poll, open another with stream.shared_subscriber()."
+                f"This shared subscriber for stream {self.stream.name!r} is in run(), which "
+                "receives all its records. To poll, open another one with "
+                "stream.shared_subscriber()."
             )
         return self._poll(timeout, max_records, self.config.poll_limit)
 
@@ -154,12 +156,13 @@ class SharedSubscriber(Closeable):
     def run(self, handler: Handler, *, concurrency: int = 1) -> None:
         """Call a handler with each record, in worker threads, until ``stop()`` or ``close()``.
 
-        Ordering keys run in parallel, each in order. When the handler returns, the record is
-        acknowledged. When it raises, the record is released with a delay that grows with each
-        failure. A handler may also settle the record itself.
+        Ordering keys are processed in parallel, and the records of each key in order. When the
+        handler returns, the record is acknowledged. If the handler raises an exception, the record
+        is released with a delay that grows with each failure. A handler may also settle the record
+        itself.
 
         The consumer holds only about as many records as its handlers process in 0.1 seconds, and
-        at most ``prefetch``, so that consumers that join later get their share.
+        never more than ``prefetch``, so that consumers that join later get their share.
 
         >>> sub.run(handle, concurrency=8)    # doctest: +SKIP
 
@@ -168,8 +171,8 @@ class SharedSubscriber(Closeable):
             concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: Another ``run()`` is active, or an error that ``poll`` raises. ``Fenced``
-                is only logged, and ``ConnectionFailed`` is raised after an outage of 30 seconds.
+            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` is
+                only logged, and ``ConnectionFailed`` is raised after an outage of 30 seconds.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
@@ -184,8 +187,8 @@ class SharedSubscriber(Closeable):
             self._check_open(closing=True)
             if self._worker_pool is not None:
                 raise MeteorError(
-                    f"This shared subscriber of stream {self.stream.name!r} is already in run(). "
-                    "Raise its concurrency, or open another with stream.shared_subscriber()."
+                    f"This shared subscriber for stream {self.stream.name!r} is already in run(). "
+                    "Raise its concurrency, or open another one with stream.shared_subscriber()."
                 )
             if self._stop_next:
                 self._stop_next = False
@@ -214,12 +217,12 @@ class SharedSubscriber(Closeable):
         """Acknowledge several records in one call, without waiting for the server.
 
         Raises:
-            Rewound, AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The
-                others are acknowledged.
+            Rewound, AckTimeout, Fenced: This consumer no longer holds some of the records, which
+                the error lists in ``offsets``. The others are acknowledged.
             ValueError: A record was settled before, or belongs to another consumer. Nothing is
                 acknowledged.
         """
-        missed = self._deliveries.settle_batch(list(records), self._deliveries.ack)
+        missed = self._deliveries.ack_batch(list(records))
         if missed:
             raise self._deliveries.not_held(missed)
 
@@ -242,8 +245,8 @@ class SharedSubscriber(Closeable):
             reason: As for ``SharedRecord.release``.
 
         Raises:
-            AckTimeout, Fenced: This consumer no longer holds the records ``offsets``. The others
-                are returned.
+            AckTimeout, Fenced: This consumer no longer holds some of the records, which the error
+                lists in ``offsets``. The others are returned.
             ValueError: As for ``ack``.
         """
         release = partial(self._deliveries.release, delay=delay, failed=failed, reason=reason)
@@ -257,8 +260,8 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer no longer held some of the records.
-            ConnectionFailed: The server did not reply. It may have received the acknowledgements;
-                the next exchange finds out, and sends them again if it has not.
+            ConnectionFailed: The server did not reply. It may or may not have received the
+                acknowledgements. The next exchange finds out, and sends them again if necessary.
         """
         self._check_open()
         self._deliveries.settle_all(self._prefetcher.handed, self._deliveries.ack)
@@ -267,7 +270,8 @@ class SharedSubscriber(Closeable):
     def rollback(self) -> None:
         """Release all delivered records that are not settled, and wait for the server's reply.
 
-        Each ordering key counts a failure for its first record. Raises as ``commit``.
+        Each ordering key counts a failure for its first record. Raises the same errors as
+        ``commit()``.
         """
         self._check_open()
         release = partial(self._deliveries.release, delay=0.0)
@@ -275,7 +279,10 @@ class SharedSubscriber(Closeable):
         self.flush()
 
     def flush(self) -> None:
-        """Send pending settlements, and wait for the server's reply. Raises as ``commit``."""
+        """Send pending settlements, and wait for the server's reply.
+
+        Raises the same errors as ``commit()``.
+        """
         self._check_open()
         self._prefetcher.exchange(0)
         self._prefetcher.raise_refusals()
@@ -284,7 +291,7 @@ class SharedSubscriber(Closeable):
 
     @property
     def confirmed(self) -> int:
-        """All records below this offset are settled, by any consumer."""
+        """The offset below which all records are settled, whichever consumer settled them."""
         return self._shared.confirmed
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
@@ -312,7 +319,7 @@ class SharedSubscriber(Closeable):
         get the records when the lease expires. A second call does nothing.
 
         Args:
-            timeout: Seconds to wait for handlers of ``run()``.
+            timeout: Seconds to wait for handlers that ``run()`` has started.
 
         Raises:
             Fenced: This consumer settled records that it no longer held.
@@ -332,7 +339,7 @@ class SharedSubscriber(Closeable):
         with self._close_lock:
             if self._closed:
                 return
-            self._lease_renewer.stop()  # first: it must not keep running after a Ctrl-C here
+            self._lease_renewer.stop()  # stop it first: it must not run on after a Ctrl-C here
             self._closed = True
             try:
                 if self._lease_renewer.polling:
@@ -364,19 +371,19 @@ class SharedSubscriber(Closeable):
                 self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
                 if self._deliveries.holdings.unsent:
-                    raise  # a settlement is lost; otherwise there is nothing to leave
+                    raise  # settlements were lost; otherwise there is no group left to leave
 
     def _check_open(self, *, closing: bool = False) -> None:
-        """Raise if a parent process opened the subscriber, or if it is closed.
+        """Raise an error if a parent process opened the subscriber, or if it is closed.
 
-        With ``closing``, also raise if it is being closed.
+        With ``closing``, also raise an error if it is being closed.
         """
         if self._pid != os.getpid():
             raise reply_errors.opened_before_fork(self.stream.name)
         if self._closed or (closing and self._prefetcher.halted):
             raise MeteorError(
-                f"This shared subscriber of stream {self.stream.name!r} is closed. Open another "
-                "with stream.shared_subscriber()."
+                f"This shared subscriber for stream {self.stream.name!r} is closed. Open another "
+                "one with stream.shared_subscriber()."
             )
 
 

@@ -1,33 +1,33 @@
-"""The number of records that ``run()`` holds in advance of its worker threads."""
+"""Decides how many records ``run()`` buffers ahead of its worker threads."""
 
 from __future__ import annotations
 
 import time
 
-#: Seconds of work to hold in advance: long enough for the round trip of a claim, and short enough
-#: that a new consumer gets its share at once.
+#: Buffer this many seconds of work. This is long enough for the round trip of a claim, and short
+#: enough that a new consumer gets its share at once.
 _AHEAD_S = 0.1
-#: Records for each thread: the record that it processes, and the next one.
+#: Minimum number of records per thread: the record that it processes, and the next one.
 _PER_THREAD = 2
-#: Seconds between two measurements of the speed.
+#: Seconds between two measurements of the threads' speed.
 _MEASURE_S = 1.0
 
 
 class WorkAhead:
     """A limit on held records that follows the speed of the worker threads.
 
-    A consumer that holds much more than it can process keeps records, and the ordering keys of
-    these records, from other consumers. So the limit starts low. It doubles whenever a thread is
-    idle although the consumer holds as many records as it may. If the limit exceeds ``_AHEAD_S``
-    seconds of work, it is halved every ``_MEASURE_S`` seconds.
+    If a consumer holds many more records than it can process, other consumers cannot get these
+    records or their ordering keys. The limit therefore starts low. It doubles whenever a thread is
+    idle although the consumer has reached the limit. If the limit exceeds ``_AHEAD_S`` seconds of
+    work, it is halved every ``_MEASURE_S`` seconds.
 
-    Only one thread may use it, except for ``note_done``, whose caller holds the lock of the pool.
+    Only one thread may use it, except for ``note_done``, whose caller holds the pool's lock.
     """
 
     def __init__(self, threads: int, most: int) -> None:
         self._most = most
         self._least = min(_PER_THREAD * threads, most)
-        #: The most records to hold now.
+        #: The maximum number of records to hold at the moment.
         self.limit = self._least
         self._done = 0
         self._measured_at = time.monotonic()
@@ -41,7 +41,7 @@ class WorkAhead:
 
         Args:
             idle: Whether a thread had nothing to do before the claim.
-            full: Whether the consumer now holds as many records as it may.
+            full: Whether the consumer has reached the limit after the claim.
         """
         if idle and full:
             self.limit = min(2 * self.limit, self._most)

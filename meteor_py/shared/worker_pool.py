@@ -1,4 +1,4 @@
-"""Worker threads that process a consumer's records: ordering keys in parallel, each in order."""
+"""Worker threads that process ordering keys in parallel, and the records of each key in order."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[SharedRecord], object]
 
-#: Seconds that an ordering key is delayed after a failure: the first delay, and the limit up to
-#: which the delay doubles.
+#: First and longest delay of an ordering key after a failure, in seconds. The delay doubles with
+#: each failure.
 _DELAY_S = (0.1, 10.0)
-#: Seconds that a poll waits.
+#: Timeout for each poll, in seconds.
 _POLL_S = 0.5
-#: Seconds that the server may be unreachable before ``run()`` raises.
+#: If the server is unreachable for this many seconds, ``run()`` raises an error.
 _AWAY_S = 30.0
-#: Seconds for which the ordering key of a hung handler is delayed each time one of its records
-#: returns to the group.
+#: Seconds to delay the ordering key of a hung handler each time one of its records returns to the
+#: group.
 _HUNG_S = 0.5
 
 
 class WorkerPool:
-    """The worker threads of one ``run()``, whose calling thread fetches records for them."""
+    """The worker threads of one ``run()`` call. The thread that called it fetches the records."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class WorkerPool:
         """Create the threads; ``run`` starts them.
 
         Args:
-            fetch: Returns records to process, waiting up to a number of seconds for some.
+            fetch: Takes a timeout in seconds, waits up to that long for records, and returns them.
         """
         if not callable(handler):
-            raise TypeError("The handler must be a function of one record.")
+            raise TypeError("The handler must be a function that takes one record.")
         self._subscriber = subscriber
         self._prefetcher = prefetcher
         self._handler = handler
@@ -119,7 +119,7 @@ class WorkerPool:
             self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Stop, and wait for running handlers, except a handler that calls this method."""
+        """Stop, and wait for running handlers, except for a handler that calls this method."""
         self.stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -127,7 +127,7 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _fetch_more(self) -> list[SharedRecord]:
-        """Fetch records once the threads have processed half of the records held."""
+        """Fetch records once the threads have processed half of the held records."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,
@@ -157,11 +157,11 @@ class WorkerPool:
             self._condition.notify_all()
 
     def _hung(self) -> set[bytes]:
-        """Return the ordering keys whose handlers exceed their time limit."""
+        """Return the ordering keys whose handlers have exceeded their time limit."""
         return {r.ordering_key for r in self._begun if r.standing is Standing.EXPIRED}
 
     def _all_hang(self) -> bool:
-        """If all handlers hang, return all other records, wait a little, and return True."""
+        """If all handlers hang, give back all other records, wait a little, and return True."""
         with self._condition:
             if len(self._hung()) < len(self._threads):
                 return False
@@ -186,9 +186,9 @@ class WorkerPool:
                 try:
                     self._prefetcher.deliveries.start_time_limit([record], self._limit)
                     self._process(record)
-                except BaseException as error:  # such as SystemExit: run() raises it
+                except BaseException as error:  # such as SystemExit, which run() raises again
                     self._failure = error
-                    # Otherwise later records of its key would overtake this record.
+                    # Without this, later records of the same key would overtake this record.
                     self._release(record, reason_of(error))
                     self.stop()
                 finally:

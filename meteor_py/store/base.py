@@ -170,7 +170,7 @@ class StatefulStore(RingbufferStore, Protocol):
         """
 
     def load_states(self, incarnation: str) -> dict[int, bytes]:
-        """Return an incarnation's states by term. Called for ``resume=True``."""
+        """Return an incarnation's states by term. Used by ``resume=True``."""
 
 
 @runtime_checkable
@@ -199,7 +199,7 @@ def read_columns(
 
 
 def states_to_drop(states: Collection[int], term: int) -> list[int]:
-    """Return the terms whose states no resume can need. ``term`` is the newest that has records.
+    """Return the terms whose states no resume will need. ``term`` is the newest that has records.
 
     Later terms have not appended any records yet, and only the last few of those terms still can.
     """

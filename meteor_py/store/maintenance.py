@@ -260,15 +260,15 @@ def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) 
 def remove_below(log: SegmentLog, offset: int) -> None:
     """Remove the segments that have no live records at or above ``offset``.
 
-    What counts is the live part of a segment, not the range in its name: if only the segments that
-    supersede its tail were removed, the tail would become live again.
+    Looks at the live part of a segment, not at the range in its name. Otherwise the segments that
+    supersede its tail could be removed before it, and the tail would become live again.
     """
     table = log.table()
     segments = table.segments
     kept = {span.segment for span in table.spans(start=offset)}
     first = min((segment.first for segment in kept), default=offset)
     doomed = [x for x in segments if x not in kept and x.first < first]
-    # Remove them in term order, so that this also holds after an interruption.
+    # Remove older terms first, so that an interruption makes no superseded record live again.
     for segment in sorted(doomed, key=lambda x: x.term):
         _remove(log, segment.name)
 

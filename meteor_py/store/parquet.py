@@ -264,7 +264,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return max((stop for stop in stops if stop <= offset), default=0)
 
     def fitting(self, incarnation: str, end: int, size: int) -> int:
-        """Return the first offset in the last files before ``end`` that fit in ``size`` bytes."""
+        """Return the first offset of the newest files before ``end`` that fit in ``size`` bytes."""
         first = end
         for segment in reversed(self.segments(incarnation, 0, end)):
             size -= segment.size

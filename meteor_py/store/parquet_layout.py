@@ -1,10 +1,11 @@
 """Finds the columns in a Parquet file, and their true unpacked size.
 
-pyarrow trusts files too much to read files from unknown writers. It allocates as much memory as a
-page header requests, even if the footer says otherwise. Some of its metadata accessors abort the
-process if the footer is inconsistent. So this module reads the footer and the page headers itself.
-Both are structs in Thrift's compact protocol. This module refuses a field with an unexpected type
-instead of skipping it, so that pyarrow cannot interpret the same bytes differently.
+pyarrow trusts file contents too much to be safe with files from unknown writers. It allocates as
+much memory as a page header requests, even if the footer says otherwise. Some of its metadata
+accessors abort the process if the footer is inconsistent. So this module reads the footer and the
+page headers itself. Both are structs in Thrift's compact protocol. This module refuses a field with
+an unexpected type instead of skipping it, so that pyarrow cannot interpret the same bytes
+differently.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Column:
     """A column's part of one row group, as the footer describes it."""
 
     path: str
-    #: Where the column's pages begin and end in the file.
+    #: Start and end positions of the column's pages in the file.
     start: int
     stop: int
     values: int
@@ -234,7 +235,7 @@ def _read_list(
         count, at = _read_varint(data, at, 32)
     if inner is not None and kind != _STRUCT:
         raise ValueError("a list has elements of an unexpected type")
-    if count > len(data) - at:  # each element takes a byte or more
+    if count > len(data) - at:  # each element takes at least one byte
         raise ValueError("a list is incomplete")
     found: list[Any] = []
     for _ in range(count):

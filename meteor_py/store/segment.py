@@ -1,4 +1,4 @@
-"""Segments: one incarnation's file names, and which of the files' records are live."""
+"""Segments: the file names in one incarnation, and which records in the files are live."""
 
 from __future__ import annotations
 

@@ -27,26 +27,26 @@ from meteor_py.store.parquet_layout import Column, read_footer, read_pages
 from meteor_py.store.segment import Segment
 
 #: Maximum size of a row group in records, and its approximate maximum in bytes. A row group never
-#: has more than twice as many bytes, unless it consists of one record.
+#: exceeds twice that size in bytes, unless it holds only one record.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
-#: Maximum unpacked bytes of a row group from any writer. Releases before 0.3 wrote larger ones if
-#: the sizes of records differed much.
+#: Maximum unpacked size of a row group in bytes, whoever wrote it. Releases before 0.3 wrote larger
+#: row groups if record sizes differed widely.
 UNPACKED_MAX = 256 * 1024 * 1024
 #: Bytes that a value takes in addition to its content.
 _PER_VALUE = 16
-#: Maximum bytes of a footer, and of zeros in it. Each struct ends with a zero, and pyarrow uses up
-#: to a kilobyte of memory for a struct.
+#: Maximum size of a footer in bytes, and the maximum number of zero bytes in it. Each struct ends
+#: with a zero, and pyarrow uses up to a kilobyte of memory for a struct.
 _FOOTER_MAX = 4 * 1024 * 1024
 _FOOTER_ZEROS_MAX = 250_000
 #: Bytes to read at the end of a file. They usually contain the whole footer.
 _TAIL = 65_536
 _MAGIC = b"PAR1"
-#: zstd's level for values that do not compress: it gives up soon, and stores the bytes. Files of
-#: both levels have the same format.
+#: The zstd level for values that do not compress: zstd soon gives up and stores the bytes
+#: unchanged. The level does not affect the file format.
 _LEVEL_FASTEST = -20
-#: How many samples of the values to compress, and the maximum records and bytes of each. Values are
-#: worth compressing if the samples shrink to this fraction.
+#: Number of samples to take from the values, and the maximum records and bytes in each. Values are
+#: worth compressing if compression shrinks the samples below this fraction.
 _SAMPLES, _SAMPLE_RECORDS, _SAMPLE_BYTES = 8, 64, 8192
 _WORTHWHILE = 0.9
 #: Errors that pyarrow raises for damaged bytes.
@@ -143,7 +143,7 @@ def _copy(data: bytes) -> pa.Buffer:
 
 
 def digest(data: bytes | pa.Buffer) -> str:
-    """Return the part of the bytes' sha256 that the name of a file contains."""
+    """Return the part of the bytes' SHA-256 that goes into the file name."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
@@ -267,7 +267,7 @@ def _read_footer(source: Any, size: int) -> bytes:
 
 
 def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
-    """Return the unpacked bytes of columns, and the columns whose values must be counted later.
+    """Return the unpacked size of columns, and the columns whose values must be counted later.
 
     The latter have strings in a dictionary: a small page may repeat a large string any number of
     times.
@@ -282,7 +282,7 @@ def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int,
 
 
 def _repeated_bytes(table: pa.Table, path: str) -> int:
-    """Return the bytes of all values of a column that was read as a dictionary."""
+    """Return the total size in bytes of the values in a column that was read as a dictionary."""
     import pyarrow.compute as pc
 
     name, _, is_nested = path.partition(".")
@@ -330,6 +330,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
         batch = file.read(group)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
-        if appended[0].as_py() < before or rising is False:  # None: only one record
+        if appended[0].as_py() < before or rising is False:  # None for one record
             raise ValueError(f"append times decrease in row group {group}")
         before = appended[-1].as_py()

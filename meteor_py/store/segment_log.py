@@ -128,7 +128,7 @@ class SegmentLog:
                     start += len(batch)
                     yield batch
             except _Vanished as error:
-                if error.segment == vanished:  # still listed, still missing
+                if error.segment == vanished:  # the file is still listed, but still missing
                     last = min(vanished.last, stop - 1)
                     raise reply_errors.records_lost(self.stream, start, last) from None
                 vanished = error.segment

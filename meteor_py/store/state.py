@@ -171,9 +171,10 @@ def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
 
 
 def _settled(fences: Mapping[str, str]) -> dict[str, str]:
-    """Return the fences without versions that have no frame in the log: their plans are lost.
+    """Undo the fences for versions that have no frame in the log: their plans are lost.
 
-    Such a writer's previous version is complete, or there was none.
+    Such a fence goes back to the writer's previous version, which is complete, or is removed if
+    there was none.
     """
     settled: dict[str, str] = {}
     for writer, fence in fences.items():

@@ -272,7 +272,7 @@ class RemoteStorage:
         sent_to = target
         if self._filesystem.type_name not in _OBJECT_STORES:
             sent_to = f"{target.rpartition('/')[0]}/{UNFINISHED}{secrets.token_hex(8)}.tmp"
-        # Do not use a with block: after an error, its end would publish the part written so far.
+        # Do not use a with block: after an error, leaving it would publish the part written so far.
         out = self._filesystem.open_output_stream(sent_to)
         out.write(data)
         out.close()

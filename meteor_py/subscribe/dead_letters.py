@@ -1,17 +1,17 @@
 """Dead letters: records that cannot be handled, each published to another stream exactly once.
 
-Duplicates: a member may publish a letter and crash before it confirms the record. The next member
-then publishes the letter again. So each letter is the only batch of its own producer, whose id is
-derived from the record: stream, incarnation, the epoch in which it was appended, offset, and group,
-with the group's incarnation if it has one. The server remembers that producer and refuses a second
-batch from any sender.
+Duplicates: a member may publish a dead letter and crash before it confirms the record. The next
+member then publishes the dead letter again. So each dead letter is the only batch of its own
+producer. The producer's id is derived from the record (stream, incarnation, epoch and offset) and
+from the group, with the group's incarnation if it has one. The server remembers that producer and
+refuses a second batch from any sender.
 
-Losses: a failover may lose a letter, and then the record must not be confirmed. Replicas apply
+Losses: a failover may lose a dead letter, and then the record must not be confirmed. Replicas apply
 writes in order. So if the confirm follows the letter on the same server and in the same replication
 history, no replica has the confirm without the letter. ``bury`` returns that history, and its
 callers confirm the record only if the server's history has not changed.
 
-A letter has its record's value, key, timestamp and headers, plus the text headers below. If
+A dead letter has its record's value, key, timestamp and headers, plus the text headers below. If
 the record already has headers with these names (it may be a dead letter itself), they are replaced.
 """
 
@@ -57,7 +57,7 @@ _REPLICAS_S = 1.0
 
 
 class _Letter(NamedTuple):
-    """A letter in the form that ``publish.lua`` expects."""
+    """A dead letter in the form that ``publish.lua`` expects."""
 
     keys: list[str]
     form: str
@@ -66,12 +66,12 @@ class _Letter(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """The reply to a letter."""
+    """The server's reply to a dead letter."""
 
     reply: list[Any]
     #: The server's replication history; '' if the server hides it.
     history: str
-    #: Number of replicas that have the letter; 0 if the caller did not ask for any.
+    #: Number of replicas that have the dead letter; 0 if the caller did not ask for any.
     replicas: int
 
 
@@ -93,8 +93,8 @@ def bury(
     """Publish ``record`` to the dead-letter stream ``target``, exactly once even after retries.
 
     The caller may repeat the call after any error, even in another process. The server keeps only
-    the first copy, even if a later call has a different reason or count. After a day without calls,
-    the server forgets the producer, and another call makes a second copy.
+    the first copy, even if a later call has a different reason or number of tries. After a day
+    without calls, the server forgets the producer, and another call makes a second copy.
 
     Args:
         group: The group that read the record; None if ``member`` read it without a group.
@@ -104,20 +104,20 @@ def bury(
         incarnation: The group's incarnation, if it has one: a group that was deleted and created
             again may give up on the same record again.
         tries: Number of times that the handler was called with the record.
-        acks: Number of replicas that must have the letter.
+        acks: Number of replicas that must have the dead letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
             exceed it by up to twice the target client's timeout.
         stop: Called after each failed attempt; True ends the retries.
 
     Returns:
-        The server's replication history in which the letter is stored; '' if the server hides it.
+        The replication history in which the dead letter is stored; '' if the server hides it.
 
     Raises:
         ConnectionFailed, OutOfMemory, StreamFull: The server, or enough replicas, did not
-            acknowledge the letter before the timeout or ``stop``. The letter may have been stored.
+            acknowledge the dead letter before the timeout or ``stop``. It may have been stored.
         StreamNotFound: The target was deleted.
         LogTruncated: The target was recreated. Open it again.
-        ServerRefused: The server refused the letter, and a retry would not help.
+        ServerRefused: The server refused the dead letter, and a retry would not help.
     """
     headers = _headers(source, group, record.offset, reason, tries)
     reader = f"{group or member}\0{incarnation}" if incarnation else group or member
@@ -137,9 +137,9 @@ def bury(
 
 
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
-    """Publish a letter once; return the server's replication history in which it is stored."""
+    """Publish a dead letter once; return the replication history in which it is stored."""
     sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
-    if sent.reply[0] == b"ORDERED":  # the target was given an ordering key in the meantime
+    if sent.reply[0] == b"ORDERED":  # the target got an ordering key in the meantime
         target.adopt_ordering_key(sent.reply[1].decode())
         sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     _check(target, sent.reply)
@@ -159,7 +159,7 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason to give in a letter whose record made a handler raise ``error``."""
+    """Format an error that a handler raised, as the reason in a dead letter."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -179,7 +179,7 @@ def _compose(target: StreamHandle, producer: str, record: Record, headers: Heade
 
 
 def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: int) -> _Sent:
-    """Send the letter and return the reply. Retries are safe: epoch and sequence never change."""
+    """Send a dead letter and return the reply. Retries are safe: epoch and sequence are fixed."""
     form, payload = letter.form, letter.payload
     epoch, sequence, count = 0, 0, 1
     fingerprint = 0  # the same for any payload, because a retry may give another reason
@@ -204,7 +204,7 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
 
 
 def _check(target: StreamHandle, reply: list[Any]) -> None:
-    """Raise unless the letter is in the log."""
+    """Raise unless the dead letter is in the log."""
     code = reply[0]
     if code == b"OK":
         return

@@ -1,4 +1,4 @@
-"""A member's session in a group: holds the group's lease, and confirms under it.
+"""A member's session in a group: holds the group's lease, and sends confirms.
 
 The application's thread acquires the lease, in ``hold``, so only members that poll compete for it.
 A background thread renews it while the application shows that it is alive, and sends the newest
@@ -41,15 +41,15 @@ from meteor_py.subscribe.renewal_thread import Job, RenewalThread
 
 _log = logging.getLogger(__name__)
 
-#: Renewals per lease TTL. The lease survives two failed ones.
+#: Renewals per lease TTL. The lease survives two failed renewals.
 _RENEWALS = 3
 #: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
-#: Minimum seconds between the thread's checks for a silent application.
+#: Minimum seconds between the thread's checks that the application still polls.
 _SILENCE_S = 0.05
 #: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
-#: Replies that a confirm may have to wait for, at most one timeout each.
+#: Maximum number of replies that a confirm waits for, each for at most one timeout.
 _ROUND_TRIPS = 2
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
@@ -270,7 +270,7 @@ class GroupSession:
                 thread.start()
                 self._thread = thread
             self.read_in = reply.start
-            self._letters = {}  # this term reads those records again, and publishes new letters
+            self._letters = {}  # this term reads those records again
             self.confirms.start(reply.start.offset)
             if self._state is vacant:  # if not, a signal handler has just released the lease
                 self._trust(reply, sent_at)
@@ -307,7 +307,7 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # ended by a signal handler: no thread sends this
+            if self._state.term is not term:  # a signal handler ended it: no thread sends this
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
@@ -340,10 +340,10 @@ class GroupSession:
                 self.confirms.want(offset)
 
     def note_letter(self, offset: int, history: str, term: Term | None) -> None:
-        """Note that the group's server stored a record's dead letter in ``history``.
+        """Note that the group's server stored a record's dead letter in this replication history.
 
-        If the server's history has changed by the time this member confirms the record, the letter
-        may be lost, and the confirm must not be sent; see ``_check_letters``.
+        If the server's history has changed by the time this member confirms the record, the dead
+        letter may be lost, and the confirm must not be sent; see ``_check_letters``.
         """
         with self.condition:
             if term is not None and self._state.term is term:
@@ -630,9 +630,9 @@ class GroupSession:
     def _check_letters(self, connection: Connection) -> None:
         """Raise if a failover may have lost this term's dead letters.
 
-        As long as the history is the same, every replica gets the letter before the confirm. If the
-        history has changed, but the group's position is already after the record, then an earlier
-        confirm survived, and so did the letter.
+        As long as the history is the same, every replica gets a dead letter before the confirm. If
+        the history has changed, but the group's position is already after the record, then an
+        earlier confirm survived, and so did the letter.
         """
         if not self._letters:
             return
@@ -657,7 +657,7 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """Extend the trust in the lease, counted from ``sent_at``. The caller holds the lock."""
+        """Trust the lease for longer, counted from ``sent_at``. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
         self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()

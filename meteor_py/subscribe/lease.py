@@ -52,7 +52,7 @@ class Term(NamedTuple):
 
     number: int
     nonce: str
-    #: Where the term starts, and where the stream ended at that time.
+    #: The offset at which the term starts, and the stream's end offset at that time.
     start: Position
     end_offset: int
     #: Whether the start means "the first record that exists".

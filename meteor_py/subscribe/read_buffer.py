@@ -15,7 +15,7 @@ from meteor_py.subscribe.lease import Term
 
 
 class Gap(NamedTuple):
-    """Records that are gone. Not an error object, because its traceback would keep memory alive."""
+    """Records that are gone. Not an exception, because a traceback would keep memory alive."""
 
     first: int
     last: int
@@ -106,7 +106,7 @@ class ReadBuffer:
         return RecordBatch(self._stream, start, chunks, codec)
 
     def seek(self, offset: int, *, floating: bool = False) -> None:
-        """Move to ``offset``, or with ``floating`` to the first existing record at or after it.
+        """Move to ``offset`` or, with ``floating``, to the first existing record at or after it.
 
         Raises:
             ValueError: The offset is beyond the end.

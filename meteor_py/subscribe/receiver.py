@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Record], object]
-#: How to treat a record for which the handler raises. A stream receives it as a dead letter.
+#: What to do with a record if the handler raises an exception. A stream takes it as a dead letter.
 OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: Default number of tries before a record becomes a dead letter.

@@ -74,7 +74,7 @@ class RenewalThread(JoinableThread):
             self._retry_at = 0.0
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
-            if not self._failures:  # once per outage
+            if not self._failures:  # log once per outage
                 _log.warning("Cannot renew the lease for %s; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)

@@ -267,8 +267,8 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, counts from the confirmed offset instead of the position. The end is the one in
-        the server's last reply.
+        In a group, counts from the confirmed offset instead of the position. The end of the stream
+        is as of the server's last reply.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed
@@ -330,13 +330,13 @@ class Subscriber(Closeable):
         Args:
             handler: Called with each record. Within the handler, ``confirm()`` confirms that
                 record.
-            on_error: What to do with a record for which the handler raises: "stop" the receiver,
-                "skip" the record, "retry" it, or a stream that takes it as a dead letter.
+            on_error: What to do if the handler raises an exception: "stop" the receiver, "skip" the
+                record, or "retry" it. Pass a stream to publish the record there as a dead letter.
             tries: Number of times to call the handler with a record before ``on_error`` applies.
                 Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
                 Needed only if the dead letters are on another server. On the same server, no
-                failover can keep the confirm and lose the letter.
+                failover can keep the confirm and lose the dead letter.
 
         Raises:
             MeteorError: The subscriber already has a receiver, or is closed.

@@ -1,4 +1,4 @@
-"""A real cluster for tests, whose slots can be moved and whose nodes can fail."""
+"""A real cluster for tests. Tests can move its slots and make its nodes fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meteor_py.testing.waiting import eventually
 
 
 class Cluster(ServerGroup):
-    """Primaries with slots in equal parts, and their replicas, on 127.0.0.1.
+    """A cluster on 127.0.0.1 whose primaries share the slots equally.
 
     The nodes write nothing to disk unless ``args`` says so, and die with the test process. Starting
-    takes 2.1 s, because a primary accepts no writes in its first two seconds. A cluster is
-    ``stable`` even while a slot is on its way; see ``repair()``. Not thread-safe, except for
+    takes 2.1 s, because a primary accepts no writes in its first two seconds. A cluster counts as
+    ``stable`` even while a slot is being moved; see ``repair()``. Not thread-safe, except for
     ``url``, ``slot()``, ``owner()`` and the nodes' ``client()``.
 
     >>> with Cluster(primaries=3) as cluster:
@@ -46,20 +46,20 @@ class Cluster(ServerGroup):
 
         Args:
             primaries: Number of primaries. A failover needs three, because the primaries vote.
-            replicas: Number of replicas of each primary.
-            args: Options of every server, as on the command line.
+            replicas: Number of replicas per primary.
+            args: Options for every server, as on the command line.
             program: The server program, such as "redis-server". None means ``$METEOR_SERVER`` or
                 the bundled Valkey.
-            node_timeout_s: Seconds of silence after which the nodes declare another one dead. Below
-                1, a busy machine causes failovers by itself.
+            node_timeout_s: Seconds of silence after which the nodes declare another node dead. With
+                less than 1, a busy machine can cause failovers.
         """
         if primaries < 1 or replicas < 0:
-            raise ValueError("A cluster has at least one primary, and no fewer than 0 replicas.")
+            raise ValueError("A cluster needs at least one primary and no fewer than 0 replicas.")
         self._shape = (primaries, replicas)
         self._args = tuple(args)
         self._program = program
         self._node_timeout_s = node_timeout_s
-        #: All nodes that were not removed: at first the primaries, then the replicas.
+        #: All nodes that were not removed: the initial primaries, their replicas, then added nodes.
         self.nodes: list[Node] = []
 
     def __repr__(self) -> str:
@@ -69,12 +69,12 @@ class Cluster(ServerGroup):
 
     @property
     def url(self) -> str:
-        """The address for ``meteor_py.connect()``, which names up to three nodes."""
+        """The address for ``meteor_py.connect()``. It lists up to three nodes."""
         return "redis+cluster://" + ",".join(node.address for node in self.nodes[:3])
 
     @property
     def primaries(self) -> list[Node]:
-        """The running nodes that own slots, in the order of their first slot."""
+        """The running nodes that own slots, sorted by their first slot."""
         view = self._view()
         owners = [node for node in self.nodes if node.id in view and view[node.id].slots]
         return sorted(owners, key=lambda node: min(view[node.id].slots))
@@ -90,11 +90,11 @@ class Cluster(ServerGroup):
 
     @staticmethod
     def slot(key: str | bytes) -> int:
-        """Return the hash slot of a key. The slot of a stream's keys is that of its name."""
+        """Return the hash slot of a key. For a stream's keys, pass the stream's name."""
         return int(key_slot(key.encode() if isinstance(key, str) else key))
 
     def owner(self, slot: int | str | bytes) -> Node:
-        """Return the primary that owns a slot, or the slot of a key or of a stream's name.
+        """Return the primary that owns a slot. Also accepts a key or a stream's name.
 
         Raises:
             LookupError: No running node owns the slot.
@@ -103,11 +103,11 @@ class Cluster(ServerGroup):
         return owner_of(number, self.nodes)
 
     def others(self, node: Node) -> list[Node]:
-        """Return all primaries except this node. Its slots can move to any of them."""
+        """Return all primaries except ``node``. Its slots can move to any of them."""
         return [each for each in self.primaries if each is not node]
 
     def flush(self) -> None:
-        """Delete all data of the primaries, and with it that of their replicas."""
+        """Delete all data from the primaries, and thereby from their replicas."""
         for node in self.primaries:
             node.flush()
 
@@ -123,7 +123,7 @@ class Cluster(ServerGroup):
                 node.resume()
         for node in stopped:
             node.restart()
-        if stopped:  # wait for their roles first
+        if stopped:  # the restarted nodes must know their roles before slots can move
             self.wait_until_stable()
         for slot, target in self._moving_slots().items():
             SlotMove(self.nodes, [slot], target).finish()
@@ -140,18 +140,19 @@ class Cluster(ServerGroup):
         keys_per_step: int = 100,
         on_step: Callable[[], object] | None = None,
     ) -> None:
-        """Move a slot with its keys to another primary, as ``redis-cli --cluster reshard`` does.
+        """Move a slot and its keys to another primary, like ``redis-cli --cluster reshard``.
 
         Args:
             slot: The slot. Moving a slot to its owner does nothing.
             to: The new owner.
-            atomic: Use ``CLUSTER MIGRATESLOTS``, which Valkey has from version 9.
-            keys_per_step: Number of keys that one ``MIGRATE`` takes.
-            on_step: Called when the move begins and after each ``MIGRATE``: a slow move sleeps
-                here, a test may publish.
+            atomic: Use ``CLUSTER MIGRATESLOTS``, which needs Valkey 9 or later.
+            keys_per_step: Maximum number of keys per ``MIGRATE``.
+            on_step: Called when the move begins and after each ``MIGRATE``. A test can sleep here
+                to slow the move down, or publish records.
 
         Raises:
-            redis.ResponseError: A node refused, such as with BUSYKEY. The slot stays on its way.
+            redis.ResponseError: A node refused a command, for example with BUSYKEY. The slot stays
+                half-moved.
         """
         self.move_slots([slot], to, atomic=atomic, keys_per_step=keys_per_step, on_step=on_step)
 
@@ -181,9 +182,9 @@ class Cluster(ServerGroup):
         move.assign()
 
     def begin_move(self, slot: int, to: Node) -> SlotMove:
-        """Begin to move a slot, and leave the rest to ``SlotMove.migrate()`` and ``finish()``.
+        """Begin to move a slot. Call ``SlotMove.migrate()`` and ``finish()`` to complete the move.
 
-        A test that does neither leaves the slot on its way, like a resharding tool that dies.
+        A test that calls neither leaves the slot half-moved, like a resharding tool that dies.
         """
         move = SlotMove(self.nodes, [slot], to)
         move.begin()
@@ -192,14 +193,15 @@ class Cluster(ServerGroup):
     def failover(
         self, node: Node, how: Literal["planned", "force", "takeover"] = "planned"
     ) -> Node:
-        """Promote a replica, and wait until all running nodes know.
+        """Promote a replica, and wait until all running nodes know the new primary.
 
-        The primaries vote only once in two node timeouts for a replica of the same primary. A
-        failover that comes sooner takes up to five seconds longer, in which writes are paused.
+        For replicas of the same primary, the primaries vote only once every two node timeouts. A
+        second failover within that time takes up to five seconds longer, and writes are paused
+        meanwhile.
 
         Args:
-            node: A replica; or a primary, whose first replica is promoted.
-            how: "planned" waits until the replica has all data, and loses nothing. "force" and
+            node: The replica to promote, or a primary whose first replica is to be promoted.
+            how: "planned" waits until the replica has all data, so nothing is lost. "force" and
                 "takeover" are the options of ``CLUSTER FAILOVER`` for a primary that is down.
 
         Returns:
@@ -220,13 +222,13 @@ class Cluster(ServerGroup):
             return all(not view[replica.id].primary for view in views)
 
         replica.ask("CLUSTER", "FAILOVER", *option)
-        # One small question at a time: tests measure how long clients have to wait.
+        # Send cheap commands one at a time, because tests measure how long clients have to wait.
         eventually(lambda: replica.ask("ROLE")[0] == b"master", STABLE_S, f"{replica} is a replica")
-        eventually(known, STABLE_S, f"{replica} is a primary, but some nodes do not know")
+        eventually(known, STABLE_S, f"{replica} is a primary, but some nodes do not know it yet")
         return replica
 
     def wait_for_failover(self, dead: Node, timeout_s: float = STABLE_S) -> Node:
-        """Wait until a replica owns the slots of a primary that was killed, and return it."""
+        """Wait until a replica has taken over the slots of a dead primary; return the replica."""
         successors = [
             node for node in self.nodes if node is not dead and self._primary_of(node) == dead.id
         ]
@@ -239,7 +241,7 @@ class Cluster(ServerGroup):
         return found
 
     def add_node(self, replica_of: Node | None = None) -> Node:
-        """Start a node and let it join: as a primary without slots, or as a replica."""
+        """Start a node and add it to the cluster, as a primary without slots or as a replica."""
         node = self._new_node().start()
         node.id = node.ask("CLUSTER", "MYID").decode()
         known = next(each for each in self.nodes if each.running)
@@ -256,7 +258,7 @@ class Cluster(ServerGroup):
         return node
 
     def remove_node(self, node: Node) -> None:
-        """Move the node's slots to the other primaries, make the others forget it, and end it."""
+        """Move a node's slots to the other primaries, stop it, and remove it from the cluster."""
         others = self.others(node)
         slots = sorted(node.own_slots())
         share = -(-len(slots) // len(others))
@@ -286,14 +288,14 @@ class Cluster(ServerGroup):
         for _ in range(primaries * (1 + replicas)):
             self._new_node()
         for node in self.nodes:
-            # Nodes that know each other from the start need no handshake, which takes seconds.
+            # Nodes that know each other from the start skip the handshake, which takes seconds.
             lines = [self._line(number, node) for number in range(len(self.nodes))]
             node.write_view(lines, epoch=primaries)
         for node in self.nodes:
             node.start()
 
     def _line(self, number: int, reader: Node) -> str:
-        """Return the line that describes a node in the nodes file of ``reader``."""
+        """Return the line that describes a node in ``reader``'s nodes file."""
         primaries = self._shape[0]
         node, primary = self.nodes[number], number % primaries
         myself = "myself," if node is reader else ""
@@ -304,10 +306,10 @@ class Cluster(ServerGroup):
         return f"{place}master - 0 0 {primary + 1} connected {first}-{end - 1}"
 
     def _view(self) -> dict[str, View]:
-        """Return the view of the first node that answers.
+        """Return the cluster as the first node that replies sees it.
 
         Raises:
-            LookupError: No node answers.
+            LookupError: No node replies.
         """
         for node in self.nodes:
             if node.running:
@@ -315,20 +317,20 @@ class Cluster(ServerGroup):
                     return node.view()
                 except redis.RedisError:
                     continue  # paused or dying
-        raise LookupError(f"No node of {self} answers.")
+        raise LookupError(f"No node of {self} replies.")
 
     def _primary_of(self, node: Node) -> str:
         known = self._view().get(node.id)
         return known.primary if known is not None else ""
 
     def _moving_slots(self) -> dict[int, Node]:
-        """Return the slots on their way, each with the node that is to own it."""
+        """Return the slots that are being moved, each with its target node."""
         found: dict[int, Node] = {}
         by_id = {node.id: node for node in self.nodes}
         for node in self.nodes:
             own = node.view()[node.id]
             if own.primary:
-                continue  # Valkey's replicas list the slots of their primary, too
+                continue  # Valkey's replicas also list the slots of their primary
             found.update(dict.fromkeys(own.importing, node))
             for slot, target in own.migrating.items():
                 found.setdefault(slot, by_id[target])
@@ -346,7 +348,7 @@ class Cluster(ServerGroup):
                 views[node.id] = node.view()
                 replication = node.info("replication")
             except redis.RedisError as error:
-                return f"{node} does not answer: {error}"
+                return f"{node} does not reply: {error}"
             if replication["role"] == "slave" and replication["master_link_status"] != "up":
                 return f"{node} is not connected to its primary"
         members = {node.id for node in self.nodes}
@@ -357,12 +359,12 @@ class Cluster(ServerGroup):
             for other in self.nodes:
                 seen, actual = mine[other.id], views[other.id][other.id]
                 if seen.failed or seen[:2] != actual[:2] or seen.slots != actual.slots:
-                    return f"{node} has an old view of {other}"
+                    return f"{node} has an outdated view of {other}"
         return ""
 
 
 class ClusterFactory(Protocol):
-    """The type of the fixture ``meteor_private_cluster``: starts a cluster for one test."""
+    """The type of the ``meteor_private_cluster`` fixture, which starts a cluster for one test."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""A node of a test cluster, and the cluster as it sees it."""
+"""A node of a test cluster, and its view of the cluster."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class View(NamedTuple):
     """One node as another node sees it."""
 
     id: str
-    primary: str  # the id of its primary; empty for a primary
+    primary: str  # the id of the node's primary; empty for a primary
     failed: bool  # whether the cluster agrees that the node is down
     slots: frozenset[int]
-    #: Slots that this node is to lose, with the id of the node that is to own them. Each node
-    #: lists only its own.
+    #: Slots that are moving away from this node, with the target's id. A node knows only its own
+    #: moves.
     migrating: dict[int, str]
-    importing: dict[int, str]  # slots that it is to own, with the id of the present owner
+    importing: dict[int, str]  # slots that are moving to this node, with the source's id
 
 
 class Node(Server):
-    """A node of a cluster: a server that keeps its node id across restarts."""
+    """A cluster node: a server that keeps its node id across restarts."""
 
     def __init__(self, args: Sequence[str], program: str | Path | None, timeout_s: float) -> None:
         super().__init__(program=program, port=0)
@@ -39,11 +39,11 @@ class Node(Server):
         self.args = (
             *("--cluster-enabled", "yes"),
             *("--cluster-config-file", _NODES_FILE),
-            # Not the default, port + 10000: that may be taken or meant for outgoing connections.
+            # The default, port + 10000, may be taken, or in the range for outgoing connections.
             *("--cluster-port", str(self.bus_port)),
             *("--cluster-node-timeout", str(round(timeout_s * 1000))),
             *("--cluster-allow-replica-migration", "no"),
-            # A replica is in sync after milliseconds instead of five seconds.
+            # Let replicas synchronize within milliseconds instead of five seconds.
             *("--repl-diskless-sync-delay", "0"),
             *args,
         )
@@ -54,7 +54,7 @@ class Node(Server):
 
     @property
     def announced(self) -> str:
-        """The address at which other nodes reach this one: host, port and bus port."""
+        """The address where other nodes reach this one: host, port and bus port."""
         return f"{self.address}@{self.bus_port}"
 
     def ask(self, *command: str | int, timeout_s: float = 10) -> Any:
@@ -67,19 +67,19 @@ class Node(Server):
             return client.execute_command(*command)
 
     def view(self) -> dict[str, View]:
-        """Return the cluster as this node sees it: the nodes by id."""
+        """Return all nodes of the cluster as this node sees them, by node id."""
         lines = self.ask("CLUSTER", "NODES", timeout_s=2).decode().splitlines()
         return {each.id: each for each in map(_parse, lines)}
 
     def own_slots(self) -> frozenset[int]:
-        """Return the slots that this node owns in its own view; none if it does not answer."""
+        """Return the slots that this node owns in its own view, or none if it does not reply."""
         try:
             return self.view()[self.id].slots if self.running else frozenset()
         except redis.RedisError:
             return frozenset()  # paused or dying
 
     def write_view(self, lines: Iterable[str], epoch: int) -> None:
-        """Make the node a member of a cluster before its first start."""
+        """Write the nodes file, so that the node is a cluster member from its first start."""
         text = "\n".join([*lines, f"vars currentEpoch {epoch} lastVoteEpoch 0", ""])
         (self.directory / _NODES_FILE).write_text(text)
 
@@ -88,17 +88,17 @@ def owner_of(slot: int, nodes: Iterable[Node]) -> Node:
     """Return the node that owns a slot.
 
     Raises:
-        LookupError: No running node owns it.
+        LookupError: No running node owns the slot.
     """
     for node in nodes:
-        # Ask each node about itself: others may not know yet.
+        # Ask each node about its own slots: its knowledge of other nodes may be outdated.
         if slot in node.own_slots():
             return node
     raise LookupError(f"No running node owns slot {slot}.")
 
 
 def _parse(line: str) -> View:
-    """Read a line of ``CLUSTER NODES``."""
+    """Parse one line of a ``CLUSTER NODES`` reply."""
     identity, _, flags, primary, _, _, _, _, *fields = line.split()
     slots: set[int] = set()
     migrating: dict[int, str] = {}
@@ -113,6 +113,6 @@ def _parse(line: str) -> View:
         else:
             first, _, last = field.partition("-")
             slots.update(range(int(first), int(last or first) + 1))
-    # "fail?" is the suspicion of one node, and "fail" the agreement of the primaries.
+    # "fail?" means that one node suspects a failure. "fail" means that the primaries agree.
     failed = "fail" in flags.split(",")
     return View(identity, primary.strip("-"), failed, frozenset(slots), migrating, importing)

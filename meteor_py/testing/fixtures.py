@@ -2,10 +2,10 @@
 
     pytest_plugins = ["meteor_py.testing.fixtures"]
 
-``meteor_server``           a real, empty server: one process for all tests
+``meteor_server``           a real, empty server that all tests share
 ``meteor_client``           a client for ``meteor_server``
 ``meteor_private_server``   starts servers that a test may kill, pause and configure
-``meteor_cluster``          a real, empty cluster of three primaries: one for all tests
+``meteor_cluster``          a real, empty cluster of three primaries that all tests share
 ``meteor_private_cluster``  starts clusters whose nodes a test may kill, and whose slots it may move
 ``meteor_private_sentinels``  starts a primary with replicas and sentinels that a test may kill
 ``meteor_fake``             a client without a server
@@ -53,7 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def _meteor_session_server() -> Iterator[Server]:
-    """The shared server process; with pytest-xdist, one per worker."""
+    """The shared server process. With pytest-xdist, each worker has its own."""
     with Server() as server:
         yield server
 
@@ -97,7 +97,7 @@ def meteor_private_server() -> Iterator[ServerFactory]:
 
 @pytest.fixture(scope="session")
 def _meteor_session_cluster() -> Iterator[Cluster]:
-    """The shared cluster; with pytest-xdist, one per worker."""
+    """The shared cluster. With pytest-xdist, each worker has its own."""
     with Cluster() as cluster:
         yield cluster
 
@@ -106,11 +106,11 @@ def _meteor_session_cluster() -> Iterator[Cluster]:
 def meteor_cluster(_meteor_session_cluster: Cluster) -> Cluster:
     """A real cluster of three primaries, emptied before the test.
 
-    All tests share one cluster, because starting another takes 2.1 s. A test may move slots. One
+    All tests share one cluster, because starting another takes 2.1 s. A test may move slots. A test
     that kills, pauses or configures nodes should use ``meteor_private_cluster``.
     """
     cluster = _meteor_session_cluster
-    cluster.repair()  # if a test has stopped a node or abandoned a move anyway
+    cluster.repair()  # an earlier test may have stopped a node or abandoned a slot move
     cluster.flush()
     return cluster
 
@@ -145,11 +145,11 @@ def meteor_private_sentinels() -> Iterator[SentinelsFactory]:
 
 @pytest.fixture
 def meteor_fake() -> Iterator[meteor_py.Client]:
-    """A client for a ``fake://`` server, which lives in memory and exists for one test.
+    """A client for a ``fake://`` server, which exists in memory for one test.
 
     Raises:
         ImportError: fakeredis is not installed. The message says how to install it.
     """
     with meteor_py.connect("fake://") as client:
-        client._connector.resolve()  # raise here, not in the test, if fakeredis is missing
+        client._connector.resolve()  # if fakeredis is missing, raise here and not in the test
         yield client

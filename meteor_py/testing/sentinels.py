@@ -1,4 +1,4 @@
-"""A real primary with replicas and sentinels for tests, whose processes can fail."""
+"""A real primary with replicas and sentinels for tests. Tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONFIG_FILE = "sentinel.conf"
 
 
 class Sentinel(Server):
-    """A sentinel process. It writes what it learns to its file, and so survives a restart."""
+    """A sentinel process. It saves its state in its configuration file and survives restarts."""
 
     def __init__(self, program: str | Path | None) -> None:
         super().__init__(program=program, port=0)
@@ -29,14 +29,14 @@ class Sentinel(Server):
         return f"{HOST}:{self.port}"
 
     def configure(self, lines: Sequence[str]) -> None:
-        """Write the configuration of the first start."""
+        """Write the configuration for the first start."""
         (self.directory / _CONFIG_FILE).write_text("\n".join([f"sentinel myid {self.id}", *lines]))
 
     def primary_port(self, service: str) -> int:
-        """Return the port of the primary that this sentinel knows.
+        """Return the port of the server that this sentinel considers the primary.
 
         Raises:
-            redis.RedisError: The sentinel does not answer, or does not know the service.
+            redis.RedisError: The sentinel does not reply, or does not know the service.
         """
         return int(self.ask("GET-MASTER-ADDR-BY-NAME", service)[1])
 
@@ -50,12 +50,12 @@ class Sentinel(Server):
 
 
 class Sentinels(ServerGroup):
-    """A primary, its replicas, and the sentinels that watch them, on 127.0.0.1.
+    """A primary, its replicas, and the sentinels that monitor them, on 127.0.0.1.
 
     The servers write nothing to disk unless ``args`` says so, and die with the test process.
-    Starting takes about a second. After a failover they are ``stable`` again when a sentinel has
-    told the old primary to follow the new one, which takes up to about ten seconds. Not
-    thread-safe, except for ``url`` and ``client()`` of the servers.
+    Starting takes about a second. After a failover, the servers are ``stable`` again once a
+    sentinel has made the old primary a replica of the new one. That takes up to about ten seconds.
+    Not thread-safe, except for ``url`` and the servers' ``client()``.
 
     >>> with Sentinels() as sentinels:
     ...     old = sentinels.kill_primary()
@@ -78,22 +78,22 @@ class Sentinels(ServerGroup):
         Args:
             replicas: Number of replicas.
             sentinels: Number of sentinels. More than half of them must agree on a failover.
-            args: Options of the primary and its replicas, as on the command line.
+            args: Options for the primary and its replicas, as on the command line.
             program: The server program, such as "redis-server". None means ``$METEOR_SERVER`` or
                 the bundled Valkey.
             service: The name by which clients ask the sentinels for the primary.
-            down_after_s: Seconds of silence after which a sentinel considers a server dead. Below
-                1, a busy machine causes failovers by itself.
+            down_after_s: Seconds of silence after which a sentinel considers a server dead. With
+                less than 1, a busy machine can cause failovers.
         """
         if replicas < 1 or sentinels < 1:
             raise ValueError("A failover needs at least one replica and one sentinel.")
         self._shape = (replicas, sentinels)
         self._program = program
         self._down_after_s = down_after_s
-        # A replica is in sync after milliseconds instead of five seconds.
+        # Let replicas synchronize within milliseconds instead of five seconds.
         self._args = ("--repl-diskless-sync-delay", "0", *args)
         self.service = service
-        #: The primary and its replicas, in the order of their start: at first the primary.
+        #: The primary and its replicas in start order. The initial primary comes first.
         self.servers: list[Server] = []
         self.sentinels: list[Sentinel] = []
 
@@ -110,10 +110,10 @@ class Sentinels(ServerGroup):
 
     @property
     def primary(self) -> Server:
-        """The server that most running sentinels call the primary. It may be dead.
+        """The server that most running sentinels name as the primary. It may be dead.
 
         Raises:
-            LookupError: No sentinel answers.
+            LookupError: No sentinel replies.
         """
         ports: list[int] = []
         for sentinel in self.sentinels:
@@ -122,22 +122,23 @@ class Sentinels(ServerGroup):
             except redis.RedisError:
                 continue  # killed or paused
         if not ports:
-            raise LookupError(f"No sentinel of {self} answers.")
+            raise LookupError(f"No sentinel of {self} replies.")
         port = max(ports, key=ports.count)
         return next(server for server in self.servers if server.port == port)
 
     @property
     def replicas(self) -> list[Server]:
-        """The other servers, whether or not they are running."""
+        """All servers except the primary, whether or not they are running."""
         primary = self.primary
         return [server for server in self.servers if server is not primary]
 
     # -- changes -------------------------------------------------------------------------------
 
     def failover(self) -> Server:
-        """Ask a sentinel for a planned failover, and wait until all sentinels know the result.
+        """Ask a sentinel for a planned failover, and wait until all sentinels name the new primary.
 
-        The sentinels demote the old primary seconds later; ``wait_until_stable()`` waits for it.
+        The sentinels demote the old primary some seconds later. To wait for that as well, call
+        ``wait_until_stable()``.
 
         Returns:
             The new primary.
@@ -154,7 +155,11 @@ class Sentinels(ServerGroup):
         return primary
 
     def wait_for_failover(self, old: Server, timeout_s: float = STABLE_S) -> Server:
-        """Wait until all running sentinels name a primary other than ``old``, and return it."""
+        """Wait until all running sentinels have replaced ``old`` as the primary.
+
+        Returns:
+            The new primary.
+        """
 
         def switched() -> int:
             ports = set()
@@ -163,7 +168,7 @@ class Sentinels(ServerGroup):
                     try:
                         ports.add(sentinel.primary_port(self.service))
                     except redis.RedisError:
-                        return 0  # paused, or busy
+                        return 0  # paused or busy
             return 0 if old.port in ports or len(ports) != 1 else ports.pop()
 
         port = eventually(switched, timeout_s, f"the sentinels did not replace {old}")
@@ -187,7 +192,8 @@ class Sentinels(ServerGroup):
             replica = Server(*self._args, program=self._program, port=0)
             self.servers.append(replica)
             replica.start()
-            # Not an option: a replica that was promoted must not be one again after a restart.
+            # Do not set this as a server option: after a promotion and a restart, the server would
+            # be a replica again.
             with plain_client(replica.url) as client:
                 client.replicaof(HOST, primary.port)
         for _ in range(sentinels):
@@ -199,7 +205,7 @@ class Sentinels(ServerGroup):
     def _configuration(self, sentinel: Sentinel) -> list[str]:
         """Return a sentinel's configuration.
 
-        It names the replicas and the other sentinels, because finding them takes two seconds.
+        It lists the replicas and the other sentinels, because discovery would take two seconds.
         """
         name, primary = self.service, self.servers[0]
         return [
@@ -225,7 +231,7 @@ class Sentinels(ServerGroup):
             try:
                 reply = sentinel.ask("MASTER", self.service)
             except redis.RedisError as error:
-                return f"{sentinel} does not answer: {error}"
+                return f"{sentinel} does not reply: {error}"
             state = dict(zip(reply[::2], reply[1::2], strict=True))
             ports.add(int(state[b"port"]))
             if state[b"flags"] != b"master":
@@ -234,12 +240,12 @@ class Sentinels(ServerGroup):
             if found != (len(self.servers) - 1, len(self.sentinels)):
                 return f"{sentinel} knows {found[0]} replicas and {found[1]} sentinels"
         if len(ports) > 1:
-            return f"the sentinels name the ports {sorted(ports)}"
+            return f"the sentinels name different primaries, at ports {sorted(ports)}"
         return next(filter(None, (_wrong_role(each, *ports) for each in self.servers)), "")
 
 
 class SentinelsFactory(Protocol):
-    """The type of the fixture ``meteor_private_sentinels``: starts servers for one test."""
+    """The type of the ``meteor_private_sentinels`` fixture, which starts servers for one test."""
 
     def __call__(
         self,
@@ -257,8 +263,10 @@ def _wrong_role(server: Server, primary_port: int) -> str:
     try:
         info = server.info("replication")
     except redis.RedisError as error:
-        return f"{server} does not answer: {error}"
+        return f"{server} does not reply: {error}"
     if server.port == primary_port:
         return "" if info["role"] == "master" else f"{server} is not a primary yet"
     follows = info["role"] == "slave" and info["master_port"] == primary_port
-    return "" if follows and info["master_link_status"] == "up" else f"{server} does not follow"
+    if follows and info["master_link_status"] == "up":
+        return ""
+    return f"{server} is not connected to the primary"

@@ -1,4 +1,4 @@
-"""A real server process for tests, which can be killed, paused and restarted."""
+"""A real server process that tests can kill, pause and restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meteor_py.testing.watchdog import Watchdog
 HOST = "127.0.0.1"
 SOCKET = "server.sock"
 
-#: Seconds within which a server must load its data and reply.
+#: Seconds that a server has to load its data and reply.
 START_S = 20.0
 
 #: Seconds between stop signals, and the number of signals sent before SIGKILL.
@@ -235,7 +235,7 @@ class Server:
     # -- internals -----------------------------------------------------------------------------
 
     def _options(self) -> list[str]:
-        """Return the arguments of the program, including ours."""
+        """Return all arguments for the server program, including our own."""
         address = (
             ["--port", str(self.port), "--bind", HOST]
             if self.port
@@ -262,8 +262,8 @@ class Server:
             ) from None
         except (redis.ConnectionError, redis.TimeoutError):
             return False
-        # Check the process id: another server may have taken the port.
-        # A sentinel has no data to load.
+        # Check the process id, because another server may have taken the port. A sentinel does not
+        # report ``loading``.
         return bool(info["process_id"] == pid and info.get("loading", 0) == 0)
 
     def _start_failed(self, what: str) -> ServerStartFailed:
@@ -300,7 +300,7 @@ class ServerFactory(Protocol):
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that sends each command once, and sends nothing else."""
+    """Return a redis-py client that sends each command only once, and no commands of its own."""
     settings: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": 10,

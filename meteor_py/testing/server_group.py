@@ -1,4 +1,4 @@
-"""Servers that a test starts and ends together."""
+"""Servers that a test starts and stops together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from meteor_py.errors import ServerStartFailed
 from meteor_py.testing.server import Server
 from meteor_py.testing.waiting import eventually
 
-#: How often a start is tried, because another process may take a free port before a server does.
+#: Number of attempts to start. Another process may take a free port before the server does.
 START_TRIES = 3
 
-#: Seconds within which all servers must start, or recover from a change.
+#: Seconds that all servers have to start or to recover from a change.
 STABLE_S = 40.0
 
 
 class ServerGroup(ABC):
-    """Base class of servers that belong together, such as the nodes of a cluster."""
+    """Base class for servers that belong together, such as the nodes of a cluster."""
 
     def __enter__(self) -> Self:
         try:
@@ -34,8 +34,8 @@ class ServerGroup(ABC):
         """Start all servers, and wait until they know each other and accept writes.
 
         Raises:
-            RuntimeError: They have already been started.
-            ServerStartFailed: A server did not start. The message ends with its log.
+            RuntimeError: The servers have already been started.
+            ServerStartFailed: A server did not start. The message ends with the server's log.
         """
         if self._all_servers():
             raise RuntimeError(f"{self} has already been started. Create another.")
@@ -58,14 +58,14 @@ class ServerGroup(ABC):
 
     @property
     def stable(self) -> bool:
-        """Whether all servers run and agree, and every replica is connected to its primary."""
+        """Whether all servers are running and agree, and all replicas reach their primaries."""
         return not self._obstacle()
 
     def wait_until_stable(self, timeout_s: float = STABLE_S) -> None:
         """Wait until ``stable`` is true.
 
         Raises:
-            AssertionError: The timeout expired. The message says what was missing.
+            AssertionError: The timeout expired. The message gives the reason.
         """
         try:
             eventually(lambda: self.stable, timeout_s)
@@ -85,8 +85,8 @@ class ServerGroup(ABC):
 
     @abstractmethod
     def _forget_servers(self) -> None:
-        """Forget the servers of a start that failed."""
+        """Forget the servers after a failed start."""
 
     @abstractmethod
     def _obstacle(self) -> str:
-        """Return why the servers are not stable; empty if they are."""
+        """Return the reason why the servers are not stable, or an empty string if they are."""

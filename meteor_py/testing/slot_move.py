@@ -1,4 +1,4 @@
-"""The move of slots between two nodes of a test cluster, step by step."""
+"""Moves slots to another node of a test cluster, step by step."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from meteor_py.testing.cluster_node import Node, owner_of
 from meteor_py.testing.server import HOST, plain_client
 from meteor_py.testing.waiting import eventually
 
-#: Seconds for one MIGRATE, and for one atomic move.
+#: Timeout in seconds for one MIGRATE, and for one atomic move.
 MIGRATE_S = 60.0
 
 #: Default number of keys per MIGRATE.
 STEP_KEYS = 100
 
-#: States in which an atomic move has ended without moving anything.
+#: States of an atomic move that ended without moving anything.
 _FAILED = (b"failed", b"cancelled")
 
 
 class SlotMove:
-    """A move of slots that a test controls, as a resharding tool performs it.
+    """A slot move that a test controls step by step, with the commands of a resharding tool.
 
-    The order is ``begin()``, ``migrate()`` until it returns 0, and ``assign()``. A test that stops
-    in between leaves the slots on their way, like a tool that dies. ``finish()`` repairs that, even
-    after a failover of the source. A move cannot be taken back: the owner accepts no key of a slot
-    that it is migrating.
+    Call ``begin()``, then ``migrate()`` until it returns 0, then ``assign()``. A test that stops in
+    between leaves the slots half-moved, like a resharding tool that dies. ``finish()`` repairs
+    that, even after a failover of the source. A move cannot be undone, because the owner does not
+    accept keys for a slot that it is migrating.
     """
 
     def __init__(self, nodes: Sequence[Node], slots: Iterable[int], target: Node) -> None:
         self._nodes = nodes
         self.slots = sorted(slots)
         self.target = target
-        #: The slots that the target does not own yet, by their owner.
+        #: The slots that the target does not own yet, grouped by their owner.
         self._parts = self._by_owner()
 
     def begin(self) -> None:
-        """Mark the slots as migrating at their owners, and as importing at the target."""
+        """Mark the slots as migrating on their owners, and as importing on the target."""
         for source, slots in self._parts:
             _setslot(self.target, slots, "IMPORTING", source.id)
             _setslot(source, slots, "MIGRATING", self.target.id)
 
     def migrate(self, keys: int = STEP_KEYS) -> int:
-        """Move up to ``keys`` keys. Returns how many; 0 if none is left.
+        """Move up to ``keys`` keys. Returns the number of moved keys, which is 0 if none is left.
 
         Raises:
-            redis.ResponseError: A node refused. BUSYKEY means that both nodes have a key.
+            redis.ResponseError: A node refused. BUSYKEY means that a key exists on both nodes.
         """
         for source, slots in self._parts:
             for slot in slots:
@@ -55,14 +55,14 @@ class SlotMove:
         return 0
 
     def finish(self) -> None:
-        """Move the remaining keys, and make the target the owner in the eyes of all primaries.
+        """Move the remaining keys, and tell all primaries that the target owns the slots.
 
-        Works from any point at which a move was abandoned.
+        Works no matter at which point the move was abandoned.
         """
         self._parts = self._by_owner()
         for source, slots in self._parts:
-            # After a failover of the source, Redis 7.0 can leave the target without an owner of the
-            # slot, because it ignores the claim of the new one for a slot that it imports.
+            # After a failover of the source, a Redis 7.0 target may know no owner of the slot,
+            # because it ignores the new owner's claim to a slot that it is importing.
             _setslot(self.target, slots, "NODE", source.id)
         self.begin()
         while self.migrate():
@@ -70,8 +70,8 @@ class SlotMove:
         self.assign()
 
     def assign(self) -> None:
-        """Make the target the owner. No key may be left at the sources."""
-        # The target first: a slot must not be left without an owner.
+        """Make the target the owner of the slots. Their sources must not have any keys left."""
+        # Start with the target, so that every slot always has an owner.
         first = [self.target, *(source for source, _ in self._parts)]
         for node in first:
             _setslot(node, self.slots, "NODE", self.target.id)
@@ -80,11 +80,12 @@ class SlotMove:
                 _setslot(node, self.slots, "NODE", self.target.id)
 
     def run_atomically(self) -> None:
-        """Move the slots by ``CLUSTER MIGRATESLOTS``, and wait for the end.
+        """Move the slots with ``CLUSTER MIGRATESLOTS``, and wait until they have moved.
 
         Raises:
-            redis.ResponseError: The server does not support it (before Valkey 9), or refused.
-            RuntimeError: The servers gave the move up.
+            redis.ResponseError: The server refused the command, or does not support it (Redis, and
+                Valkey before version 9).
+            RuntimeError: The move failed or was cancelled.
         """
         for source, slots in self._parts:
             ranges = [bound for each in _ranges(slots) for bound in ("SLOTSRANGE", *each)]
@@ -104,7 +105,7 @@ class SlotMove:
         eventually(moved, MIGRATE_S, f"the slots did not move to {self.target}")
 
     def _by_owner(self) -> list[tuple[Node, list[int]]]:
-        """Return the slots that the target does not own yet, by their owner."""
+        """Return the slots that the target does not own yet, grouped by their owner."""
         left = set(self.slots) - self.target.own_slots()
         found: list[tuple[Node, list[int]]] = []
         while left:
@@ -133,7 +134,7 @@ def _migrate(source: Node, target: Node, slot: int, count: int) -> int:
 
 
 def _ranges(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges, first and last, that sorted slots form.
+    """Group sorted slots into ranges, each with its first and last slot.
 
     >>> _ranges([1, 2, 3, 7])
     [(1, 3), (7, 7)]

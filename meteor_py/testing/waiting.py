@@ -8,8 +8,9 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-#: Seconds between checks. Pauses start short, because most conditions become true within
-#: milliseconds, and grow, so that a long wait leaves the processor to the code under test.
+#: Shortest and longest pause between checks, in seconds. Pauses start short, because most
+#: conditions become true within milliseconds. They grow so that a long wait leaves the processor
+#: to the code under test.
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.01
 

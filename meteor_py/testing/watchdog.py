@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-# Standard input is a pipe from the test process. It ends when that process dies, even by SIGKILL.
-# The last line holds the id of the process to kill then; if it is empty, there is none. The program
-# kills the whole process group, because a server forks when it rewrites its append-only file.
+# Standard input is a pipe from the test process. The pipe ends when that process dies, even by
+# SIGKILL. The last line read holds the id of the process to kill, or is empty if there is none. The
+# script kills the whole process group, because a server forks to rewrite its append-only file.
 _PROGRAM = """
 pid=
 while read -r line; do pid=$line; done
@@ -27,7 +27,7 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # programs reading the tests' output must not wait for us
+            stdout=subprocess.DEVNULL,  # a reader of the tests' output must not wait for us
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must reach only the tests
         )

@@ -307,7 +307,7 @@ def test_a_wrong_password_is_reported_without_showing_it(
     server.client().config_set("requirepass", SECRET)
     with (
         meteor.connect(f"redis://{login}{HOST}:{server.port}") as m,
-        pytest.raises(meteor.AccessDenied, match="Check user, password and ACL") as caught,
+        pytest.raises(meteor.AccessDenied, match="Check the user, password and ACL") as caught,
     ):
         m.streams()
     assert "wrong-guess" not in whole_text(caught.value)

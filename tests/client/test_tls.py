@@ -180,7 +180,7 @@ def test_missing_client_certificate_is_named_as_the_likely_cause(
 ) -> None:
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **login))
     assert "closed the connection after the TLS handshake" in message
-    assert "If it requires a client certificate, set ssl_certfile and ssl_keyfile" in message
+    assert "requires a client certificate, set ssl_certfile and ssl_keyfile" in message
 
 
 def _socket_of(connection: Connection) -> socket.socket:
@@ -208,7 +208,7 @@ def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
 def test_certificate_that_the_server_does_not_trust_is_named(strict_url: str, folder: Path) -> None:
     own = {"ssl_certfile": folder / "other.pem", "ssl_keyfile": folder / "other.key"}
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **own))
-    assert "It may not accept this client certificate" in message
+    assert "The server may not accept this client certificate" in message
 
 
 def test_connection_lost_after_a_reply_is_not_blamed_on_certificates(folder: Path) -> None:

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 SLOT = Cluster.slot(STREAM)
 #: Seconds of an outage, and the most connections that its clients may open meanwhile: a publisher,
-#: a subscriber and a caller, with all looks at the slots. A slow machine opens fewer.
+#: a subscriber and a caller, with all refreshes of the slot map. A slow machine opens fewer.
 OUTAGE_S = 5.0
 CONNECTIONS_MAX = 130
 
@@ -121,7 +121,7 @@ def test_pauses_start_small_and_stay_in_proportion_to_the_outage() -> None:
     assert min(redirect_pause_s(1000) for _ in range(50)) >= 0.5
 
 
-def test_looks_at_the_topology_become_rarer_until_one_finds_something_new(
+def test_refreshes_of_the_topology_become_rarer_until_one_finds_something_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [1000.0]

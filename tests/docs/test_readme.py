@@ -77,16 +77,16 @@ def test_second_peer_leads_only_after_the_first_has_exited(url: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", code]
     environment = {"METEOR_URL": url}
     with Terminal(command, environment=environment) as first:
-        first.wait_for("It leads; press Enter")
+        first.wait_for("This member leads. Press Enter")
         with Terminal(command, environment=environment) as second:
             second.wait_for("has joined: [{'host': 'n1'}, {'host': 'n1'}]")
             with meteor.connect(url) as m, m.peer_group("workers", create=False) as group:
                 assert group.leader is not None
                 assert first.text.startswith(group.leader.id)
-            assert "It leads" not in second.text
+            assert "This member leads" not in second.text
             first.press("\n")
             assert first.wait() == 0
-            second.wait_for("It leads; press Enter")
+            second.wait_for("This member leads. Press Enter")
             second.press("\n")
             assert second.wait() == 0
 

@@ -28,7 +28,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
-#: Rounding error between two readings of one clock.
+#: Maximum rounding error in seconds between two readings of one clock.
 FLOAT_S = 1e-6
 #: Seconds between the end of a vote and the action.
 LEAD_S = 0.2
@@ -120,7 +120,7 @@ def test_rejected_action_does_not_run(url: str) -> None:
         assert {action.name for action in done} == {"b"}
 
 
-def test_outvoted_member_acts_but_member_that_was_not_asked_does_not(url: str) -> None:
+def test_outvoted_member_acts_but_unasked_member_does_not(url: str) -> None:
     with Panel(url) as panel:
         one, two, three = panel.members(3)
         done: list[str] = []
@@ -251,7 +251,7 @@ def test_action_that_is_too_soon_is_refused(url: str) -> None:
                 panel.peer_group.propose_action("go", at=at)
 
 
-def test_pending_action_is_refused_until_it_is_over(url: str) -> None:
+def test_pending_action_cannot_be_proposed_again_until_it_has_run(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         done: list[Action] = []
@@ -305,7 +305,9 @@ def test_member_that_learns_of_an_action_too_late_misses_it(url: str) -> None:
         at = panel.peer_group.now() + 1.0
         outcome = outcome_of(panel.peer_group.propose_action("go", 7, at=at, kind=1))
         assert outcome.passed
-        eventually(lambda: panel.peer_group.now() > at + 0.05, RESULT_S, "the clock stopped")
+        eventually(
+            lambda: panel.peer_group.now() > at + 0.05, RESULT_S, "the clock did not advance"
+        )
         for process in (careful, keen):
             process.resume()
         eventually(lambda: careful.ask("missed"), RESULT_S, "on_missed was not called")
@@ -333,7 +335,7 @@ def test_process_that_sleeps_through_an_action_misses_it(url: str) -> None:
         assert sleeper.ask("actions") == []
 
 
-def test_handler_added_late_runs_upcoming_actions_and_misses_no_past_ones(
+def test_handler_added_late_runs_upcoming_actions_and_ignores_past_ones(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Panel(url) as panel:
@@ -457,7 +459,7 @@ def test_member_that_changed_its_id_since_the_vote_misses_the_action(open_group:
     assert not done
 
 
-def test_action_handler_sees_its_members_vote(open_group: Open) -> None:
+def test_action_handler_sees_how_its_member_voted(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     votes: dict[str, bool | None] = {"yes": True, "no": False, "none": None}
     seen: dict[str, bool | None] = {}

@@ -45,7 +45,7 @@ def test_every_call_in_the_tables_is_exercised_here() -> None:
     rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
     calls = [call for row in rows for call in re.findall(r"`(.*?)`", row)]
     assert len(calls) > 80
-    # The last word before the arguments, in Java's spelling or in Python's.
+    # The last word before the arguments, in Java or Python spelling.
     words = {re.findall(r"\w+", call.partition("(")[0])[-1] for call in calls}
     text = here.read_text()
     snakes = {word: re.sub("(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in words}
@@ -87,7 +87,7 @@ def known_names(kind: type) -> set[str]:
 # Atomix
 
 
-def test_atomix_join_members_listeners_and_leave(post: Post) -> None:
+def test_atomix_listeners_see_members_join_and_leave(post: Post) -> None:
     group, other = atomix(post, member_expiration=600), atomix(post)  # getGroup
     assert other.group.config.member_expiration == 600  # withMemberExpiration
     joined: list[str] = []
@@ -102,7 +102,7 @@ def test_atomix_join_members_listeners_and_leave(post: Post) -> None:
     assert other.members() == []
 
 
-def test_atomix_persistent_members_metadata_and_remove(post: Post) -> None:
+def test_atomix_persistent_member_has_metadata_and_can_be_removed(post: Post) -> None:
     group = atomix(post)
     group.join("a", {"host": "n1"})
     member = group.member("a")
@@ -113,7 +113,7 @@ def test_atomix_persistent_members_metadata_and_remove(post: Post) -> None:
     assert member.status().value == "dead"
 
 
-def test_atomix_election(post: Post) -> None:
+def test_atomix_election_listeners_see_each_term(post: Post) -> None:
     group, other = atomix(post), atomix(post)
     first = group.join("first")
     other.join("second")
@@ -250,12 +250,11 @@ def test_atomix_conflicting_options_are_refused(post: Post) -> None:
 
 
 @pytest.mark.parametrize("leader", [True, False])
-def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
+def test_riaps_group_can_have_a_leader_or_none(post: Post, leader: bool) -> None:
     client = post.client()
     with (
-        client.peer_group(
-            "TheGroup", election="oldest" if leader else None
-        ) as group,  # using Msg: any type that the codec accepts
+        # using Msg: any type that the codec accepts
+        client.peer_group("TheGroup", election="oldest" if leader else None) as group,
         group.join() as me,  # handleActivate
     ):
         if leader:
@@ -268,7 +267,7 @@ def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
         assert again.members == []  # handleDeactivate, at the end of the block
 
 
-def test_riaps_join_group_instance_member_joined_and_left(post: Post) -> None:
+def test_riaps_group_instance_reports_members_that_join_and_leave(post: Post) -> None:
     client = post.client()
     with (
         client.peer_group("TheGroup", instance="g1") as g,
@@ -298,7 +297,7 @@ def test_riaps_group_message_reaches_all_members(post: Post) -> None:
         assert record.bodies == [{"any": "object"}]
 
 
-def test_riaps_bytes_messages(post: Post) -> None:
+def test_riaps_messages_can_be_plain_bytes(post: Post) -> None:
     group = post.group(codec="bytes")
     got = Record()
     group.join().on("group")(got)
@@ -306,14 +305,14 @@ def test_riaps_bytes_messages(post: Post) -> None:
     assert got.bodies == [b"\0raw"]  # recv
 
 
-def test_riaps_leader_queries_and_events(post: Post) -> None:
+def test_riaps_leader_can_be_queried_and_observed(post: Post) -> None:
     group = post.group(min_size=2)
     elected: list[str] = []
     exited: list[str] = []
     group.on_elected(lambda leader, term: elected.append(leader.id))  # handleLeaderElected
     group.on_resigned(lambda leader, term, reason: exited.append(leader))  # handleLeaderExited
     first = group.join("first")
-    assert _leader_id(group) is None  # hasLeader: two members are needed
+    assert _leader_id(group) is None  # hasLeader: false, because a leader needs two members
     assert isinstance(failure(first.leader_proxy.tell("leader")), NoLeader)
     second = group.join("second")
     eventually(lambda: first.term is not None)  # isLeader
@@ -329,7 +328,7 @@ def _leader_id(group: PeerGroup) -> str | None:
     return None if group.leader is None else group.leader.id
 
 
-def test_riaps_send_to_leader_and_back_to_the_member(post: Post) -> None:
+def test_riaps_leader_can_reply_to_a_member(post: Post) -> None:
     group, other = post.group(), post.group()
     leader, member = group.join(), other.join()
     got = Record()
@@ -337,9 +336,8 @@ def test_riaps_send_to_leader_and_back_to_the_member(post: Post) -> None:
     @leader.on("to-leader")  # handleMessageToLeader
     def to_leader(message: Message) -> None:
         assert message.sender is not None  # identity
-        leader.member(message.sender).tell(
-            "from-leader", f"re: {message.body}"
-        )  # sendToMember, _pyobj
+        # sendToMember, or its _pyobj variant
+        leader.member(message.sender).tell("from-leader", f"re: {message.body}")
 
     member.on("from-leader")(got)  # handleMessageFromLeader
     result(member.leader_proxy.send("to-leader", "report"))  # sendToLeader, sendToLeader_pyobj
@@ -348,7 +346,7 @@ def test_riaps_send_to_leader_and_back_to_the_member(post: Post) -> None:
     assert message.from_leader
 
 
-def test_riaps_timed_messages_and_priorities(post: Post) -> None:
+def test_riaps_messages_have_times_and_priorities(post: Post) -> None:
     group = post.group()
     got = Record()
     group.join().on("group", priority=256)(got)  # groupPriority
@@ -360,7 +358,7 @@ def test_riaps_timed_messages_and_priorities(post: Post) -> None:
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(7, True), (70, False)])
-def test_riaps_votes(post: Post, limit: int, passed: bool) -> None:
+def test_riaps_members_vote_by_majority_or_consensus(post: Post, limit: int, passed: bool) -> None:
     group, other = post.group(), post.group()
     me = group.join()
     seen: list[Any] = []
@@ -386,13 +384,13 @@ def test_riaps_vote_with_require_leader_needs_a_leader(post: Post) -> None:
         me.propose("some topic", require_leader=True)
 
 
-def test_riaps_action_votes(post: Post) -> None:
+def test_riaps_members_vote_on_an_action_and_run_it(post: Post) -> None:
     group, other = post.group(), post.group()
     done: list[Any] = []
     members = [group.join(), other.join()]
     for member in members:
         member.on_vote(lambda proposal: proposal.action == "open" and proposal.at > 0)
-        member.on_action("open", late="run")(done.append)  # handleActionVoteRequest, and then
+        member.on_action("open", late="run")(done.append)  # handleActionVoteRequest
     at = group.now() + 1.0
     outcome = result(members[0].propose_action("open", {"relay": 3}, at=at))  # requestActionVote
     assert outcome.passed

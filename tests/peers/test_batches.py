@@ -1,4 +1,5 @@
-"""Waiting messages in one process share calls. Each is stored and settled once, in order."""
+"""Messages that wait in one process share calls to the server. Each is stored and settled once, in
+order."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_repeated_call_returns_the_same_results_and_stores_nothing(peers: Peers)
     assert inbox(peers, "a") == ["m1", "m2", "m3"]
 
 
-def test_call_ends_after_enough_work_and_reports_its_progress(build: Build) -> None:
+def test_call_handles_only_part_of_a_large_batch_and_reports_how_much(build: Build) -> None:
     peers = build(max_inbox=100_000)
     for number in range(3):
         peers.join(f"m{number}")
@@ -77,7 +78,7 @@ def test_send_after_a_clock_step_asks_for_a_heartbeat_first(peers: Peers) -> Non
 # A body shared by many receivers
 
 
-def test_long_broadcast_is_stored_once_and_deleted_with_its_last_reader(peers: Peers) -> None:
+def test_long_broadcast_is_stored_once_and_deleted_after_its_last_reader(peers: Peers) -> None:
     for member in "abc":
         peers.join(member, named=True)
     body = "x" * 5_000
@@ -87,7 +88,7 @@ def test_long_broadcast_is_stored_once_and_deleted_with_its_last_reader(peers: P
     assert peers.client._connector.call("HGET", key, "body") == body.encode()
     (place, _), *_ = peers.client._connector.call("XRANGE", peers.prefix + "inbox:a", "-", "+")
     assert peers.run("settle", "a", "s-a", "settle", place, "m", "ok", "", "") == ["OK", 1]
-    peers.run("leave", "b", "", "")  # removed with its messages
+    peers.run("leave", "b", "", "")  # the member is removed with its messages
     assert peers.client._connector.call("HGET", key, "holders") == b"1"
     (place, _), *_ = peers.client._connector.call("XRANGE", peers.prefix + "inbox:c", "-", "+")
     reply = peers.run("settle", "c", "s-c", "settle", place, "m", "unknown", "", "why")

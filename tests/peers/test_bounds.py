@@ -23,7 +23,7 @@ def test_watch_that_falls_behind_raises(url: str, monkeypatch: pytest.MonkeyPatc
             group.join(f"m{number}")
         eventually(lambda: len(group.members) == 6)
         assert [next(events).member for _ in range(3)] == ["m0", "m1", "m2"]
-        with pytest.raises(meteor.PeerError, match="watch again from a snapshot"):
+        with pytest.raises(meteor.PeerError, match="Take a new snapshot and watch from there"):
             next(events)
 
 

@@ -297,7 +297,7 @@ class Plain:
     x: int
 
 
-def test_type_without_a_number_is_known_by_its_name() -> None:
+def test_type_without_a_number_is_identified_by_its_name() -> None:
     codec = PeerCodec("msgpack")
     codec.register(Plain)
     kind, data = codec.encode(Plain(7))

@@ -16,8 +16,8 @@ from tests.support.peering import GROUP, LONG_S, Open, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: Errors that a request may raise while members come and go. A timeout is not one of them: a member
-#: must report the failure.
+#: Errors that a request may raise while members join and leave. A timeout is not among them: the
+#: sender must always learn why the request failed.
 ERRORS = {"NoLeader", "MemberUnknown", "MemberLeft", "MembershipLost"}
 
 
@@ -51,8 +51,11 @@ def test_all_processes_see_the_same_events_while_members_join_and_leave(
 
 
 def check_leaders(events: list[Event]) -> None:
-    """Check that there is a leader whenever there is a member: the event after the group loses its
-    leader elects another, unless all remaining members are about to leave. Terms only increase."""
+    """Check that there is a leader whenever there is a member, and that terms only increase.
+
+    When the group loses its leader, the next event elects another, unless all remaining members are
+    about to leave.
+    """
     members: set[str | None] = set()
     leader: str | None = None
     terms = [0]
@@ -79,7 +82,7 @@ def check_leaders(events: list[Event]) -> None:
 
 
 def leaves_next(events: list[Event], member: str | None) -> bool:
-    """Whether a member's next event is that it leaves."""
+    """Whether a member's next event is its departure."""
     return next((event.kind for event in events if event.member == member), None) == "left"
 
 
@@ -143,7 +146,7 @@ def test_each_request_gets_a_reply_or_a_specific_error_while_members_come_and_go
 
 
 def check_goodbye(processes: list[Node], events: list[Event], told: list[str]) -> None:
-    """Check that, after the load, every member gets each process's last message."""
+    """Check that, after the load, every member gets a last message from each process."""
     for number, process in enumerate(processes):
         told.append(f"last-{number}")
         process.ask("tell_all", GROUP, [told[-1]])
@@ -158,7 +161,7 @@ def last_words(process: Node) -> list[str]:
 def check_handled(
     processes: list[Node], events: list[Event], told: list[str], asked: set[str] | None = None
 ) -> Counter[tuple[str, str]]:
-    """Check that members handled only messages that were sent, once each, and before they left.
+    """Check that members handled only messages that were sent, each once, before they left.
 
     On the server's clock, each message was sent while its receiver was a member. Also checks the
     leaders.

@@ -33,7 +33,7 @@ SHORT_S = 0.5
 # Names
 
 
-def test_taken_name_is_refused_waited_for_or_taken_over(open_group: Open) -> None:
+def test_join_with_a_taken_name_fails_waits_or_takes_over(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     first = one.join("a")
     with pytest.raises(MemberTaken):
@@ -121,7 +121,7 @@ def test_dead_member_is_removed_on_expiration_and_can_rejoin(
     eventually(lambda: heard.count("leave", "2", "dead") == 1)
     assert heard.calls.index(("status", "2", "dead")) < heard.calls.index(("leave", "2", "dead"))
     eventually(lambda: not one.members)
-    # It had already left when it was removed.
+    # Its removal is not reported as a second departure.
     assert sum(call[0] == "leave" for call in heard.calls) == 1
     three.join("2")
     eventually(lambda: heard.count("join", "2") == 2)
@@ -169,13 +169,13 @@ def test_expelled_member_rejoins(open_group: Open) -> None:  # T21
     assert not me.lost.is_set()
     me.leave()
     named.leave()
-    eventually(lambda: ids(two) == [other.id])  # no ghosts
+    eventually(lambda: ids(two) == [other.id])  # neither left anything behind
 
 
 def test_replaced_member_that_saw_no_event_does_not_rejoin(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me = one.join("a")
-    with one._handle.lock:  # one sees no events: a heartbeat reply reports the replacement
+    with one._handle.lock:  # `one` sees no events, so a heartbeat reply reports the replacement
         two._handle.protocol.connector.run(
             PEERS_JOIN,
             [two._handle.protocol.prefix],

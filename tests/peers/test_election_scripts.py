@@ -41,7 +41,9 @@ def test_overdue_member_is_not_elected(peers: Peers) -> None:
     ]
 
 
-def test_higher_priority_leads_next_but_does_not_replace_the_leader(peers: Peers) -> None:
+def test_member_with_higher_priority_leads_next_but_does_not_replace_the_leader(
+    peers: Peers,
+) -> None:
     peers.join("a")
     peers.join("b", priority=-1)
     peers.join("c", priority=5)

@@ -1,4 +1,4 @@
-"""Peer group events: all handles see the same ones, and recover from missed ones."""
+"""Peer group events: all handles see the same events, and recover from missed ones."""
 
 from __future__ import annotations
 

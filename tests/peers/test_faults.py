@@ -1,5 +1,5 @@
 """Peer groups whose member processes are killed, paused, forked or terminated, and whose servers
-have outages or clock steps. Times are the server's, taken from its events.
+have outages or clock steps. All times come from the server's events.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_leader_paused_too_long_notices_at_once_and_cannot_write(
     eventually(lambda: "zombie" in [member.id for member in group.members if member.alive])
 
 
-def test_sigterm_hands_over_at_once(start: Start, open_group: Open) -> None:
+def test_leader_hands_over_at_once_on_sigterm(start: Start, open_group: Open) -> None:
     group = open_group(ttl=LONG_S)  # no timeout can cause the handover
     service, other = start(), start()
     first, second = service.ask("join", None), other.ask("join", "b")
@@ -186,7 +186,7 @@ def test_forked_child_cannot_use_its_parents_membership(start: Start, open_group
         ]
         group.join("last")
         find(events, "joined", "last")
-    assert {event.member for event in events} == {"last"}  # the parent continues
+    assert {event.member for event in events} == {"last"}  # the parent is still a member
     assert parent.ask("state")["id"] == member
     assert parent.ask("write", "x", "from the parent") == "written"
 

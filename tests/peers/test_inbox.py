@@ -59,7 +59,7 @@ def test_waiting_messages_are_ordered_by_priority_then_age(any_url: str) -> None
         assert gate.bodies == ["in hand", "a", "b", "c", "d"]
 
 
-def test_handlers_with_a_priority_take_turns_in_one_thread(post: Post) -> None:
+def test_handlers_with_a_priority_share_one_thread_and_run_urgent_ones_first(post: Post) -> None:
     group = post.group()
     me, gate, order = group.join("a"), Gate(), Record(lambda message: threading.get_ident())
     me.on("gate", priority=256)(gate)
@@ -194,7 +194,7 @@ def test_manual_handlers_settle_in_any_order_and_in_any_way(post: Post) -> None:
     assert "not today" in str(error)
 
 
-def test_message_is_settled_once(post: Post) -> None:
+def test_message_can_be_settled_only_once(post: Post) -> None:
     group = post.group()
     got = Record()
     group.join("a").on("q", ack="manual")(got)

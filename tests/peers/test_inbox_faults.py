@@ -105,9 +105,11 @@ def test_member_presumed_dead_handles_no_message_before_older_ones(post: Post, b
         result(group.member("a").tell("q", n))
     gate.open.set()
     reads = me._handle.inbox()
-    eventually(lambda: reads._fenced_until > now(), message="the inbox has not noticed")
+    eventually(
+        lambda: reads._fenced_until > now(), message="the inbox did not notice the expulsion"
+    )
     result(group.member("a").tell("q", 4))
-    assert gate.bodies in ([], [0])  # the others may belong to another process
+    assert gate.bodies in ([], [0])  # another process may handle the other messages
     quiet.clear()
     heartbeat.hurry()
     eventually(lambda: 4 in gate.bodies, 30)
@@ -159,7 +161,7 @@ def test_messages_to_a_killed_process_are_handled_by_another(post: Post, to: str
     assert result(future) == "done"
 
 
-# Servers that come and go
+# Server outages and failovers
 
 
 def test_messages_continue_after_a_server_outage(private_server: ServerFactory) -> None:
@@ -214,7 +216,7 @@ def test_no_message_is_lost_while_a_member_is_expelled_and_disconnected(
         proxy.heal()
         assert set(got.bodies) == set(range(200))
         held = me._handle.inbox()._queues["q"].held
-        eventually(lambda: not held, message="a message was never released")
+        eventually(lambda: not held, message="a settled message is still held")
         assert inbox_length(direct, "a") == 0
 
 

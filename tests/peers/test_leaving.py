@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """Yields one of the member's running handlers, and the future for its reply."""
+    """Keeps a handler of the member running; yields the handler and the future of its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)
@@ -155,12 +155,14 @@ def test_another_member_leads_while_a_leaving_leaders_handlers_run(post: Post) -
         you = group.join("b")
         eventually(lambda: you.term is not None)
         you.resign()
-        eventually(lambda: you.term is not None)  # elected instead of the leaving member
+        eventually(lambda: you.term is not None)  # b is re-elected, because a is leaving
         assert not gate.messages
         gate.open.set()
 
 
-def test_another_member_leads_once_the_leader_task_ends_before_handlers_do(post: Post) -> None:
+def test_leaving_leader_hands_over_after_its_leader_task_but_before_its_handlers_end(
+    post: Post,
+) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me, you = other.join("a"), group.join("b")
     stop, at_work = threading.Event(), threading.Event()
@@ -344,10 +346,10 @@ def test_server_deletes_finished_messages(post: Post) -> None:
     found: Any = group._handle.protocol.connector.redis.keys(
         group._handle.protocol.key("message:*")
     )
-    assert len(found) <= 3  # the last ones, which the next send deletes
+    assert len(found) <= 3  # the next send deletes these
 
 
-def test_repeat_of_a_finished_message_stores_nothing(server: Server, url: str) -> None:
+def test_repeated_send_of_a_finished_message_stores_nothing(server: Server, url: str) -> None:
     with Proxy(HOST, server.port) as proxy, Post(url) as post:
         other = post.group(ttl=LONG_S)
         me = other.join("a")
@@ -355,9 +357,9 @@ def test_repeat_of_a_finished_message_stores_nothing(server: Server, url: str) -
         result(group.member("a").tell("q", 0))
         proxy.cut_after_request(1, match=b"twice")
         result(group.member("a").tell("q", "twice"))
-        result(group.member("a").tell("q", 1))  # also reports finished messages
+        result(group.member("a").tell("q", 1))  # the call also says which messages have finished
         assert inbox_length(other, "a") == 3
-        # The first attempt of an earlier call may still arrive.
+        # The first attempt at an earlier call may arrive late.
         session = group._handle.reply_session
         args = ["late", "", "", "q", "tell", "member", "a", 0, "", 128, 1000, "", b""]
         protocol = group._handle.protocol
@@ -407,7 +409,8 @@ def test_group_recreated_during_a_forced_delete_is_listed(
     run = client.run
 
     def late(*args: Any) -> Any:
-        client.call("SREM", "meteor:groups", group.name)  # sent by a client that found no group
+        # A late command from a client that found no group.
+        client.call("SREM", "meteor:groups", group.name)
         return run(*args)
 
     monkeypatch.setattr(client, "run", late)
@@ -446,7 +449,7 @@ def test_message_to_any_member_goes_to_a_member_with_room(post: Post) -> None:
 def test_all_members_on_a_handle_leave_even_if_handlers_are_busy(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all members together
+    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # one timeout for all members together
     one, two = open_group(ttl=LONG_S), open_group()
     gates = [Gate() for _ in range(3)]
     for gate in gates:
@@ -465,8 +468,11 @@ def test_all_members_on_a_handle_leave_even_if_handlers_are_busy(
 
 
 def close_beside_a_callback(url: str, callback_s: float) -> tuple[float, bool]:
-    """Close a group while a callback runs; return how many seconds that took, and whether the
-    callback ended."""
+    """Close a group while a callback runs.
+
+    Returns:
+        How many seconds closing took, and whether the callback had ended by then.
+    """
     begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
     with meteor.connect(url) as client:
         group = client.peer_group("callbacks", election=None)

@@ -1,8 +1,8 @@
 """Peer group membership: joining, leaving, refusals, and the events that report them.
 
 The tests use several handles in one process, each with its own client. This file and its neighbours
-also cover what Atomix and RIAPS test about their groups; a T or V with a number marks some of these
-tests.
+also cover the test cases that Atomix and RIAPS have for their groups. A comment such as T1 or V7
+marks some of these cases.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def test_member_is_gone_when_on_leave_is_called(open_group: Open) -> None:  # T6
     eventually(lambda: sizes == [1])
 
 
-def test_own_join_is_reported_after_join_has_finished(open_group: Open) -> None:
+def test_callbacks_see_a_handles_own_join_after_join_has_finished(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     told = threading.Event()
     group.on_join(lambda member: told.set())
-    with group._handle.listeners.thread.held():  # as join() does
+    with group._handle.listeners.thread.held():  # as inside join()
         group.join()
         assert not told.is_set()
     assert told.wait(10)
@@ -198,7 +198,7 @@ def test_removed_member_that_saw_no_event_does_not_rejoin(url: str, open_group: 
     one.join("b")
     me = two.join("a")
     with plain_client(url) as redis:
-        both = redis.pipeline(transaction=True)  # no member sees the event
+        both = redis.pipeline(transaction=True)  # so that no member sees the event
         both.eval(PEERS_LEAVE.source, 1, one._handle.protocol.prefix, "a", "", "")
         both.delete(one._handle.protocol.key("events"))
         both.execute()
@@ -334,8 +334,7 @@ def swallow(call: Callable[[], object]) -> None:
         pass
 
 
-def test_closing_does_not_wait_forever_for_a_hanging_thread(open_group: Open) -> None:
-    """A callback closes its group, so the next callback is not called."""
+def test_callback_can_close_its_own_group(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     closed = threading.Event()
 

@@ -204,12 +204,12 @@ def test_replies_are_read_from_the_start_after_a_reset(open_group: Open, how: st
     group.join("a").on("q")(Record(lambda message: message.body))
     assert result(group.member("a").ask("q", 1)) == 1
     watcher = group._handle.event_reader
-    watcher._reply_position = "9999999999999-0"  # from a former server's clock
+    watcher._reply_position = "9999999999999-0"  # as assigned by a former server with another clock
 
     def lost() -> bool:
         if how == "resync":
             group._handle.resync(reset=True)
-            group.join().leave()  # the event reader wakes up
+            group.join().leave()  # wakes the event reader
         else:
             watcher._connection.interrupt()
         return watcher._reply_position != "9999999999999-0"

@@ -178,7 +178,7 @@ def test_expired_messages_make_room_in_a_full_inbox(post: Post) -> None:
     assert isinstance(failure(group.member("a").tell("q")), InboxFull)
 
 
-def test_invalid_arguments_raise_at_the_call(post: Post) -> None:
+def test_invalid_arguments_raise_before_anything_is_sent(post: Post) -> None:
     group = post.group()
     group.join("a")
     target = group.member("a")

@@ -128,7 +128,7 @@ def test_message_to_any_member_never_goes_to_a_dead_member(post: Post) -> None:
     assert {result(group.any.ask("q")) for _ in range(20)} == {"alive"}
 
 
-def test_message_to_all_reaches_only_live_members_unless_dead_are_included(post: Post) -> None:
+def test_message_to_all_reaches_only_live_members_unless_dead_ones_are_included(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     group.join("alive").on("q")(lambda message: message.body)
@@ -212,7 +212,7 @@ def test_former_member_cannot_send_as_a_member(post: Post) -> None:
     assert isinstance(failure(me.member("a").tell("q")), MembershipLost)
 
 
-def test_replaced_member_cannot_send_even_before_it_knows(post: Post) -> None:
+def test_replaced_member_cannot_send_even_before_it_notices(post: Post) -> None:
     group, other = post.group(), post.group()
     old = group.join("me")
     abandon(group)
@@ -242,7 +242,8 @@ def test_messages_to_any_member_are_spread_evenly(
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count
     square = sum((length - 100) ** 2 / 100 for length in lengths)
-    # Chi-squared values that one in a million exceeds, for 1, 3 and 7 degrees of freedom.
+    # The chi-squared value exceeds these limits, for 1, 3 and 7 degrees of freedom, once in a
+    # million runs.
     assert square < {2: 24.0, 4: 30.7, 8: 40.5}[members], lengths
 
 
@@ -254,7 +255,7 @@ def test_messages_to_any_member_from_one_handle_reach_different_members(post: Po
     assert set(counts) == {"a", "b"}  # fails with a probability of 2^-59
 
 
-def test_message_to_a_group_with_only_dead_members_says_so(open_group: Open) -> None:
+def test_error_says_whether_the_group_is_empty_or_has_no_live_member(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     assert str(failure(group.any.tell("q"))) == "Group 'workers' has no members."
     group.join("a").close()
@@ -280,9 +281,10 @@ def test_sender_can_exclude_itself_from_a_message_to_all(post: Post) -> None:
     assert isinstance(error, MemberUnknown)
 
 
-def test_members_join_and_leave_in_the_background(post: Post) -> None:
+def test_members_can_join_and_leave_in_background_threads(post: Post) -> None:
     group = post.group(ttl=60)
-    with ThreadPoolExecutor() as pool:  # join() and leave() block; an executor makes them futures
+    # join() and leave() block; an executor turns the calls into futures.
+    with ThreadPoolExecutor() as pool:
         me = pool.submit(group.join, "a").result(20)
         assert group.find("a") is not None
         pool.submit(me.leave).result(20)

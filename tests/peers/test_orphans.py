@@ -1,4 +1,4 @@
-"""Messages to members that left move once each, in bounded steps, whatever happens in between.
+"""Each message to a member that left is handed over once, in bounded steps, whatever happens.
 
 The tests call the scripts directly, with a clock that the test sets.
 """
@@ -23,7 +23,7 @@ PART = 500
 
 @pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Only real servers: running a thousand scripts takes seconds on the fake server."""
+    """Uses real servers only: a thousand scripts take seconds on the fake server."""
     with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
         yield lambda **settings: Peers(client, **settings)
 
@@ -53,7 +53,7 @@ def test_messages_to_any_member_move_in_order_and_in_bounded_steps(peers: Peers)
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_senders_to_a_member_that_left_get_errors_in_bounded_steps(peers: Peers) -> None:
+def test_errors_reach_senders_to_a_departed_member_in_bounded_steps(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     names = fill(peers, to="member", member="a", verb="ask")
@@ -93,7 +93,7 @@ def test_new_member_with_a_removed_members_name_starts_with_an_empty_inbox(peers
     assert "direct" not in inbox(peers, "a")
 
 
-def test_returning_member_keeps_messages_that_have_not_moved(peers: Peers) -> None:
+def test_returning_member_keeps_messages_not_yet_handed_over(peers: Peers) -> None:
     peers.join("a", named=True)
     names = fill(peers)
     peers.join("b")
@@ -104,7 +104,7 @@ def test_returning_member_keeps_messages_that_have_not_moved(peers: Peers) -> No
     assert (inbox(peers, "b"), inbox(peers, "a")) == (names[:taken], names[taken:])
 
 
-def test_dead_member_that_expires_while_messages_move_hands_over_the_rest(build: Build) -> None:
+def test_dead_member_that_expires_during_a_handover_hands_over_the_rest(build: Build) -> None:
     peers = build(member_expiration=HOUR_MS / 1000)
     peers.join("a", named=True)
     names = fill(peers)

@@ -45,7 +45,7 @@ def test_deliveries_are_counted_up_to_the_limit_and_then_the_message_is_buried(
     assert entries(peers, "inbox:a") == []
 
 
-def test_repeat_of_a_lost_reply_counts_no_delivery(build: Build) -> None:
+def test_call_repeated_after_a_lost_reply_counts_no_delivery(build: Build) -> None:
     peers = build()
     peers.join("a", named=True)
     send(peers, "m", to="member", member="a")
@@ -118,11 +118,11 @@ def test_expelled_member_counts_messages_that_it_gets_again(post: Post) -> None:
     session = me._handle.session
     expel(group, "a")
     other._handle.heartbeat.hurry()
-    inbox = me._handle.inbox()  # drops its messages, and reads the stream again
+    inbox = me._handle.inbox()  # drops its messages and reads the inbox again
     eventually(lambda: me._handle.session != session and inbox._identity[1] == me._handle.session)
     gate.open.set()
-    assert result(begun) == 1  # the handler had it all along
-    assert result(waiting) == 2  # the server cannot know that no handler had it
+    assert result(begun) == 1  # its handler was running all along
+    assert result(waiting) == 2  # the server cannot know that no handler had begun it
 
 
 _DEADLY = """
@@ -184,7 +184,7 @@ def test_named_member_survives_a_poison_message_after_max_deliveries(post: Post)
         eventually(lambda: inbox_length(group, "a") == 0)
 
 
-def test_poison_message_to_any_kills_no_more_than_max_deliveries_processes(post: Post) -> None:
+def test_poison_message_to_any_member_kills_at_most_max_deliveries_processes(post: Post) -> None:
     group = post.group(ttl=0.5, max_deliveries=2)
     with Victims(post, group) as victims:
         for _ in range(4):

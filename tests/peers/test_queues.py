@@ -58,7 +58,7 @@ def test_sender_can_wait_for_a_handler(post: Post) -> None:
     assert not future.done()
     me.on("later")(lambda message: message.body)
     assert result(future) == 1
-    assert result(group.member("a").ask("later", 3)) == 3  # declared before on() returned
+    assert result(group.member("a").ask("later", 3)) == 3  # on() returns after declaring the queue
 
 
 def test_member_without_any_handler_can_still_register_one(post: Post) -> None:
@@ -79,7 +79,8 @@ def test_handlers_are_declared_together(post: Post, monkeypatch: pytest.MonkeyPa
     before = me._handle.valid_until
     eventually(lambda: me._handle.valid_until > before + 0.3)
     declared = on_key(group, "HGET", "handlers", "a")
-    assert declared == me._handle.session.encode()  # the program may register more handlers
+    # No queue is declared yet, because the program may register more handlers.
+    assert declared == me._handle.session.encode()
 
 
 def test_iterator_counts_as_a_handler(post: Post) -> None:
@@ -92,7 +93,7 @@ def test_iterator_counts_as_a_handler(post: Post) -> None:
     assert result(future) == 2
 
 
-def test_only_members_without_the_queue_fail(post: Post) -> None:
+def test_request_to_all_fails_only_for_members_without_a_handler(post: Post) -> None:
     group = post.group(ttl=60)
     with_it, without = group.join("with"), group.join("without")
     with_it.on("q")(lambda message: message.body)
@@ -128,7 +129,7 @@ def test_session_that_rejoined_declares_its_queues_again(post: Post) -> None:
     declared(other, me)
     session = me._handle.session
     expel(group, "a")
-    # Nothing is known about the dead member: the request waits for it.
+    # The server knows no queues of a dead member, so the request waits for the member.
     future = group.member("a").ask("q", 1, timeout=60)
     other._handle.heartbeat.hurry()
     eventually(lambda: me._handle.session != session)

@@ -1,4 +1,4 @@
-"""Housekeeping by the peer group scripts, and what it costs the server.
+"""Housekeeping by the peer group scripts, and its cost to the server.
 
 The tests call the scripts directly, with a clock that the test sets. They check which members
 expire when all heartbeats are late, where dead members' messages go, and that no key or scan grows
@@ -97,7 +97,7 @@ def test_member_that_left_has_no_grace_entry(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize("step_ms", [400, -400])
-def test_small_clock_step_drops_no_member_with_timely_heartbeats(
+def test_small_clock_step_drops_no_member_that_sends_heartbeats_on_time(
     peers: Peers, step_ms: int
 ) -> None:
     peers.join("a")
@@ -114,7 +114,7 @@ def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -
     peers.join("a")
     peers.join("b")
     peers.live(600, "b")
-    peers.pass_ms(450)  # after only 0.6 s, a is overdue, but trusts its term for 0.3 s more
+    peers.pass_ms(450)  # after 0.6 s, `a` is overdue but trusts its term for another 0.3 s
     peers.heartbeat("b")
     assert peers.leader == "b"
     assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
@@ -211,7 +211,7 @@ def test_redelivery_avoids_full_inboxes_if_another_has_room(build: Build) -> Non
     for member in "abc":
         peers.join(member)
     for number in range(3):
-        send(peers, f"a{number}", random=3)  # goes to a first, then to b
+        send(peers, f"a{number}", random=3)  # goes to member a first, then to b
         send(peers, f"b{number}", to="member", member="b")
     peers.leave("a")
     assert inbox(peers, "b") == ["b0", "b1", "b2"]
@@ -332,7 +332,7 @@ def test_votes_are_counted_as_they_arrive(counted: Peers) -> None:
         if number == 8:
             assert result(peers, "open") is None
     assert commands(peers, "hvals") == before[0]
-    assert commands(peers, "hgetall") - before[1] == 1  # to announce the decided poll
+    assert commands(peers, "hgetall") - before[1] == 1  # one read, to announce the decided poll
     assert result(peers, "open") == b"no"
     peers.leave("m15")
     vote(peers, "yes", "m10", "y")

@@ -224,7 +224,7 @@ def test_term_that_was_invalid_for_a_moment_stays_invalid(
     assert (me.term.number, me.term is term) == (term.number, False)
 
 
-def test_unobserved_term_is_lost_on_time(open_group: Open) -> None:
+def test_term_is_lost_on_time_even_if_no_code_checks_it(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     term = me.term
@@ -285,8 +285,8 @@ def test_terms_continue_after_a_failover_to_a_lagging_replica(
 
 
 def test_term_below_a_known_one_is_not_trusted(open_group: Open) -> None:
-    """If the server has lost the term number and its clock is behind, it still continues above that
-    term."""
+    """The group continues above a term that a member knows, even if the server has lost the term
+    number and its clock is behind."""
     one, two = open_group(ttl=0.9), open_group()
     me, other = one.join("a"), two.join("b")
     seen = 10**15
@@ -349,7 +349,7 @@ def test_no_other_member_is_elected_before_a_resigning_leader_task_ends(
     eventually(lambda: other.term is not None, SOON_S)
 
 
-def test_leader_task_that_outlives_its_term_gets_only_the_last_term(
+def test_leader_task_that_outlives_several_terms_next_gets_the_latest(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leadership, "TASKS_S", 0.01)
@@ -378,7 +378,7 @@ def test_leader_task_that_outlives_its_term_gets_only_the_last_term(
     eventually(lambda: leader_threads() == 0, SOON_S)
 
 
-def test_function_is_registered_as_leader_task_once(open_group: Open) -> None:
+def test_function_registered_twice_as_leader_task_runs_once_per_term(open_group: Open) -> None:
     me = open_group(ttl=LONG_S).join()
     terms: list[Term] = []
     me.as_leader(terms.append)

@@ -34,7 +34,7 @@ def test_view_lists_members_in_joining_order() -> None:
     assert view.moment == Moment("i", 7, "m7")
 
 
-def test_event_continues_a_view_only_if_it_follows_the_same_mark() -> None:
+def test_view_accepts_an_event_only_if_it_follows_the_last_one() -> None:
     view = GroupView(LOOK)
     assert view.continues(event(8, "dead", "b", after="m7"))
     assert not view.continues(event(8, "dead", "b", after="m7 of another history"))

@@ -104,7 +104,7 @@ def test_future_completes_if_the_server_has_lost_the_vote(url: str) -> None:
         panel.members(1)
         future = panel.peer_group.propose("x", timeout=0.5)
         panel.redis.flushall()
-        panel.peer_group._handle.heartbeat.hurry()  # recreates the group now
+        panel.peer_group._handle.heartbeat.hurry()  # recreates the group at once
         with pytest.raises(PeerError, match="the server lost state"):
             outcome_of(future)
 

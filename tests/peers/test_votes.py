@@ -186,7 +186,7 @@ def test_required_number_of_yes_votes_is_enough(url: str) -> None:
         assert outcome_of(panel.peer_group.propose("x", kind=1, timeout=LONG_S)).passed
 
 
-def test_quorum_above_the_number_of_voters_is_rejected_at_once(url: str) -> None:
+def test_proposal_that_needs_more_votes_than_there_are_voters_is_rejected_at_once(url: str) -> None:
     with Panel(url) as panel:
         panel.members(2)
         outcome = outcome_of(panel.peer_group.propose("x", kind=3, timeout=LONG_S))
@@ -276,7 +276,7 @@ def _events(panel: Panel) -> list[Any]:
 def test_polls_beyond_one_sweep_accept_no_votes_after_they_end(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
-        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # polls that end last come first
+        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # a sweep ends the first ones last
         for poll in polls:
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
@@ -449,7 +449,7 @@ def test_member_with_only_action_handlers_does_not_vote_on_topics(url: str) -> N
         assert outcome_of(future).passed
 
 
-def test_vote_that_needs_a_leader_ends_when_there_is_none(url: str) -> None:
+def test_vote_that_needs_a_leader_ends_when_the_group_loses_it(url: str) -> None:
     with Panel(url, ttl=LONG_S, min_size=3) as panel:
         first, *_ = panel.members(3)
         needing = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)

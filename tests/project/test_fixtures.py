@@ -28,7 +28,7 @@ def run_pytest(directory: Path, program: str, *options: str, **environment: str)
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     return result.stdout + result.stderr
 

@@ -187,7 +187,7 @@ def test_on_error_is_called_for_records_that_publish_many_could_not_accept(
     many = publisher.publish_many([bytes(1_000)] * n)
     assert isinstance(failure(many), meteor.MeteorError)
     assert meteor.PublisherFull in [type(error) for error, _ in seen]
-    assert not any(locked for _, locked in seen)  # no lock is held, so the callback may publish
+    assert not any(locked for _, locked in seen)  # no lock is held, so the callback can publish
     proxied.proxy.resume()
     publisher.close()
 
@@ -200,7 +200,7 @@ def test_on_error_must_be_callable(proxied: ProxiedStream) -> None:
 # Callbacks
 
 
-def test_a_callback_may_publish_but_waiting_in_it_raises(
+def test_a_callback_can_publish_but_waiting_in_it_raises(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()
@@ -497,9 +497,9 @@ def test_an_interrupted_close_does_not_wait_the_full_timeout_again_at_exit(end: 
         [sys.executable, "-c", INTERRUPTED, end],
         check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert time.monotonic() - begun < 15, "the delivery timeout is 30 seconds"
+    assert time.monotonic() - begun < 15, "the exit waited for the delivery timeout of 30 seconds"
     assert "KeyboardInterrupt" in done.stderr
-    assert "may duplicate it" in done.stderr, "the undelivered record is reported"
+    assert "may duplicate it" in done.stderr, "the undelivered record must be reported"
 
 
 FAILING = """
@@ -551,7 +551,7 @@ def test_acks_wait_until_the_replica_has_the_record(replicated: ReplicatedStream
     assert ack.result(10) == 1
 
 
-def test_acks_fail_with_their_own_offset_if_the_replica_is_gone(
+def test_each_ack_fails_with_its_own_offset_if_the_replica_is_gone(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied

@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 
 
 def wait_until_lent(pub: meteor.Publisher) -> None:
-    """Wait until the next record can take the direct line; publish one if it was idle too long."""
+    """Wait until the next record can take the direct line, publishing records to make it free."""
 
     def is_lent() -> bool:
         if pub._sender._line.state is State.FREE:
@@ -58,7 +58,7 @@ def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes
 
 
 def records(proxied: ProxiedStream) -> list[bytes]:
-    """All values except those that prepared the line."""
+    """All values except those published to make the direct line free."""
     return [value for value in proxied.values() if value != b"first"]
 
 
@@ -85,7 +85,7 @@ def test_threads_that_share_a_publisher_get_their_own_offsets(
     assert {value: offset for offset, value in enumerate(log) if offset} == found
 
 
-def test_two_threads_may_wait_for_the_same_record(proxied: ProxiedStream) -> None:
+def test_two_threads_can_wait_for_the_same_record(proxied: ProxiedStream) -> None:
     pub = lent_publisher(proxied)
     ack = publish_directly(proxied, pub, b"x")
     found: list[int] = []
@@ -204,7 +204,7 @@ def test_connection_cut_during_a_wait_neither_loses_nor_duplicates_records(
     assert proxied.values()[1:] == [b"%d" % offset for offset in range(1, 20)]
 
 
-def test_reply_in_pieces_is_read_by_the_first_thread_to_look(proxied: ProxiedStream) -> None:
+def test_reply_that_arrives_in_pieces_is_read_whole(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.chunk(1, pause_s=0.002)
     for offset in range(1, 10):
@@ -354,7 +354,7 @@ def test_sender_publishes_and_lends_again_after_an_idle_period(
     eventually(lambda: pub._sender._line.state is State.SENDER)
     before = proxied.proxy.counters.requests
     assert pub.publish(b"x").result(10) == 1
-    assert proxied.proxy.counters.requests == before + 2, "INFO replication comes first"
+    assert proxied.proxy.counters.requests == before + 2, "INFO replication must come first"
     wait_until_lent(pub)
 
 
@@ -390,7 +390,7 @@ def test_signal_handler_publishes_and_waits_while_its_thread_waits(proxied: Prox
         try:
             inner.append(pub.publish(b"inner").result(5))
         except RuntimeError:
-            refused += 1  # in the middle of publishing
+            refused += 1  # the handler interrupted a publish
 
     before = signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
@@ -497,7 +497,7 @@ def test_publish_loop_still_makes_large_frames(loop_stream: meteor.Stream) -> No
     assert min(counts) <= 60, counts
 
 
-def test_streams_with_an_ordering_key_use_the_line(url: str) -> None:
+def test_streams_with_an_ordering_key_use_the_direct_line(url: str) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("keyed", ordering_key="key")
         with stream.publisher() as pub:

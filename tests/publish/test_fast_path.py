@@ -54,7 +54,7 @@ def test_the_record_that_fills_a_batch_is_left_to_the_accumulator(path: FastPath
     assert [path.put(b"", 0) is SLOW for _ in range(3)] == [False, False, True]
 
 
-def test_an_ack_has_its_records_index(path: FastPath) -> None:
+def test_an_ack_has_the_index_of_its_record(path: FastPath) -> None:
     batch = Batch(0.0, 0.0)
     grant(path, batch, [b"first"], 1000)
     ack = path.put(b"second", 6)

@@ -373,7 +373,7 @@ def test_invalid_columns_are_refused_as_a_whole(
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_arrow_timestamps_may_have_any_unit_and_time_zone(client: meteor.Client, unit: str) -> None:
+def test_arrow_timestamps_can_have_any_unit_and_time_zone(client: meteor.Client, unit: str) -> None:
     time = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     stream = client.stream("s", create=True)
     with stream.publisher() as pub, stream.subscriber() as sub:
@@ -384,7 +384,9 @@ def test_arrow_timestamps_may_have_any_unit_and_time_zone(client: meteor.Client,
     assert second.timestamp == second.appended
 
 
-def test_a_list_passed_to_publish_many_may_be_changed_at_once(client: meteor.Client) -> None:
+def test_a_list_passed_to_publish_many_can_be_changed_right_after_the_call(
+    client: meteor.Client,
+) -> None:
     stream = client.stream("s", create=True)
     with stream.publisher(linger=0.05) as pub, stream.subscriber() as sub:
         for n in (3, MANY):

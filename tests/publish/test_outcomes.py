@@ -23,7 +23,7 @@ from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream, 
 from tests.support.proxied_stream import proxied as proxied
 from tests.support.waiting import eventually
 
-# Doubts
+# Outcomes in doubt
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
@@ -31,15 +31,14 @@ def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
     """The publisher saw no reply to the second batch, which may still arrive after the first."""
-    with ProxiedStream(
-        private_server(kind=kind), capacity=2
-    ) as proxied:  # two records fill a batch
+    # With this capacity, two records fill a batch.
+    with ProxiedStream(private_server(kind=kind), capacity=2) as proxied:
         pub = proxied.warm_publisher(delivery_timeout=3)
         proxied.set_meta(archived=0, max_unarchived=3)  # room for the first batch only
         proxied.direct.config_set("min-replicas-to-write", 1)
         first, second = pub.publish_many([b"first"] * 2), pub.publish_many([b"second"] * 2)
         refusals = refused_writes(proxied) + 2
-        eventually(lambda: refused_writes(proxied) >= refusals, message="nothing is sent")
+        eventually(lambda: refused_writes(proxied) >= refusals, message="nothing was sent")
         proxied.direct.config_set("min-replicas-to-write", 0)
         assert first.result(10) == 1
         assert isinstance(failure(second), meteor.OutcomeUnknown)  # although the last reply is FULL
@@ -64,9 +63,8 @@ def test_a_batch_acknowledged_by_a_demoted_server_and_then_refused_ends_as_unkno
     replicated.replica.promote()
     proxied.proxy.refuse()
     proxied.move_to(replicated.replica)
-    proxied.set_meta(
-        archived=0, max_unarchived=1
-    )  # this server refuses the batch until the deadline
+    # Make this server refuse the batch until the deadline.
+    proxied.set_meta(archived=0, max_unarchived=1)
     proxied.proxy.accept()
     assert isinstance(failure(ack), meteor.OutcomeUnknown)
     assert proxied.values() == [b"first"]
@@ -91,18 +89,19 @@ def test_outcome_is_unknown_if_the_server_dies_while_the_record_waits_for_replic
 # Deadlines
 
 
-def test_delivery_timeout_holds_no_matter_how_many_batches_wait(
+def test_delivery_timeout_applies_however_many_batches_wait(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
     with meteor.connect(server.url) as client:
-        pub = client.stream(NAME, capacity=1).publisher(delivery_timeout=1.0)  # a batch per record
+        # With this capacity, each record is a batch.
+        pub = client.stream(NAME, capacity=1).publisher(delivery_timeout=1.0)
         pub.publish(b"connected").result(10)
         server.pause()
         begun = time.monotonic()
         acks = [pub.publish(b"%d" % number) for number in range(2_000)]
         errors = [failure(ack) for ack in acks]
-        assert time.monotonic() - begun < 6  # five per 50 ms would take 20 seconds
+        assert time.monotonic() - begun < 6  # expiring five every 50 ms would take 20 seconds
         server.resume()
         assert {type(error) for error in errors[10:]} == {meteor.ConnectionFailed}
         assert pub.publish(b"later").result(10) == client.stream(NAME).describe().next - 1
@@ -125,14 +124,14 @@ def test_a_publisher_that_sends_nothing_more_learns_that_its_records_are_lost(
     with pytest.raises(meteor.LogTruncated) as loss:
         getattr(pub, end)()
     assert (loss.value.first, loss.value.last) == (1, 5)
-    getattr(pub, end)()  # reported once
+    getattr(pub, end)()  # the loss is reported only once
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])
 def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     replicated: ReplicatedStream, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 60.0)  # as if it were less than a second old
+    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 60.0)  # every acknowledgement counts as recent
     pub = replicated.proxied.warm_publisher()
     replicated.lag()
     assert pub.publish_many([b"lost"] * 5).result(10) == 1
@@ -148,11 +147,11 @@ def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
 def test_replies_to_another_thread_do_not_cause_a_check(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While other threads publish, the check would have to wait, and flush with it."""
+    """While other threads publish, the check would have to wait, and flush would wait with it."""
     pub = proxied.warm_publisher()
 
     def answered_meanwhile(connection: Connection) -> bool:
-        """Act as if the socket had held the reply that the sender then read."""
+        """Simulate a socket that held a reply, which the sender has read by now."""
         assert pub.publish(b"next").result(10) == 1
         return True
 
@@ -229,17 +228,17 @@ def test_a_stored_error_does_not_keep_the_callers_variables_alive(
         pub.close()
 
 
-# Acknowledged batches in the window, and waiting
+# Acknowledged batches in the window, and bounded waits
 
 
 def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     replicated: ReplicatedStream,
 ) -> None:
-    """With acks, batches stay in the window until replicas have them, each with its deadline."""
+    """With acks, each batch stays in the window, with its own deadline, until replicas have it."""
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1, delivery_timeout=60)
     sending = pub._sender
-    with sending._accumulator._lock:  # meanwhile, the sender cannot take a batch
+    with sending._accumulator._lock:  # so that the sender cannot take a batch meanwhile
         batches = [Batch(0.0, time.monotonic() + 60) for _ in range(3)]
         for index, batch in enumerate(batches):
             batch.count, batch.base_offset = 1, 1 + index
@@ -256,10 +255,10 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
         finally:
             sending._accumulator.settle = keep  # type: ignore[method-assign]
             sending.window = original
-    assert [batch for batch, _ in settled] == batches, "no batch is left to be sent again"
+    assert [batch for batch, _ in settled] == batches, "a batch was left to be sent again"
     assert all(isinstance(error, meteor.NotReplicated) for _, error in settled)
     assert sending._acked is not None
-    assert sending._acked.offset == 4, "so that a later loss is reported"
+    assert sending._acked.offset == 4, "a later loss would not be reported"
 
 
 def test_flush_returns_at_once_if_the_sender_has_ended(proxied: ProxiedStream) -> None:

@@ -61,7 +61,7 @@ def test_five_full_batches_are_in_flight_at_a_time(proxied: ProxiedStream) -> No
     sent = proxied.proxy.counters.requests
     proxied.proxy.resume()
     eventually(lambda: proxied.proxy.counters.requests == sent + 5)
-    for _ in range(50):  # long enough to send a sixth
+    for _ in range(50):  # long enough to send a sixth batch
         proxied.direct.ping()
     assert proxied.proxy.counters.requests == sent + 5
     proxied.direct.execute_command("CLIENT", "UNPAUSE")
@@ -378,7 +378,7 @@ def test_flush_reports_the_part_of_publish_many_that_found_no_room(proxied: Prox
         pub.flush(5)
 
 
-# Wrong input
+# Invalid input
 
 
 NAIVE = datetime(2024, 1, 1)
@@ -436,7 +436,7 @@ def broken() -> Iterator[bytes]:
         (lambda pub: pub.publish_many(pa.array([b"a"]), timestamps=pa.array([1.5])), TypeError),
     ],
 )
-def test_wrong_input_raises_and_nothing_is_written(
+def test_invalid_input_raises_and_nothing_is_written(
     proxied: ProxiedStream,
     pub: meteor.Publisher,
     call: Callable[[meteor.Publisher], object],
@@ -456,7 +456,7 @@ def test_wrong_input_raises_and_nothing_is_written(
         ("delivery_timeout", float("inf")), ("max_pending_bytes", 0), ("compression", "gzip"),
     ],
 )  # fmt: skip
-def test_wrong_settings_are_refused_by_name(
+def test_error_names_the_invalid_publisher_setting(
     proxied: ProxiedStream, setting: str, value: Any
 ) -> None:
     with pytest.raises(ValueError, match=setting):

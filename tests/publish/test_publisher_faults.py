@@ -1,6 +1,6 @@
 """Under any fault, every acknowledged record is in the log once and in order.
 
-A record that is not acknowledged fails with the correct error: not in the log, or unknown.
+Any other record fails with the right error: it is not in the log, or its outcome is unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kind = Literal["valkey", "redis"]
 
 
 def publish_bursts(pub: meteor.Publisher, rng: Random, records: int) -> dict[bytes, int]:
-    """Publish numbered records in bursts of random size; return their offsets, all acknowledged."""
+    """Publish numbered records in random bursts; return the acknowledged offset of each value."""
     places: list[tuple[int, Any]] = []
     number = 0
     while number < records:
@@ -116,7 +116,7 @@ def test_a_cut_after_any_batch_in_the_window_neither_loses_nor_duplicates_record
         assert [v for v in proxied.values() if v.isdigit()] == [b"%d" % n for n in numbers]
 
 
-def test_an_interrupted_connection_does_not_reconnect_without_the_sender(
+def test_an_interrupted_connection_fails_the_next_call_instead_of_reconnecting(
     proxied: ProxiedStream,
 ) -> None:
     # redis-py would reconnect at the next send, and replies would be assigned to the wrong batch.
@@ -140,7 +140,7 @@ def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(proxied: Proxie
     assert proxied.values()[1:] == [b"%d" % n for n in range(100)]
 
 
-# The producer's state, the script
+# Lost producer state and flushed scripts
 
 
 def test_a_publisher_without_batches_in_doubt_continues_if_the_server_forgets_it(

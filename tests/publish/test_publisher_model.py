@@ -1,4 +1,4 @@
-"""Under random faults, what publishers and subscribers report matches the log.
+"""Under random faults, the reports of publishers and subscribers match the log.
 
 An acknowledged record is in the log once, at its ack's offset. A failed record is not there. A
 record with an unknown outcome is there at most once. All are in publishing order. After failovers
@@ -118,7 +118,7 @@ class Faults:
 def check(log: list[bytes], acks: list[meteor.Ack]) -> dict[str, int]:
     """Compare the acks with the log; count the outcomes."""
     numbers = [int(value) for value in log]
-    assert numbers == sorted(set(numbers)), "duplicated, or out of order"
+    assert numbers == sorted(set(numbers)), "the log has duplicates or is out of order"
     present = set(numbers)
     outcomes: dict[str, int] = {}
     for number, ack in enumerate(acks):
@@ -201,13 +201,13 @@ class TrackingSubscriber:
         except meteor.LogTruncated as error:
             self.losses.append((error.first, error.last))
             for offset in range(error.first, error.last + 1):
-                del self.seen[offset]  # KeyError: a lost record that this subscriber never read
+                del self.seen[offset]  # KeyError if the subscriber never read the lost record
             self._sub.skip_gap()
         except meteor.ConnectionFailed:
             pass
         else:
             for record in batch:
-                assert record.offset not in self.seen, "repeated"
+                assert record.offset not in self.seen, "a record was returned twice"
                 self.seen[record.offset] = record.value
 
 

@@ -282,7 +282,7 @@ def test_publish_error_names_an_entry_beyond_the_end_as_the_cause(url: str) -> N
             pub.publish(b"x").result()
 
 
-def test_closed_clients_publishers_give_up_on_a_hung_server_together(
+def test_publishers_of_a_closed_client_give_up_on_a_hung_server_concurrently(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -291,7 +291,8 @@ def test_closed_clients_publishers_give_up_on_a_hung_server_together(
     pubs = [stream.publisher(delivery_timeout=1.0) for _ in range(6)]
     for pub in pubs:
         pub.publish(b"x").result(10)
-    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each must check
+    # After a second without an acknowledgement, each publisher must check its server.
+    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))
     server.pause()
     started = time.monotonic()
     client.close()

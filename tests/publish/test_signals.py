@@ -1,4 +1,4 @@
-"""Signal handlers may raise, flush and close, wherever they interrupt a publisher."""
+"""Signal handlers can raise, flush and close, wherever they interrupt a publisher."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_interrupted_close_can_be_repeated(stream: meteor.Stream, rng: Random) -
         assert interrupts.count > 20
 
 
-def test_flush_may_be_interrupted_at_any_moment(proxied: ProxiedStream) -> None:
+def test_flush_can_be_interrupted_at_any_moment(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
@@ -93,24 +93,24 @@ def test_flush_may_be_interrupted_at_any_moment(proxied: ProxiedStream) -> None:
             pub.flush(0.001)
 
     for _ in interrupt_everywhere(flush):
-        assert not pub._accumulator._room.is_mine(), "the interrupt has left it locked"
+        assert not pub._accumulator._room.is_mine(), "the publisher is still locked"
     proxied.proxy.resume()
     pub.flush(5)
     assert ack.offset == 1
 
 
-def test_close_may_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
+def test_close_can_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
     publishers = [stream.publisher()]
     publishers[-1].publish(b"0")
     for _ in interrupt_everywhere(lambda: publishers[-1].close(5)):
-        assert ends(publishers[-1].close, 15), "another thread cannot close it"
+        assert ends(publishers[-1].close, 15), "another thread cannot close the publisher"
         publishers.append(stream.publisher())
         publishers[-1].publish(b"%d" % len(publishers))
     assert stream.describe().next == len(publishers) > 10
 
 
-def test_opening_a_publisher_may_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
-    """The interrupted call leaves no thread behind that only the end of the process would stop."""
+def test_opening_a_publisher_can_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
+    """The interrupted call must not leave a thread that runs until the process ends."""
     before = running_threads()
     opened: list[meteor.Publisher] = []
     for _ in interrupt_everywhere(lambda: opened.append(stream.publisher())):
@@ -118,14 +118,14 @@ def test_opening_a_publisher_may_be_interrupted_at_any_moment(stream: meteor.Str
             opened.pop().close()
     opened.pop().close()
     stream.client.close()  # closes a publisher whose opening was interrupted at the last moment
-    eventually(lambda: running_threads() <= before, 5, "a sender has no owner")
+    eventually(lambda: running_threads() <= before, 5, "a sender thread was left running")
 
 
 # Handlers that flush or close
 
 Publish = Callable[[meteor.Publisher, bytes], "meteor.Ack | meteor.ManyAck"]
 
-#: One call for each way into a batch. Each begins with the given value.
+#: One call for each way to add records to a batch. The ack's first record has the given value.
 CALLS: dict[str, Publish] = {
     "value": lambda pub, value: pub.publish(value),
     "value after another": lambda pub, value: [pub.publish(b""), pub.publish(value)][1],
@@ -144,7 +144,7 @@ def value_at(stream: meteor.Stream, offset: int) -> bytes:
 def test_record_whose_publish_is_interrupted_by_close_is_in_the_log_or_refused(
     stream: meteor.Stream, call: str
 ) -> None:
-    """The handler returns, and the publish that it interrupted continues."""
+    """When the signal handler returns, the publish that it interrupted continues."""
     acks: list[Any] = []
     refused = 0
 
@@ -172,10 +172,10 @@ def test_record_whose_publish_is_interrupted_by_close_is_in_the_log_or_refused(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_flush_in_a_handler_that_interrupts_publish_keeps_every_threads_records(
+def test_flush_in_a_signal_handler_during_publish_keeps_every_threads_records(
     stream: meteor.Stream, call: str
 ) -> None:
-    """While the handler waits, another thread publishes through the same publisher."""
+    """While the signal handler waits, another thread publishes through the same publisher."""
     acks: deque[tuple[bytes, Any]] = deque()
     stopped = threading.Event()
 
@@ -207,10 +207,10 @@ def test_flush_in_a_handler_that_interrupts_publish_keeps_every_threads_records(
     assert len(set(offsets)) == len(offsets)
 
 
-def test_publish_in_another_thread_during_a_handler_keeps_both_records(
+def test_publish_in_another_thread_during_a_signal_handler_keeps_both_records(
     proxied: ProxiedStream,
 ) -> None:
-    """Both records are for the same open batch, because the sender waits for a reply."""
+    """Both records go to the same open batch, because the sender is waiting for a reply."""
     pub = proxied.warm_publisher()
     acks: list[tuple[bytes, meteor.Ack]] = []
 
@@ -220,7 +220,9 @@ def test_publish_in_another_thread_during_a_handler_keeps_both_records(
     def publish_in_another_thread() -> None:
         thread = threading.Thread(target=publish, args=(b"other",))
         thread.start()
-        while thread.is_alive():  # it needs the lock, which a wait releases
+        while (
+            thread.is_alive()
+        ):  # that thread needs the lock, which flush() releases while it waits
             with pytest.raises(TimeoutError):
                 pub.flush(0.001)
 
@@ -239,10 +241,10 @@ def test_publish_in_another_thread_during_a_handler_keeps_both_records(
 
 
 @pytest.mark.parametrize("how", ["wait", "callback"])
-def test_handler_may_close_the_publisher_while_a_thread_starts_to_wait_for_an_ack(
+def test_signal_handler_can_close_the_publisher_while_its_thread_starts_to_wait_for_an_ack(
     proxied: ProxiedStream, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupted code holds the completions' shared lock, which the sender must not need."""
+    """The interrupted code holds the completions' shared lock, so the sender must not need it."""
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     ack = pub.publish(b"x")

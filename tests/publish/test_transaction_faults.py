@@ -19,7 +19,7 @@ from tests.support.transactions import begin, contents, fence, lasting, numbers,
 
 @pytest.fixture
 def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each call move one frame."""
+    """Make each call move only one frame."""
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
 
 

@@ -113,12 +113,12 @@ def test_a_version_is_finished_without_a_comparison_if_its_fence_has_no_record_c
     assert contents(stream) == numbers(3)
 
 
-def test_a_begun_version_is_finished_or_its_loss_is_reported(
+def test_a_version_that_was_begun_is_finished_or_its_loss_is_reported(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     with pytest.raises(meteor.PublishError, match=r"^Version 1 from writer w was in stream 's'"):
         commit(stream._handle, "w", 1, [], begun=True)
-    assert fence(stream) is None, "the version does not count as committed"
+    assert fence(stream) is None, "the version must not count as committed"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
     assert commit(stream._handle, "w", 1, [], begun=True)
     assert not commit(stream._handle, "w", 1, [], begun=True)
@@ -172,7 +172,7 @@ def test_the_next_committer_finishes_a_dead_committers_plan(
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])
-def test_a_replay_with_other_stages_finishes_the_old_plan_and_drops_its_own(
+def test_a_replay_with_other_stages_finishes_the_old_plan_and_drops_the_new_stages(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0", "1 2"), stage(stream, "b", "3"), moves=moves)
@@ -346,7 +346,7 @@ def test_a_commit_past_the_last_offset_is_refused(stream: meteor.Stream) -> None
     assert fence(stream) == b"1:0:1:3"
 
 
-def test_a_commit_may_end_exactly_at_the_last_offset(stream: meteor.Stream) -> None:
+def test_a_commit_can_end_exactly_at_the_last_offset(stream: meteor.Stream) -> None:
     stream.client.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 3)
     commit(stream._handle, "w", 1, [stage(stream, "a", "0 1 2")])
     assert stream.end().offset == OFFSET_MAX
@@ -449,7 +449,7 @@ def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Strea
         owner = StageOwner("w", 17, run)
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
-        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "one run's stages"
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "only one run's stages must remain"
     discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
@@ -518,7 +518,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
         let_expire(handle, "kept", 100.0)
     assert plain.hkeys(keys.fences("s")) == [b"kept"]
     assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
-    assert write("t0", 100.0), "the fence has expired"
+    assert write("t0", 100.0), "the fence must have expired"
 
 
 def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:

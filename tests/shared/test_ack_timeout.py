@@ -25,7 +25,7 @@ def polls(*consumers: meteor.SharedSubscriber) -> list[meteor.SharedRecord]:
     return found
 
 
-def test_record_that_is_never_settled_is_redelivered_although_its_consumer_polls(
+def test_record_that_is_never_settled_is_redelivered_even_if_its_consumer_polls(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB") as queue:
@@ -52,10 +52,10 @@ def test_settling_an_expired_record_raises_and_names_the_timeout(url: str) -> No
                 settle()
             assert (caught.value.offsets, caught.value.setting) == ((0,), "ack_timeout")
             assert caught.value.seconds == 0.05
-        assert queue.shared.describe().consumers[0].name == c1.name  # it keeps its lease
+        assert queue.shared.describe().consumers[0].name == c1.name  # c1 keeps its lease
 
 
-def test_time_limit_does_not_run_while_a_record_is_buffered(url: str) -> None:
+def test_time_limit_does_not_apply_to_buffered_records(url: str) -> None:
     with Queue(url, "ABC") as queue:
         c1 = queue.consumer(ack_timeout=0.1)
         (first,) = c1.poll(5, max_records=1)
@@ -69,7 +69,7 @@ def test_expired_record_becomes_a_dead_letter_that_names_the_timeout(url: str) -
         c1 = queue.consumer(ack_timeout=0.05)
 
         def is_dead() -> bool:
-            c1.poll(0.1)  # and never settle
+            c1.poll(0.1)  # and never settle its records
             return queue.shared.describe().dead == 1
 
         eventually(is_dead)
@@ -84,7 +84,7 @@ def test_extended_record_outlives_ack_timeout(url: str) -> None:
         c1 = queue.consumer(ack_timeout=0.2)
         first, second = c1.poll(5)
         first.extend(3600)
-        first.extend(0.001)  # never shortens
+        first.extend(0.001)  # extend() never shortens the limit
         eventually(lambda: second.standing is Standing.EXPIRED)
         assert first.standing is Standing.HELD
         first.ack()
@@ -108,7 +108,7 @@ def test_extended_record_keeps_a_silent_consumers_lease(url: str) -> None:
         (record, _) = busy.poll(5)
         record.extend(3600)
         renewed = busy._deliveries.spoke_at
-        eventually(lambda: busy._deliveries.spoke_at > renewed + 1)  # three leases
+        eventually(lambda: busy._deliveries.spoke_at > renewed + 1)  # longer than three leases
         assert other.poll(0) == []
         busy.commit()
         assert queue.shared.confirmed == 2

@@ -63,7 +63,7 @@ def test_earlier_records_have_their_ordering_keys(client: meteor.Client) -> None
         stream.shared_subscriber("h", prefetch=10) as two,
     ):
         assert offsets(one.poll(5, max_records=1)) == [0]
-        assert two.poll(0) == []  # one owns all keys
+        assert two.poll(0) == []  # `one` owns all keys
         assert {state.key: state.count for state in one.keys(look_ahead=True)} == {
             b"A": 4,
             b"B": 2,
@@ -71,7 +71,7 @@ def test_earlier_records_have_their_ordering_keys(client: meteor.Client) -> None
         }
 
 
-def test_keys_are_listed_and_purged_although_no_consumer_has_indexed_them(
+def test_keys_are_listed_and_purged_before_any_consumer_has_indexed_them(
     client: meteor.Client,
 ) -> None:
     stream = client.stream("s", create=True)
@@ -240,7 +240,7 @@ def test_one_client_wins_if_two_add_different_ordering_keys(
 
     def run(*args: object, **options: object) -> object:
         monkeypatch.setattr(stream._handle, "run", real)
-        other.configure(ordering_key="key")  # between the check and the script
+        other.configure(ordering_key="key")  # after the check and before the script
         return real(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stream._handle, "run", run)

@@ -60,7 +60,7 @@ def test_batch_is_released_in_order_with_one_failure_per_key(any_url: str) -> No
         assert [r.failures for r in c1.poll(5)] == [1, 1, 0, 0]
 
 
-def test_batch_is_released_although_some_records_were_rewound(url: str) -> None:
+def test_batch_is_released_even_if_some_records_were_rewound(url: str) -> None:
     with Queue(url, "AAB") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -70,7 +70,7 @@ def test_batch_is_released_although_some_records_were_rewound(url: str) -> None:
         assert [(r.offset, r.failures) for r in c1.poll(5)] == [(0, 1), (1, 0), (2, 1)]
 
 
-def test_batch_acknowledges_what_it_can_and_names_the_rest(url: str) -> None:
+def test_ack_of_a_batch_settles_held_records_and_names_the_rest(url: str) -> None:
     with Queue(url, "AABAB") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -123,7 +123,7 @@ def test_record_under_an_expired_lease_is_fenced_and_not_rewound(url: str) -> No
             assert type(caught.value) is meteor.Fenced
 
 
-def test_fenced_catches_all_three_errors() -> None:
+def test_rewound_and_ack_timeout_are_kinds_of_fenced() -> None:
     assert issubclass(meteor.Rewound, meteor.Fenced)
     assert issubclass(meteor.AckTimeout, meteor.Fenced)
 
@@ -151,7 +151,7 @@ def test_release_without_a_failure_delays_its_key(url: str) -> None:
         assert queue.keys()["A"].state == "delayed"
 
 
-def test_release_of_one_record_alone_without_a_failure_keeps_later_records(any_url: str) -> None:
+def test_releasing_only_one_record_without_a_failure_keeps_later_ones_held(any_url: str) -> None:
     with Queue(any_url, "AA", max_deliveries=2) as queue:
         c1 = queue.consumer()
         for _ in range(3):
@@ -167,7 +167,7 @@ def test_release_of_one_record_alone_without_a_failure_keeps_later_records(any_u
         assert offsets(c1.poll(5)) == [0]
 
 
-def test_refused_release_of_one_record_alone_without_a_failure_is_reported(url: str) -> None:
+def test_refused_release_of_only_one_record_without_a_failure_is_reported(url: str) -> None:
     with Queue(url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (record,) = c1.poll(5)

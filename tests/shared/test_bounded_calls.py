@@ -22,7 +22,7 @@ def script_calls(plain: Any) -> int:
     return sum(
         int(stat["calls"])
         for name, stat in stats.items()
-        if name in ("cmdstat_eval", "cmdstat_evalsha")  # those of consumers, not describe()
+        if name in ("cmdstat_eval", "cmdstat_evalsha")  # from consumers, not from describe()
     )
 
 
@@ -78,7 +78,7 @@ def portions(monkeypatch: pytest.MonkeyPatch) -> list[Maintenance]:
 
 @pytest.mark.parametrize("how", ["die", "leave"])
 @pytest.mark.parametrize("keys", [1, 2_000])
-def test_a_consumers_records_are_taken_back_in_portions(
+def test_records_of_a_departed_consumer_are_taken_back_in_portions(
     url: str, portions: list[Maintenance], how: str, keys: int
 ) -> None:
     with Queue(url, settings={"capacity": 100_000}) as queue:
@@ -91,12 +91,14 @@ def test_a_consumers_records_are_taken_back_in_portions(
             c2.flush()
         else:
             c1.close()
-        assert len(portions) >= 2_000 // 96, "a call takes back 64 records, and the rest of a batch"
+        assert len(portions) >= 2_000 // 96, (
+            "a call must take back only 64 records and finish a batch"
+        )
         assert queue.shared.describe().waiting == 2_000
         assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
 
 
-def test_group_is_consistent_between_the_portions_of_a_leave(
+def test_group_is_consistent_while_a_consumer_leaves_in_portions(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, settings={"capacity": 10_000}) as queue:
@@ -116,7 +118,7 @@ def test_group_is_consistent_between_the_portions_of_a_leave(
         assert flaws == []
 
 
-def test_record_purged_while_its_dead_consumer_is_reaped_is_not_blamed(
+def test_record_purged_while_its_dead_consumer_is_reaped_is_not_blamed_for_the_death(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deliveries, "_PORTIONS", 1)
@@ -196,5 +198,5 @@ def test_late_joiner_gets_keys_that_a_busy_consumer_frees(url: str) -> None:
             busy.poll(0)
         joiner.join(15)
         assert {record.ordering_key for record in found} <= {b"A", b"B"}
-        assert found, "the busy consumer has left a key to the idle one"
+        assert found, "the busy consumer must leave a key to the idle one"
         drain(busy)

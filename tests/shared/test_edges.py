@@ -218,7 +218,7 @@ def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_p
         check(stream)
 
 
-# Dead-letter streams that are deleted and created
+# Dead-letter streams that are deleted and recreated
 
 
 def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:
@@ -247,7 +247,7 @@ def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None
         (first,) = c1.poll(5)
         assert c2.poll(0) == []
         found = queue.shared.describe()
-        assert found.waiting >= 5  # a few more than the limit
+        assert found.waiting >= 5  # it can exceed the limit slightly
         assert found.scanned < 20
         queue.check()
         first.ack()

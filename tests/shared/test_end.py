@@ -1,4 +1,4 @@
-"""How a shared subscriber ends: closed, garbage-collected, forked, without server or group."""
+"""Shared subscribers that are closed, garbage-collected or forked, or that lose server or group."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_garbage_collected_consumer_leaves_no_thread(url: str) -> None:
         assert name.startswith("meteor-shared")
 
 
-def test_garbage_collected_consumer_leaves_at_once_and_loses_its_records(
+def test_garbage_collected_consumer_leaves_at_once_and_returns_its_records(
     url: str,
 ) -> None:
     with Queue(url, "AB") as queue:
         c1 = queue.consumer()
-        records = queue.stream.shared_subscriber(GROUP).poll(5)  # then garbage-collected
+        records = queue.stream.shared_subscriber(GROUP).poll(5)  # the subscriber is dropped
         assert len(records) == 2
         collect()
         again = c1.poll(20)

@@ -68,7 +68,7 @@ def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> Non
 def test_one_record_frames_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
     with Queue(url, "AB" * 25) as queue:
         assert offsets(queue.consumer().poll(5)) == [*range(50)]
-    assert fetches == [1, 49]  # the first shows how large frames are
+    assert fetches == [1, 49]  # the first fetch shows how large frames are
 
 
 def test_consumer_does_not_keep_all_frames(any_url: str) -> None:
@@ -135,7 +135,7 @@ def test_records_dropped_before_the_scan_are_reported_once_and_the_rest_is_deliv
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_waiting_records_that_are_dropped_are_reported_and_their_key_continues(
+def test_waiting_records_that_are_dropped_are_reported_and_later_ones_are_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
@@ -313,7 +313,7 @@ def test_records_expired_from_the_store_are_reported_and_the_rest_is_delivered(
     c1 = archived.consumer()
     archive(archived, "ABABABABAB", 50)
     archive(archived, "ABABABABAB", 50)
-    assert archived.stream.store.expire(offset=500) == 0  # the group has yet to process them
+    assert archived.stream.store.expire(offset=500) == 0  # the group has not processed them yet
     first = archived.stream.store.expire(offset=500, force=True)
     assert 0 < first <= 500
     with pytest.raises(meteor.RecordsLost) as lost:

@@ -31,7 +31,7 @@ class Damage:
         records[3].ack()
         c1.flush()
         assert c2.poll(0) == []
-        queue.publish("C" * 300, frame=300)  # so many that their offsets need chunks
+        queue.publish("C" * 300, frame=300)  # enough that offsets are stored in chunks
         assert c2.poll(0) == []
         self.consumer = c1._deliveries._consumer
         self.rescued = queue.shared.fsck()
@@ -52,7 +52,7 @@ def damage(url: str) -> Iterator[Damage]:
     damage = Damage(queue)
     assert damage.rescued == []
     yield damage
-    queue.client._connector.call("DEL", queue.key("meta"))  # otherwise Queue checks it at the end
+    queue.client._connector.call("DEL", queue.key("meta"))  # so that Queue skips its final check
     with pytest.raises(meteor.GroupNotFound):
         queue.shared.fsck()
     with queue:
@@ -119,7 +119,11 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ),
     ("holder that is not a member", ("DEL", "members"), "holds records, but is not a member"),
     ("list of an unknown consumer", ("RPUSH", "more:zz", "A"), "b'more:zz' belongs to no consumer"),
-    ("wake-up of an unknown one", ("XADD", "wake:zz", "1-1", "w", "1"), "b'wake:zz' belongs to no"),
+    (
+        "wake of an unknown consumer",
+        ("XADD", "wake:zz", "1-1", "w", "1"),
+        "b'wake:zz' belongs to no",
+    ),
     (
         "delay of a key without records",
         ("ZADD", "delayed", 1, "Z"),
@@ -145,7 +149,7 @@ def test_flaw_is_reported(damage: Damage, commands: tuple[str, str], said: str) 
     damage(*commands)
     flaws = damage.flaws()
     assert any(re.search(said, flaw) for flaw in flaws), flaws
-    assert len(flaws) == len({*flaws}), "each once"
+    assert len(flaws) == len({*flaws}), "a flaw was reported twice"
 
 
 PARTS = (
@@ -165,7 +169,7 @@ def test_key_of_the_wrong_type_is_reported(damage: Damage, part: str) -> None:
 
 
 def test_busy_group_has_no_flaws(url: str) -> None:
-    """The check reads in portions, while consumers claim, settle, leave and join."""
+    """The check reads the state in portions while consumers claim, settle, leave and join."""
     with Queue(url, max_per_key=3, settings={"capacity": 1_000_000}) as queue:
         queue.publish("ABCDEFGHIJ" * 200, frame=1_000)
         queue.consumer().close()
@@ -177,7 +181,7 @@ def test_busy_group_has_no_flaws(url: str) -> None:
                     for _ in range(5):
                         for record in sub.poll(0.1):
                             if record.standing is not Standing.HELD:
-                                continue  # returned with an earlier one
+                                continue  # returned with an earlier record
                             if record.offset % 7 == 0 and not record.failures:
                                 record.release()
                             else:

@@ -20,7 +20,9 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("lease_ttl", [32.3, 1.001, 1 / 3, 0.1, 5.015, 86_400.0])
-def test_consumers_can_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> None:
+def test_group_can_be_reopened_with_its_own_lease_ttl_whatever_the_value(
+    any_url: str, lease_ttl: float
+) -> None:
     with Queue(any_url, lease_ttl=lease_ttl) as queue:
         for _ in range(2):
             queue.consumer().close()

@@ -57,12 +57,12 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
-        # Far below a third of the lease, after which the idle consumer would ask on its own.
+        # Wait far less than a third of the lease: the idle consumer would then ask by itself.
         waiting.join(LONG_S / 4)
         assert offsets(received) == [1]
 
 
-def test_interrupted_step_keeps_no_settlement_in_its_queue() -> None:
+def test_interrupted_step_does_not_send_a_settlement_twice() -> None:
     holdings = Holdings(reject_rewinds=False)
     batch = DeliveryBatch(1, [5, 6])
     holdings._batches[1] = batch
@@ -83,6 +83,6 @@ def test_consumer_can_be_fenced_after_a_partly_applied_reply(step: int) -> None:
     holdings._batches[1] = batch
     holdings._acknowledge(batch, [5])
     request, _ = holdings.begin_step(10)
-    holdings._close_sent(request)  # a Ctrl-C follows
+    holdings._close_sent(request)  # as if Ctrl-C followed
     assert holdings.fence(step, StepReport.parse(b"")) == ([], [])
     assert holdings.request is None

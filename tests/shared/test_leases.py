@@ -1,4 +1,4 @@
-"""Leases and clocks in shared groups, and what an expired consumer learns about its last step."""
+"""Leases and clocks in shared groups, and what an expired consumer learns of its last step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 def lose_next_reply(
     monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber, *, request: bool = False
 ) -> None:
-    """Cut the connection once, after the server has taken a step; with ``request``, before."""
+    """Cut the connection once, after the server executes a step or, with ``request``, before."""
     protocol = consumer._deliveries.protocol
     real = protocol.step
     left = [True]
@@ -55,7 +55,7 @@ def test_ack_that_counted_is_not_reported_as_refused_after_the_lease_expired(
 ) -> None:
     with Queue(any_url, "A") as queue:
         late, other = cut_off(queue, monkeypatch, request=False)
-        late.flush()  # no Fenced: the server reports that it has executed the last step
+        late.flush()  # not fenced: the server reports that it executed the last step
         assert queue.shared.describe().acked == 1
         assert other.poll(0) == []
 
@@ -90,10 +90,10 @@ def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
         other.flush()
         members = ("HLEN", queue.key("members"))
         assert queue.client._connector.call(*members) == 2, (
-            "it can still learn how its last step ended"
+            "the expired consumer must still be able to learn its last step's outcome"
         )
         protocol = other._shared._protocol
-        for _ in range(25):  # each call advances the leases by half of one at most
+        for _ in range(25):  # each call ages the leases by at most half a lease
             change_progress(queue.client._connector, protocol, last=-120_000)
             other.flush()
         assert queue.client._connector.call(*members) == 1
@@ -103,7 +103,7 @@ def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_ur
     with Queue(any_url, "A", lease_ttl=60.0) as queue:
         dead = queue.consumer()
         assert offsets(dead.poll(5)) == [0]
-        dead._lease_renewer.stop()  # it is not heard from again
+        dead._lease_renewer.stop()  # it sends nothing more
         dead._lease_renewer.join(20)
         found: list[int] = []
         visits = 0
@@ -112,7 +112,7 @@ def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_ur
             change_progress(queue.client._connector, queue.shared._protocol, last=-50_000)
             with queue.stream.shared_subscriber("billing") as job:
                 found += offsets(job.poll(0))
-        assert (found, visits) == ([0], 3), "half a lease for each visit, and an eighth"
+        assert (found, visits) == ([0], 3), "each visit must age the lease by half its duration"
 
 
 @pytest.mark.parametrize("hour", [-1, 1])
@@ -121,7 +121,7 @@ def test_delay_is_not_prolonged_when_the_clock_is_set(any_url: str, hour: int) -
         consumer = queue.consumer()
         consumer.poll(5)[0].release(delay=0.3)
         consumer.flush()
-        # The server's time at the last call, seen from a clock that was set.
+        # As if the server's clock had been set by an hour since the last call.
         change_progress(queue.client._connector, queue.shared._protocol, last=-hour * 3_600_000)
         eventually(lambda: offsets(consumer.poll(0.2)) == [0], 10)
         consumer.commit()

@@ -13,7 +13,7 @@ from tests.support.shared_walk import Walk, changed_scripts, small_scripts
 WALKS = 14
 STEPS = 90
 
-#: Faults that the walks must find: a text in the scripts, and its replacement.
+#: Faults that the walks must find. Each replaces a part of the scripts.
 FAULTS = {
     "a key is never freed": (b"t.owner = NOBODY\nend", b"end"),
     "a freed key is not offered": (b"place and raw ~= before", b"place == 8 and raw ~= before"),
@@ -21,11 +21,17 @@ FAULTS = {
         b"set_line(k, t, insert(t.line, offsets))",
         b"set_line(k, t, t.line .. to_line(offsets))",
     ),
-    "a key holds one record more": (b"cap - t.held, #t.line / 7", b"cap - t.held + 1, #t.line / 7"),
-    "suspects travel together": (b"    count = 1\n  elseif x and", b"  elseif x and"),
-    "a last try has company": (b"if got > 0 or c.holding > 0 then", b"if false then"),
+    "a key exceeds its limit by one record": (
+        b"cap - t.held, #t.line / 7",
+        b"cap - t.held + 1, #t.line / 7",
+    ),
+    "suspects are delivered together": (b"    count = 1\n  elseif x and", b"  elseif x and"),
+    "a last try is not delivered alone": (b"if got > 0 or c.holding > 0 then", b"if false then"),
     "no record is blamed for a death": (b"t.extended.blame >= 0 and t.held == 0", b"false"),
-    "acknowledged failures stay": (b"if p.failing > 0 then\n      f", b"if false then\n      f"),
+    "an acknowledged record keeps its failures": (
+        b"if p.failing > 0 then\n      f",
+        b"if false then\n      f",
+    ),
     "a batch stays unsettled": (b"marks[me .. ':' .. n] = false, false", b"local _ = false"),
     "a delay ends at once": (b"t.extended.stop, p.due = DELAYED, min(p.due, due)", b"local _"),
     "a chunk is forgotten": (b"if x.far > 0 then pull_chunk(k, t) elseif", b"if"),
@@ -35,7 +41,10 @@ FAULTS = {
         b"if owner ~= me and owner ~= NOBODY and not whole then return raw end",
         b"if owner ~= me then owner = NOBODY end",
     ),
-    "a scanned record overtakes": (b"if t.line ~= '' or pushed[k] or t.held", b"if t.held"),
+    "scanned records overtake waiting ones": (
+        b"if t.line ~= '' or pushed[k] or t.held",
+        b"if t.held",
+    ),
     "waiting records are not counted": (b"p.waiting - count\n  if x and", b"p.waiting\n  if x and"),
 }
 
@@ -62,7 +71,7 @@ def test_walks_find_planted_faults(url: str, fault: str) -> None:
                 return
             with plain_client(url) as plain:
                 plain.flushall()
-    pytest.fail("no walk has found it")
+    pytest.fail("no walk found the fault")
 
 
 def walk(url: str, seed: str, steps: int) -> None:

@@ -139,7 +139,8 @@ def test_failover_leaves_nothing_stuck_and_lost_settlements_are_redelivered(
                 replicated.replica.wait_in_sync()
             replicated.fail_over()
             state = wait_until_settled(proxied.stream)
-        flaws = [flaw for flaw in witness.flaws if "is with" not in flaw]
+        # The server may have lost a claim, so two consumers may process one key for a moment.
+        flaws = [flaw for flaw in witness.flaws if not flaw.startswith("both")]
         assert not flaws, flaws[:5]
         assert {offset for _, offset in witness.done} == set(range(RECORDS))
         assert state.acked == RECORDS
@@ -180,7 +181,7 @@ def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
         eventually(settled, 30)
         (letters,) = proxied.client.stream("dead").read()
         assert len(letters) == 1
-        assert len(set(published)) == 2, "each in the history of its server"
+        assert len(set(published)) == 2, "each server has its own history"
 
 
 def test_server_restart_without_loss_changes_nothing(private_server: ServerFactory) -> None:
@@ -212,7 +213,7 @@ def test_consumers_settle_and_claim_on_a_full_server(private_server: ServerFacto
                     plain.set("full", "?")
                 for record in first[1:]:
                     record.ack()
-                first[0].reject("its letter must wait for room")
+                first[0].reject("its dead letter must wait for room")
                 found = [record for _ in range(3) for record in consumer.poll(0.1)]
                 assert offsets(found) == [3, 4, 5]
                 for record in found:

@@ -1,7 +1,7 @@
 """Qpid's own tests for message groups, step by step: QueueTest.cpp and msg_groups.py.
 
-Each test keeps its original name. Record ``A-0`` has the key A and offset 0. Docstrings say where
-our model differs from a queue's.
+Each test keeps its original name. Record ``A-0`` has the key A and offset 0. Docstrings say where a
+stream differs from a queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "b-3"
 
         queue.ack(c1, "a-0")
-        assert queue.get(c2) == "a-1"  # the oldest that is free: now it owns a and b
+        assert queue.get(c2) == "a-1"  # the oldest free record; c2 now owns a and b
         assert queue.get(c1) == "c-6"
 
         queue.ack(c2, "b-3")
@@ -38,7 +38,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "c-7"
 
         queue.release(c2, "a-1", only_this=True)
-        assert queue.keys()["a"].owner == c2.name  # which still holds a-2
+        assert queue.keys()["a"].owner == c2.name  # c2 still holds a-2
         queue.release(c2, "a-2", only_this=True)
         assert queue.keys()["a"].owner is None
         assert queue.get(c1) == "a-1"
@@ -122,7 +122,7 @@ def test_simple_browse(any_url: str) -> None:
             assert browse() == b"A-0"
             assert queue.get(c1) == "A-0"
             assert browse() == b"B-1"
-            assert browse() == b"A-2"  # has a key that c1 owns
+            assert browse() == b"A-2"  # although c1 owns its key
             assert browse() == b"B-3"
             assert queue.get(c1) == "B-1"
             assert browse() == b"C-4"
@@ -148,7 +148,7 @@ def test_reject(any_url: str) -> None:
         assert queue.get(c2) == "B-2"
         queue.reject(c1, "A-0")
         assert queue.get(c2) == "A-1"
-        c1.close()  # like each poll, it publishes the resulting dead letter
+        c1.close()  # publishes the resulting dead letter, as each poll does
         (letter,) = (record for batch in dead.read() for record in batch)
         assert (letter.value, letter.key) == (b"A", b"A")
 
@@ -174,12 +174,12 @@ def test_close(any_url: str) -> None:
         c3 = queue.consumer()
         assert queue.get(c3) is None
         die(c2)
-        # One per key at a time, until it is known which record killed the consumer.
+        # Records arrive one per key until it is known which one killed the consumer.
         assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
         queue.ack(c3)
         assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
         failures = [queue.record(c3, name).failures for name in ("A-0", "A-1", "B-2", "B-3")]
-        assert failures == [1, 0, 1, 0]  # the first of each key may have been in progress
+        assert failures == [1, 0, 1, 0]  # the first record of each key may have been in progress
 
 
 def test_transaction(any_url: str) -> None:
@@ -281,7 +281,7 @@ def depth(queue: Queue) -> int:
 
 
 def test_purge_free(any_url: str) -> None:
-    """A purge changes only its shared group's depth."""
+    """A purge changes the depth of its own shared group only."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert depth(queue) == 6
@@ -336,7 +336,7 @@ def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
 
 
 def test_move_all(any_url: str) -> None:
-    """A log cannot move records: copy, then purge. A crash in between leaves a second copy."""
+    """A log cannot move records, so copy and then purge. A crash in between leaves both copies."""
     with Queue(any_url, "ABABCA") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
@@ -353,7 +353,7 @@ def test_move_count(any_url: str) -> None:
 
 
 def test_reroute(any_url: str) -> None:
-    """There are no exchanges: like ``test_move_all``, but A-0 is settled later."""
+    """There are no exchanges, so this is like ``test_move_all``, but A-0 is settled later."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert queue.get(c1) == "A-0"
@@ -393,7 +393,7 @@ def test_transaction_order(any_url: str) -> None:
 
 
 def test_ttl_expire(any_url: str) -> None:
-    """Records have no time to live: purge those that are no longer wanted."""
+    """Records have no time to live, so an application purges records that it no longer wants."""
     with Queue(any_url, "ABCABC") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.shared.purge("B") == 2
@@ -405,7 +405,7 @@ def test_ttl_expire(any_url: str) -> None:
         assert queue.get(c2) is None
 
 
-# The note in Qpid's manual: release A-1, acknowledge A-2
+# A note in Qpid's manual describes this case: release A-1, then acknowledge A-2
 
 
 @pytest.fixture

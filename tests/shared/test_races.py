@@ -83,7 +83,7 @@ def test_settlement_counts_once_whether_its_request_or_reply_is_lost(
         elif how == "release":
             assert found == [0, 1, 2]
         else:
-            # The application already has the two that the consumer held all along.
+            # The application already has the other two records, which it still holds.
             assert found == [3]
         assert state.acked == (how == "ack")
         queue.check()
@@ -111,21 +111,21 @@ def test_purging_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
         consumer, other = queue.consumers(2)
         queue.get(consumer)
         assert queue.get(other) == "B-1"
-        die(consumer)  # its last try follows, alone
+        die(consumer)  # the last try of A-0 must be delivered alone
         consumer = queue.consumer()
         assert queue.get(other) is None
         kept = [state.key for state in queue.shared.keys() if state.key == b"A" and state.owner]
-        assert kept == [b"A"], "the scenario: A is reserved for the consumer that holds B"
+        assert kept == [b"A"], "A must be reserved for the consumer that holds B"
         assert queue.shared.purge("A") == 1
         queue.ack(other, "B-1")
         held = get(consumer)
         assert held is not None
         assert held.ordering_key == b"C"
-        consumer.close()  # so C waits for any consumer
+        consumer.close()  # returns C to the group
         assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
 
 
-def test_record_returned_alone_is_in_order_when_its_neighbours_are_returned(url: str) -> None:
+def test_record_released_alone_keeps_its_place_when_its_neighbours_are_returned(url: str) -> None:
     with Queue(url, "AAAA") as queue:
         consumer, other = queue.consumers(2, prefetch=4)
         consumer.poll(5)[1].release(only_this=True)
@@ -222,10 +222,10 @@ def test_consumers_waiting_for_room_continue_when_there_is_room(url: str) -> Non
         thread.start()
         try:
             before = commands(plain)
-            for offset in range(150):  # makes room, but always holds a record, so it keeps A
+            for offset in range(150):  # `owner` always holds a record, so it keeps A
                 assert queue.get(owner) == f"A-{offset + 1}"
                 queue.record(owner, f"A-{offset}").ack()
-            eventually(lambda: not thread.is_alive(), 15, "room did not wake the consumer")
+            eventually(lambda: not thread.is_alive(), 15, "the consumer was not woken")
         finally:
             thread.join(30)
         assert offsets(found) == [300]
@@ -279,7 +279,7 @@ def test_record_returned_during_its_fetch_is_not_delivered(
         (first,) = consumer.poll(5)
         queue.publish("AB")
 
-        def fail() -> None:  # like a handler in its thread, followed by the lease renewer
+        def fail() -> None:  # as a handler and the lease renewer would in their threads
             getattr(first, how)()
             consumer._deliveries.exchange()
 

@@ -9,7 +9,7 @@ from tests.support.sharing import GROUP, Queue, die, expire, rest
 
 
 def test_qpid_3804_rolled_back_records_come_before_later_ones(any_url: str) -> None:
-    """Consumers that had passed released messages of a group skipped them."""
+    """Consumers skipped a group's released messages if they had already passed them."""
     with Queue(any_url, "ABACA") as queue:
         c1, c2 = queue.consumers(2)
         assert [queue.get(c1) for _ in range(3)] == ["A-0", "B-1", "A-2"]
@@ -28,7 +28,7 @@ def test_qpid_3899_dropped_records_leave_their_key_usable(any_url: str) -> None:
         first = queue.stream.bounds()[0]
         assert first == 6
         assert rest(queue, c2) == ["B-7", "B-9", "B-11", "B-13"]
-        queue.ack(c1, "A-0")  # c1 still holds the record, dropped or not
+        queue.ack(c1, "A-0")  # c1 still holds the record, although the ring dropped it
         assert rest(queue, c1) == ["A-6", "A-8", "A-10", "A-12"]
         queue.ack(c1)
         queue.ack(c2)
@@ -114,7 +114,7 @@ def test_bullmq_3929_dropped_records_of_a_dead_consumer_free_their_key(
 
 
 def test_bullmq_2774_failure_keeps_a_keys_order(any_url: str) -> None:
-    """After A failed, the order became B, C, A."""
+    """After job A failed, the order became B, C, A."""
     with Queue(any_url, "aaa") as queue:
         c1, c2 = queue.consumers(2)
         assert [queue.get(c1) for _ in range(3)] == ["a-0", "a-1", "a-2"]

@@ -146,7 +146,7 @@ def test_closed_consumer_raises(url: str) -> None:
 
 
 class Log:
-    """Lists the processed records, and checks that no two threads process one key."""
+    """Lists the processed records, and notes keys that two threads process at once."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
@@ -254,7 +254,7 @@ def test_run_holds_few_records_for_slow_handlers(url: str) -> None:
         with Runner(one, handle, concurrency=2):
             assert begun.wait(20)
             one.flush()
-            # One holds up to four records for each thread, and the rest is for the latecomer.
+            # `one` holds at most four records per thread. The rest are left for `two`.
             assert len(two.poll(20)) >= 2
             two.commit()
             go_on.set()
@@ -268,7 +268,7 @@ def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
 
         def handler(number: int) -> Callable[[meteor.SharedRecord], None]:
             def handle(record: meteor.SharedRecord) -> None:
-                time.sleep(0.002)  # the work
+                time.sleep(0.002)  # simulates work
                 done[number] += 1
 
             return handle
@@ -284,8 +284,7 @@ def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
         assert share <= 0.35
 
 
-def test_run_keeps_all_threads_busy_although_one_key_fills_the_limit(url: str) -> None:
-    """Records of one key fill the limit, and the other threads still get work."""
+def test_run_keeps_all_threads_busy_even_if_one_key_fills_the_limit(url: str) -> None:
     with Queue(url, "A" * 60 + "BCD") as queue:
         together = threading.Barrier(4, timeout=30)
 
@@ -297,7 +296,7 @@ def test_run_keeps_all_threads_busy_although_one_key_fills_the_limit(url: str) -
             eventually(lambda: queue.shared.confirmed == 63, 30)
 
 
-def test_records_polled_after_run_use_the_whole_prefetch(url: str) -> None:
+def test_polls_after_run_can_use_the_whole_prefetch_limit(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
         with Runner(c1, lambda record: None):
@@ -629,7 +628,7 @@ def test_interrupted_close_still_ends_run(url: str) -> None:
         assert runner.error is None
 
 
-def test_stop_before_run_ends_that_run(url: str) -> None:
+def test_stop_called_before_run_ends_that_run(url: str) -> None:
     with Queue(url, "A") as queue:
         consumer = queue.consumer()
         consumer.stop()

@@ -105,7 +105,7 @@ def test_release_counts_a_failure_for_its_record_only(any_url: str) -> None:
         assert c1.confirmed == 3
 
 
-def test_delayed_key_lets_others_pass(any_url: str) -> None:
+def test_delayed_key_does_not_delay_other_keys(any_url: str) -> None:
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
         a0, a1, b2, b3 = c1.poll(5)
@@ -155,7 +155,7 @@ def test_release_with_invalid_arguments_leaves_the_record_held(
 
 
 def test_rewound_records_are_not_delivered_from_the_buffer(any_url: str) -> None:
-    """Prefetched with the released record, they must go to other consumers."""
+    """Records that were prefetched with the released one must go to other consumers."""
     with Queue(any_url, "AAAB") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5, max_records=1)
@@ -182,7 +182,7 @@ def test_record_released_alone_is_redelivered_in_order(any_url: str) -> None:
 # Dead letters
 
 
-def test_record_becomes_a_dead_letter_after_max_deliveries_and_its_key_continues(
+def test_record_becomes_a_dead_letter_after_max_deliveries_and_later_ones_are_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:
@@ -286,7 +286,7 @@ def test_a_dead_consumers_dead_letter_is_published_once_by_another_consumer(
     with Queue(any_url, "A", dead_letter="dead") as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5)[0].reject("why")
-        c1.flush()  # the server has assigned the dead letter to it
+        c1.flush()  # the server assigns the dead letter to c1
         die(c1)
         assert queue.shared.describe().dead_letters_pending == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
@@ -304,7 +304,7 @@ def test_a_dead_consumers_dead_letter_is_published_once_by_another_consumer(
 def test_record_that_kills_its_consumers_becomes_one_dead_letter(any_url: str) -> None:
     with Queue(any_url, "ABCAAB", max_deliveries=3, dead_letter="dead") as queue:
         deaths = 0
-        while True:  # ends: each death counts as a failure of 0
+        while True:  # ends because each death counts as a failure of record 0
             consumer = queue.consumer()
             records = consumer.poll(0) or consumer.poll(0)
             if not any(record.offset == 0 for record in records):
@@ -339,7 +339,7 @@ def test_poisoned_key_is_parked_until_resumed(any_url: str, dead_letter: str | N
         assert offsets(c1.poll(5)) == [5]
         assert c2.poll(0) == []
         state = queue.keys()["A"]
-        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else 0 stays in its key
+        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # otherwise 0 stays there
         assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
         queue.check()
         assert queue.shared.resume("A")
@@ -373,7 +373,7 @@ def test_waiting_records_of_a_parked_key_can_be_purged(any_url: str) -> None:
         c1.poll(0)
         assert c1.purge("A") == 2
         queue.check()
-        c1.flush()  # reports that the dead letter is published
+        c1.flush()  # tells the server that the dead letter was published
         assert c1.confirmed == 3
         assert [state.state for state in c1.keys()] == ["parked"]
         assert c1.resume("A")
@@ -436,7 +436,7 @@ def test_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
         expire(c1)
-        assert offsets(c2.poll(5)) == [0]  # records of a dead consumer are granted one at a time
+        assert offsets(c2.poll(5)) == [0]  # a dead consumer's records are granted one by one
         records[0].ack()  # c1 has not noticed yet
         records[1].release(only_this=True)
         records[2].reject("bad")
@@ -445,7 +445,7 @@ def test_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
         assert refused.value.offsets == (0, 1, 2)
         found = queue.shared.describe()
         assert (found.acked, found.dead, found.confirmed, found.reaped) == (0, 0, 0, 1)
-        c1.flush()  # raised only once
+        c1.flush()  # Fenced is raised only once
         c2.commit()
         assert offsets(drain(c2)) == [1, 2]
         assert queue.shared.confirmed == 3
@@ -479,7 +479,7 @@ def test_late_consumer_that_was_not_reaped_continues(any_url: str) -> None:
 def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> None:
     with Queue(any_url, "ABC") as queue:
         c1, c2 = queue.consumers(2)
-        assert offsets(c1.poll(5, max_records=1)) == [0]  # all are in its buffer
+        assert offsets(c1.poll(5, max_records=1)) == [0]  # the others are in its buffer
         expire(c1)
         assert offsets(c2.poll(5)) == [0, 1, 2]
         c1.flush()
@@ -489,7 +489,7 @@ def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> Non
 # Step size
 
 
-def test_settlements_are_sent_in_parts_and_acknowledgements_first(
+def test_settlements_are_sent_in_parts_with_acknowledgements_first(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 8)
@@ -501,13 +501,13 @@ def test_settlements_are_sent_in_parts_and_acknowledgements_first(
         steps = Steps(monkeypatch, consumer)
         with consumer._deliveries.condition:  # so that the lease renewer sends nothing in between
             records[13].ack()
-            records[12].release()  # which rewinds no other record
+            records[12].release()  # rewinds no other record
             for record in records[:5]:
                 record.reject("no")
             for record in records[5:10]:
                 record.ack()
             consumer.flush()
-        assert steps.acks == [1, 5, 0]  # a part of a batch, a whole one
+        assert steps.acks == [1, 5, 0]  # a part of a batch, then a whole batch
         assert steps.others == [0, 3, 3]
         state = queue.shared.describe()
         assert (state.acked, state.dead) == (6, 5)

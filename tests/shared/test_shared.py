@@ -71,7 +71,7 @@ def test_one_key_can_use_the_whole_prefetch(client: meteor.Client, max_per_key: 
     publish(stream, *[(b"A", None)] * 100)
     with stream.shared_subscriber("g", max_per_key=max_per_key, prefetch=80) as sub:
         assert offsets(sub.poll(5)) == [*range(80)]
-    with stream.shared_subscriber("g", max_per_key=10_000) as sub:  # the same
+    with stream.shared_subscriber("g", max_per_key=10_000) as sub:  # the same setting
         assert sub.settings.max_per_key == 10_000
     with stream.shared_subscriber("default", prefetch=80) as sub:
         assert offsets(sub.poll(5)) == [*range(32)]

@@ -1,4 +1,4 @@
-"""Shared subscribers and signals: Ctrl-C at any moment, and handlers that close."""
+"""Shared subscribers and signals: Ctrl-C at any moment, and signal handlers that close them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORDS = 4_000
 
 
 class Alarm:
-    """A function that a signal runs in the main thread at a random moment."""
+    """Calls a function from a signal handler in the main thread, after a given time."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
@@ -63,7 +63,7 @@ def ctrl_c() -> None:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Disable garbage collection: Python drops exceptions raised in a finalizer, and redis-py's
-    parsers have one. Of 3,165 Ctrl-C signals, 18 arrived there, and none was lost anywhere else.
+    parsers have one. In one run, 18 of 3,165 Ctrl-C signals arrived there; no other was lost.
     """
     gc.collect()
     gc.disable()
@@ -141,7 +141,7 @@ def test_signal_handler_can_close_at_any_moment_and_all_records_are_returned(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_handler_that_closes_while_a_reply_is_applied_leaves_no_records(
+def test_signal_handler_that_closes_while_a_reply_is_applied_leaves_no_records_held(
     url: str, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     with queue_of(url) as queue:
@@ -243,7 +243,7 @@ def test_second_ctrl_c_ends_a_program_whose_handlers_hang(url: str) -> None:
         assert queue.shared.describe().acked == 0
 
 
-def test_records_that_ctrl_c_kept_from_the_workers_go_to_the_next_run(
+def test_records_that_ctrl_c_kept_from_the_workers_go_to_the_next_poll(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, "AB") as queue:

@@ -23,7 +23,7 @@ SOON_S = 15.0
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the server's waits endless, so that only a wake-up ends them."""
+    """Make blocking calls wait so long that only a wake-up ends them in time."""
     monkeypatch.setattr(Connection, "block_max_s", property(lambda connection: 100.0))
 
 
@@ -96,7 +96,7 @@ def test_owner_is_woken_by_records_that_another_consumer_scanned(
     assert woken(queue, c1, more) == [1]
 
 
-def test_own_acknowledgement_that_makes_room_in_a_key_wakes_the_consumer(
+def test_consumer_is_woken_by_its_own_ack_that_makes_room_in_a_key(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("AAA", max_per_key=2)
@@ -126,7 +126,7 @@ def test_room_made_during_an_empty_claim_wakes_the_consumer(
     assert offsets(c1.poll(SOON_S)) == [1]
 
 
-def test_own_release_wakes_the_consumer(open_queue: Callable[..., Queue]) -> None:
+def test_consumer_is_woken_by_its_own_release(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("A")
     c1 = queue.consumer()
     (record,) = c1.poll(5)
@@ -201,9 +201,9 @@ def test_all_waiting_consumers_get_their_records(open_queue: Callable[..., Queue
 def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
     open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step registers it as the consumer that watches the index, and a Ctrl-C loses the reply.
+    """The step makes this consumer the one that watches the index, and Ctrl-C loses the reply.
 
-    The lease is long: no other consumer would watch before a third of it is over.
+    No other consumer would watch the index before a third of its long lease has passed.
     """
     queue = open_queue()
     c1, c2 = queue.consumers(2)
@@ -222,7 +222,7 @@ def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
             c1.poll(SOON_S)
     assert woken(queue, c2, lambda: queue.publish("A")) == [0]
     queue.publish("B")
-    assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer can wait again"
+    assert offsets(c1.poll(SOON_S)) == [1], "the interrupted consumer cannot wait again"
 
 
 def test_idle_consumer_claims_before_its_lease_must_be_renewed(

@@ -1,4 +1,4 @@
-"""The number of records that run() holds in advance."""
+"""How many records ``run()`` buffers ahead of its worker threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meteor_py.shared.work_ahead import WorkAhead
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds, as a one-element list."""
+    """A fake clock: its only element is the time in seconds."""
     time = [100.0]
     monkeypatch.setattr("meteor_py.shared.work_ahead.time.monotonic", lambda: time[0])
     return time
 
 
 def process(ahead: WorkAhead, clock: list[float], records: int) -> None:
-    """Process records in one second."""
+    """Process this many records in one second."""
     for _ in range(records):
         ahead.note_done()
     clock[0] += 1

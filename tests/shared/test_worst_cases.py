@@ -1,8 +1,8 @@
-"""No call holds the server for long, whatever the sizes: the worst cases, by counted work.
+"""No call blocks the server for long, however large the group: worst cases, by counted work.
 
-A script or transaction may run a bounded number of commands with a bounded number of arguments, and
-none may read or free a whole collection. Each case also prints its longest call, as the server has
-measured it.
+Each script or transaction must run a bounded number of commands with a bounded number of arguments,
+and none of them may read or free a whole collection. Each test also prints its longest call, as the
+server measured it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.server_work import Work, counted
 from tests.support.servers import plain_client
 from tests.support.sharing import Queue, die, expire
 
-#: The most that one call may do: about 1 ms on an idle machine.
+#: Limits for one call. They correspond to about 1 ms on an idle machine.
 COMMANDS = 500
 ARGUMENTS = 2_500
 
@@ -31,7 +31,7 @@ Bounded = Callable[[Callable[[], object]], Work]
 
 @pytest.fixture
 def bounded(url: str) -> Bounded:
-    """Runs something, and checks that each of its calls is bounded."""
+    """Runs a function and checks that each call that it makes to the server is bounded."""
 
     def run(work: Callable[[], object]) -> Work:
         with counted(url) as done:
@@ -102,7 +102,7 @@ def test_inspecting_and_deleting_a_large_group_takes_bounded_calls(
         hold(owner, MANY)
         for record in owner.poll(5, 300):
             record.reject("so that there are many dead letters")
-        owner._deliveries.exchange()  # without publishing them
+        owner._deliveries.exchange()  # sends the rejections, but publishes no dead letters
 
         def scan() -> None:
             while other._deliveries.exchange(1).next < MANY + 40_000:
@@ -128,7 +128,7 @@ def test_group_with_many_consumers_is_inspected_in_portions(url: str, bounded: B
         consumer = queue.consumer()
         id = consumer._deliveries.consumer
         raw = plain.hget(queue.key("members"), id)
-        for number in range(1_000):  # as after the deaths of so many
+        for number in range(1_000):  # as if that many consumers had died
             plain.hset(queue.key("members"), f"{number:06}", raw)
             plain.zadd(queue.key("leases"), {f"{number:06}": 2**50})
         done = bounded(lambda: queue.shared.describe())
@@ -173,7 +173,7 @@ def test_large_group_of_version_0_1_is_converted_in_bounded_calls(
         assert found[b"long"].waiting == 8_000
         assert sum(key.startswith(b"many-") for key in found) == 3_000
         waiting = group._waiting(b"long", 10_000)
-        assert waiting == sorted(waiting), "held records return to their place"
+        assert waiting == sorted(waiting), "held records must return to their place"
         assert group.describe().dead_letters_pending == 2_000
         assert plain.zcard("meteor:{carts}:shared:billing:unsettled") == 2_000
         parts = {part.split(b":")[0] for part in group._protocol.find()}

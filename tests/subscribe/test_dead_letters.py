@@ -1,4 +1,4 @@
-"""A dead letter is a copy of the record with the reason, stored exactly once."""
+"""A dead letter is a copy of a failed record with the reason, stored exactly once."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_largest_record_can_become_a_dead_letter(
 @pytest.mark.parametrize(
     ("compression", "name"), [("none", b"0chv"), ("lz4", b"1chv.lz4"), ("zstd", b"1chv.zstd")]
 )
-def test_letter_uses_the_targets_compression_and_checksum(
+def test_dead_letter_uses_the_compression_and_checksum_of_its_stream(
     any_url: str, compression: meteor.Compression, name: bytes
 ) -> None:
     streams = DeadLetterStreams(any_url, compression=compression, checksum=True)
@@ -185,7 +185,7 @@ def test_letter_uses_the_targets_compression_and_checksum(
         assert [letter.value for letter in streams.letters()] == [b"abcdefgh" * 300]
 
 
-def test_the_server_forgets_a_letter_after_a_day(streams: DeadLetterStreams) -> None:
+def test_server_remembers_a_dead_letter_for_a_day(streams: DeadLetterStreams) -> None:
     record = streams.record()
     streams.bury(record)
     redis = streams.client.redis
@@ -200,7 +200,7 @@ def test_the_server_forgets_a_letter_after_a_day(streams: DeadLetterStreams) -> 
 # Exactly once
 
 
-def test_burying_a_record_again_adds_no_letter(streams: DeadLetterStreams) -> None:
+def test_burying_a_record_again_adds_no_dead_letter(streams: DeadLetterStreams) -> None:
     record = streams.record()
     for _ in range(3):
         streams.bury(record)
@@ -220,7 +220,7 @@ def test_retry_with_another_reason_or_count_changes_nothing(streams: DeadLetterS
     assert letter.headers["meteor-tries"] == b"1"
 
 
-def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_letter(
+def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_dead_letter(
     streams: DeadLetterStreams,
 ) -> None:
     first, second = streams.record(), streams.record()
@@ -245,7 +245,7 @@ def test_each_offset_epoch_group_stream_and_incarnation_has_its_own_letter(
     assert len(streams.letters()) == 6
 
 
-def test_retry_does_not_restore_a_letter_that_the_ring_has_dropped(
+def test_retry_does_not_restore_a_dead_letter_that_the_ring_has_dropped(
     any_url: str,
 ) -> None:
     streams = DeadLetterStreams(any_url, capacity=1)
@@ -258,7 +258,7 @@ def test_retry_does_not_restore_a_letter_that_the_ring_has_dropped(
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_threads_that_bury_the_same_record_at_once_add_one_letter(
+def test_threads_that_bury_the_same_record_at_once_add_one_dead_letter(
     any_url: str, clients: int
 ) -> None:
     yards = [DeadLetterStreams(any_url) for _ in range(clients)]
@@ -284,7 +284,7 @@ def test_threads_that_bury_the_same_record_at_once_add_one_letter(
 # Lost replies, dead servers, dead processes
 
 
-def test_lost_reply_adds_no_second_letter(server: Server, real: DeadLetterStreams) -> None:
+def test_lost_reply_adds_no_second_dead_letter(server: Server, real: DeadLetterStreams) -> None:
     real.client.load_scripts()
     record = real.record()
     with Proxy(HOST, server.port) as proxy, meteor.connect(proxy.url) as through:
@@ -295,7 +295,7 @@ def test_lost_reply_adds_no_second_letter(server: Server, real: DeadLetterStream
     assert len(real.letters()) == 1
 
 
-def test_repeatedly_lost_replies_add_one_letter_per_record(
+def test_repeatedly_lost_replies_add_one_dead_letter_per_record(
     server: Server, real: DeadLetterStreams, rng: Random
 ) -> None:
     records = [real.record(b"%d" % n) for n in range(40)]
@@ -308,7 +308,7 @@ def test_repeatedly_lost_replies_add_one_letter_per_record(
     assert [letter.value for letter in real.letters()] == [b"%d" % n for n in range(40)]
 
 
-def test_restarted_server_that_kept_its_data_has_one_letter(
+def test_restarted_server_that_kept_its_data_has_one_dead_letter_per_record(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
@@ -322,10 +322,10 @@ def test_restarted_server_that_kept_its_data_has_one_letter(
             server.start()
         streams.bury(second)
         assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
-        assert streams.target.describe().epoch > epoch, "new history, but no new epoch"
+        assert streams.target.describe().epoch > epoch, "the new history has no new epoch"
 
 
-def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
+def test_dead_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -365,10 +365,10 @@ def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
             assert diverged_at(seen, epochs.decode(), 1) == 0
 
 
-# A record whose letter may have been lost is not confirmed
+# A record whose dead letter may have been lost is not confirmed
 
 
-def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
+def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_dead_letter(
     replicated: ReplicatedStream,
 ) -> None:
     """The member keeps its term, because the replica knows it."""
@@ -406,7 +406,7 @@ def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
         assert receiver.alive
 
 
-def test_letter_and_confirm_that_both_survived_are_not_repeated(
+def test_dead_letter_and_confirm_that_both_survived_are_not_repeated(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -456,7 +456,9 @@ def test_record_with_a_reused_offset_gets_its_own_dead_letter(
         assert values_of(dead) == [b"bad one", b"bad two"]
 
 
-def test_record_that_survived_a_restart_keeps_its_letter(private_server: ServerFactory) -> None:
+def test_record_that_survived_a_restart_gets_no_second_dead_letter(
+    private_server: ServerFactory,
+) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as client:
         stream, dead = client.stream(NAME, create=True), client.stream("dead", create=True)
@@ -475,7 +477,7 @@ def test_record_that_survived_a_restart_keeps_its_letter(private_server: ServerF
         assert offsets == [b"0", b"1"]
 
 
-def test_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:
+def test_dead_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:
     proxied = replicated.proxied
     dead = proxied.client.stream("dead", create=True)
     with proxied.stream.publisher() as pub:
@@ -500,7 +502,7 @@ def test_acks_without_dead_letters_are_refused(streams: DeadLetterStreams, on_er
         sub.attach_receiver(print, on_error=on_error, acks=1)
 
 
-def test_fake_server_has_no_replicas_for_letters() -> None:
+def test_fake_server_has_no_replicas_for_dead_letters() -> None:
     with (
         meteor.connect("fake://") as client,
         client.stream(NAME, create=True).subscriber() as sub,
@@ -564,7 +566,7 @@ bury(letters, source._handle, sys.argv[3], record, epoch=1, reason="first", trie
 
 
 @pytest.mark.parametrize("reason", ["first", "another"])
-def test_process_killed_after_the_publish_and_a_retry_add_one_letter(
+def test_crash_after_the_publish_followed_by_a_retry_adds_one_dead_letter(
     url: str, real: DeadLetterStreams, reason: str
 ) -> None:
     record = real.record()
@@ -674,7 +676,7 @@ def not_tried_again() -> bool:
 
 
 def on_call(number: int, work: Callable[[], object]) -> Callable[[], bool]:
-    """Return a ``stop`` that never stops, and does ``work`` at its n-th call."""
+    """Return a ``stop`` callback that returns False, and that calls ``work`` at its n-th call."""
     calls = 0
 
     def stop() -> bool:

@@ -1,6 +1,6 @@
 """Another member takes over when a member process dies, stops, hangs or leaves.
 
-All times come from the server: the times of events and of lease expiry.
+All times, of events and of lease expiries, come from the server.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_lease_that_expired_while_no_member_was_waiting_goes_to_a_later_member(
     first.confirm(0)
     first.kill()
     eventually(lambda: harness.owner is None)
-    assert harness.field("owner") == first.name  # not released
+    assert harness.field("owner") == first.name  # the lease was not released
     assert harness.member(lease_ttl=SHORT_S).poll() == [1, 2, 3, 4]
 
 
@@ -242,10 +242,8 @@ def test_hung_member_is_replaced_and_does_not_compete_until_it_polls(harness: Gr
     assert second.confirm(0) == 1
     second.ask("close")
     first.answer()
-    assert (harness.owner, len(harness.events())) == (
-        None,
-        4,
-    )  # free: a hung member does not compete
+    # The lease is free: a hung member does not compete for it.
+    assert (harness.owner, len(harness.events())) == (None, 4)
     with pytest.raises(Refused, match="LeaseLost"):
         first.confirm(2)
     assert first.poll() == [1, 2, 3, 4]

@@ -1,6 +1,6 @@
 """Member processes survive when their group is moved or deleted, or the server fails.
 
-``test_group_admin`` and ``test_group_faults`` test the same within one process.
+``test_group_admin`` and ``test_group_faults`` cover the same cases within one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_owner_continues_at_the_new_offset_if_the_group_is_moved(
     if then == "confirms":
         with pytest.raises(Refused, match="LeaseLost"):
             first.confirm()
-    assert first.poll(max_records=2) == [1, 2]  # not [4, 5], though its lease was valid
+    assert first.poll(max_records=2) == [1, 2]  # not [4, 5], although its lease was valid
     with pytest.raises(Refused, match="LeaseLost"):
         first.confirm(3)  # returned in the earlier term
     assert harness.confirmed == 1
@@ -100,7 +100,7 @@ def test_records_fetched_before_a_move_cannot_be_confirmed(harness: GroupHarness
     harness.fill(5)
     given = first.poll()
     if given[0] == 4:
-        assert given[-1] < 15  # the records that existed when it fetched
+        assert given[-1] < 15  # only records that existed when it fetched
         with pytest.raises(Refused, match="LeaseLost"):
             first.confirm()
         given = first.poll()
@@ -218,7 +218,7 @@ def test_group_keeps_its_owner_if_a_killed_server_restarts_before_the_lease_expi
         assert second.answer() == [11]
 
 
-# Where a group begins
+# Where a group starts
 
 
 _PUBLISHES = """
@@ -253,7 +253,7 @@ def test_earliest_is_resolved_at_the_first_read_and_then_kept(
         assert given[0] > written - 200
         first.kill()
         wait_for_more(200)
-        with pytest.raises(Refused, match=r"RecordsLost: Records \d+ to"):  # unconfirmed, and gone
+        with pytest.raises(Refused, match=r"RecordsLost: Records \d+ to"):  # dropped unconfirmed
             second.poll(20)
 
 

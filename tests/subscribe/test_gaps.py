@@ -106,7 +106,7 @@ def test_skip_gap_without_a_gap_does_nothing(ring: meteor.Stream) -> None:
         assert (sub.position, sub.skipped) == (5, 0)
 
 
-def test_records_fetched_before_the_ring_moved_are_returned(ring: meteor.Stream) -> None:
+def test_records_fetched_before_the_ring_dropped_them_are_returned(ring: meteor.Stream) -> None:
     fill(ring, 5, 5)
     with ring.subscriber(initial_offset="earliest") as sub:
         sub.poll(timeout=0, max_records=2)
@@ -129,7 +129,7 @@ def test_records_dropped_while_a_gap_is_skipped_are_counted(
         assert sub.skipped == 40
 
 
-def test_overtaken_reader_at_earliest_gets_records_lost_after_its_first_poll(
+def test_overtaken_reader_at_earliest_raises_records_lost_after_its_first_poll(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub:
@@ -145,7 +145,7 @@ def test_overtaken_reader_at_earliest_gets_records_lost_after_its_first_poll(
         assert range_lost(sub) == (25, 29)
 
 
-def test_overtaken_reader_at_earliest_gets_records_lost_if_the_stream_was_empty(
+def test_overtaken_reader_at_earliest_raises_records_lost_if_the_stream_was_empty(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub, ring.subscriber(group="g") as member:
@@ -154,7 +154,7 @@ def test_overtaken_reader_at_earliest_gets_records_lost_if_the_stream_was_empty(
         assert range_lost(member) == (0, 14)
 
 
-def test_overtaken_group_gets_records_lost_after_its_first_poll(ring: meteor.Stream) -> None:
+def test_overtaken_group_raises_records_lost_after_its_first_poll(ring: meteor.Stream) -> None:
     fill(ring, 10)
     ring.seek_group("g", "earliest")
     with ring.subscriber(group="g") as sub:

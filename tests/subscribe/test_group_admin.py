@@ -165,7 +165,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     with sub, background(confirm):
         proxied.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
         proxied.proxy.refuse()
-        # The proxy refuses until then, so the call fails. The retry follows below, by hand.
+        # The proxy refuses connections until then, so the call fails. The test retries it below.
         with pytest.raises(meteor.ConnectionFailed):
             through.seek_group(GROUP, 4)
     sought = proxied.direct.hget(keys.group(STREAM, GROUP), "sought")

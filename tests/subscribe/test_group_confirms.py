@@ -147,13 +147,13 @@ def test_confirm_with_a_waiter_is_sent_at_once(
         assert sub.confirm().result(10) == offset + 1
 
 
-def test_thread_that_waits_for_a_confirm_sends_it_if_it_may_wait_long_enough(
+def test_thread_that_waits_for_a_confirm_sends_it_if_its_timeout_is_long_enough(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.fill(20)
     sub = harness.subscriber()
     sub.poll(5)
-    sub.confirm(0).result(5)  # connects
+    sub.confirm(0).result(5)  # opens the connection
     senders: list[str] = []
     send = Lease.confirm
 
@@ -163,7 +163,7 @@ def test_thread_that_waits_for_a_confirm_sends_it_if_it_may_wait_long_enough(
 
     monkeypatch.setattr(Lease, "confirm", confirm)
     assert sub.confirm(3).result() == 4
-    assert sub.confirm(5).result(0.5) == 6, "one reply may take longer than that"
+    assert sub.confirm(5).result(0.5) == 6, "a reply may take longer than 0.5 s"
     ack = sub.confirm(7)
     ack.add_done_callback(lambda _: None)
     assert ack.result() == 8
@@ -190,7 +190,7 @@ def test_confirm_that_fails_in_a_waiting_thread_is_retried_by_the_renewal_thread
 def test_late_confirm_from_an_old_term_does_not_affect_the_current_term(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hazard: a slow thread has read the term, and then another term begins."""
+    """The hazard: another term begins just after a slow thread has read the term."""
     harness.fill(10)
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(5, max_records=5)
@@ -230,7 +230,7 @@ def test_confirm_ack_can_be_awaited(harness: GroupHarness) -> None:
     assert harness.confirmed == 5
 
 
-def test_confirm_callback_must_not_wait(harness: GroupHarness) -> None:
+def test_closing_in_a_confirm_callback_raises_instead_of_waiting(harness: GroupHarness) -> None:
     harness.fill(1)
     sub = harness.subscriber(lease_ttl=60)
     sub.poll(5)

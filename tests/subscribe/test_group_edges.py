@@ -1,6 +1,6 @@
 """Edge cases for groups: callbacks that hang or raise, dropped subscribers, refusals.
 
-``test_group_signals.py`` has signal handlers, Ctrl-C and forks.
+``test_group_signals.py`` covers signal handlers, Ctrl-C and forks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def stays(condition: Callable[[], bool], seconds: float) -> bool:
     return all(looks)
 
 
-# Silence
+# Silent members
 
 
 def test_reclaimed_lapsed_lease_is_renewed(harness: GroupHarness) -> None:
@@ -400,13 +400,8 @@ def test_lease_survives_a_refused_command_and_can_be_released(
                 assert isinstance(failure(sub.confirm()), meteor.MeteorError)
                 harness.redis.execute_command("ACL", "SETUSER", "u", "+@all")
                 assert harness.owner == sub.member
-                assert check_values(sub.poll(5)) == [
-                    0,
-                    1,
-                    2,
-                    3,
-                    4,
-                ]  # the lease was reclaimed
+                # The lease was reclaimed.
+                assert check_values(sub.poll(5)) == [0, 1, 2, 3, 4]
             harness.redis.execute_command("ACL", "SETUSER", "u", "-evalsha", "-eval")
             assert isinstance(failure(sub.confirm()), meteor.MeteorError)
             harness.redis.execute_command("ACL", "SETUSER", "u", "+@all")

@@ -58,7 +58,7 @@ def events(proxied: ProxiedStream) -> list[str]:
 
 
 def arm(proxied: ProxiedStream, cut: str, script: Script) -> int:
-    """Cut the connection at the next call to a script; return the number of cuts so far."""
+    """Let the proxy cut the next call to a script; return the number of cuts so far."""
     cutting = getattr(proxied.proxy, f"cut_{cut}_request")
     cutting(match=script.sha.encode())
     return proxied.proxy.counters.cuts
@@ -116,7 +116,7 @@ class InterruptedConfirm:
         drain_once(self.sub)
         cuts = arm(proxied, cut, CONFIRM_OFFSET)
         self.sent = self.sub.confirm(3)
-        proxied.proxy.refuse()  # the retry must find the lease taken
+        proxied.proxy.refuse()  # so that the retry finds the lease taken
         self.sent.add_done_callback(lambda _: None)  # sends it at once
         eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
         self.later = self.sub.confirm(7)
@@ -172,7 +172,9 @@ def test_confirm_raises_outcome_unknown_if_the_server_has_forgotten_its_term(
         error = failure(member.sent, 20)
         assert isinstance(error, meteor.OutcomeUnknown)
         assert GROUP in str(error)
-        assert isinstance(failure(member.later), meteor.LeaseLost), "it was never sent"
+        assert isinstance(failure(member.later), meteor.LeaseLost), (
+            "the later confirm was never sent"
+        )
 
 
 def test_poll_reports_an_unknown_confirm_whose_ack_was_never_checked(
@@ -437,7 +439,7 @@ def drain_once(sub: meteor.Subscriber) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["member", "receiver", "in doubt"])
-def test_closed_clients_members_leave_a_hung_server_together(
+def test_members_of_a_closed_client_leave_a_hung_server_concurrently(
     private_server: ServerFactory, kind: str
 ) -> None:
     server = private_server()
@@ -462,12 +464,12 @@ def test_closed_clients_members_leave_a_hung_server_together(
         client.close()
     except meteor.ConnectionFailed:
         assert kind != "in doubt"
-    # One after another, each takes 5 seconds for its confirm or half a second for its release.
+    # One after another, each would take 5 seconds to confirm or half a second to release.
     assert time.monotonic() - started < (3.0 if kind == "in doubt" else 12.0)
     server.resume()
 
 
-def test_closed_clients_members_release_their_leases_at_once(url: str) -> None:
+def test_members_of_a_closed_client_release_their_leases_at_once(url: str) -> None:
     with meteor.connect(url) as other:
         client = meteor.connect(url)
         stream = client.stream(STREAM, create=True)

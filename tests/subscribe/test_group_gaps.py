@@ -33,7 +33,7 @@ def truncated(sub: meteor.Subscriber) -> tuple[int, int]:
     return caught.value.first, caught.value.last
 
 
-# The ring has moved on
+# Records that the ring has dropped
 
 
 def test_group_gap_is_reported_by_every_poll_until_it_is_skipped(
@@ -62,7 +62,7 @@ def test_next_member_starts_after_a_skipped_gap(harness: GroupHarness) -> None:
     harness.fill(10, 10)
     assert lost(first) == (5, 14)
     first.deactivate()
-    assert lost(second) == (5, 14)  # not skipped, so the next member gets it too
+    assert lost(second) == (5, 14)  # the gap was not skipped, so the next member gets it too
     second.skip_gap()
     second.deactivate()
     first.reactivate()
@@ -126,7 +126,7 @@ def test_on_gap_skip_confirms_and_counts_gaps(harness: GroupHarness) -> None:
     assert check_values(sub.poll(5)) == list(range(35, 45))
     assert (sub.skipped, skipped[1:]) == (20, [(25, 34)])
     sub.close()
-    assert harness.confirmed == 15  # 15 to 24 were handed out, but not confirmed
+    assert harness.confirmed == 15  # 15 to 24 were returned but not confirmed
 
 
 def test_on_gap_skip_confirms_nothing_under_a_lost_lease(harness: GroupHarness) -> None:
@@ -142,7 +142,7 @@ def test_on_gap_skip_confirms_nothing_under_a_lost_lease(harness: GroupHarness) 
     assert len(sub.poll(0)) == 0
 
 
-def test_group_at_earliest_starts_even_while_the_ring_moves(harness: GroupHarness) -> None:
+def test_group_at_earliest_starts_even_while_the_ring_drops_records(harness: GroupHarness) -> None:
     harness.fill(10, 10)
 
     def publish(stop: threading.Event) -> None:
@@ -196,10 +196,10 @@ def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
         assert truncated(sub) == (10, 19)
     with pytest.raises(meteor.LogTruncated):
         sub.confirm().result(10)
-    assert _confirmed(proxied) == 6  # a reader on the old branch cannot confirm records on the new
+    assert _confirmed(proxied) == 6  # a reader of the old branch confirms nothing on the new one
     sub.skip_gap()
     batch = sub.poll(20)
-    assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed there
+    assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed on the new server
     assert batch.values()[4:] == [b"b%d" % offset for offset in range(10, 30)]
     assert sub.confirm().result(10) == 30
     assert _confirmed(proxied) == 30

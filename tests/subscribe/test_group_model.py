@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         self.nonces = {name: f"{name}0" for name in "abc"}
         self.numbers = count(1)
         self.ever: list[Credential] = []
-        #: Lower bounds of the position, except after a seek, and of the next term.
+        #: Lower bounds of the position (unless the group is moved) and of the next term.
         self.floor = 0
         self.highest = 0
 
@@ -238,13 +238,13 @@ class Machine(RuleBasedStateMachine):
     # -- invariants ----------------------------------------------------------------------------
 
     def draw(self, data: st.DataObject) -> tuple[Credential, str]:
-        """Draw a current or former owner's credential, preferably the last, and its name."""
+        """Draw a current or former owner's credential, often the last, and the owner's name."""
         index = data.draw(st.one_of(st.just(-1), st.integers(0, len(self.ever) - 1)))
         credential = self.ever[index]
         return credential, credential.nonce[0]
 
     def refused(self, credential: Credential, answer: tuple[Any, ...]) -> bool:
-        """Return whether the call had to be refused; check that it was."""
+        """Return whether the call had to be refused; if so, check that it was."""
         if self.group is None:
             assert answer == ("NOGROUP",)
         elif not self.group.admits(credential):
@@ -282,7 +282,9 @@ class Machine(RuleBasedStateMachine):
         }
         assert stored == {k: str(v) for k, v in fields.items() if v is not None}
         # Bounds that do not depend on the model.
-        assert int(stored.get("confirmed", stored["start"])) >= self.floor, "position went back"
+        assert int(stored.get("confirmed", stored["start"])) >= self.floor, (
+            "the position moved back"
+        )
         present = (stored.get("term"), stored.get("nonce"))
         entitled = {c for c in self.ever if (str(c.term), c.nonce) == present}
         assert len(entitled) <= 1
@@ -291,7 +293,7 @@ class Machine(RuleBasedStateMachine):
             assert holder == f"{only.nonce[0]} {only.term}"
 
 
-@pytest.mark.timeout(600)  # enough to shrink a failure
+@pytest.mark.timeout(600)  # enough time to shrink a failure
 def test_group_matches_its_model(any_url: str) -> None:
     Machine.url = any_url
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""Every group script gives every reply that its header documents, on all kinds of servers.
+"""Every group script returns each reply that its header documents, on all kinds of servers.
 
 As in ``test_scripts.py``, the tests call the scripts directly. A refusal must change nothing.
 """
@@ -151,7 +151,7 @@ def test_acquire_repeated_with_the_same_nonce_gets_the_same_reply(ten: GroupScri
     assert ten.plain.pttl(ten.lease) > 1000
 
 
-def test_expired_leases_nonce_gets_a_new_term(ten: GroupScripts) -> None:
+def test_nonce_of_an_expired_lease_gets_a_new_term(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     ten.expire()
     assert ok(ten.acquire("a")) > term
@@ -171,7 +171,7 @@ def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupScripts
     assert ten.snapshot() == stored
 
 
-def test_final_positions_of_the_last_terms_taken_from_their_owners_are_kept(
+def test_group_remembers_where_the_last_terms_that_were_not_released_ended(
     ten: GroupScripts,
 ) -> None:
     term: int | str = ""
@@ -186,7 +186,7 @@ def test_final_positions_of_the_last_terms_taken_from_their_owners_are_kept(
     assert ended == [f"{n:016x}:{n // 3}" for n in range(28, 28 - len(ended), -1)]
 
 
-def test_released_term_is_not_listed_among_terms_taken_from_their_owners(ten: GroupScripts) -> None:
+def test_group_does_not_remember_where_a_released_term_ended(ten: GroupScripts) -> None:
     ten.acquire("a")
     ten.release("a")
     ten.acquire("b")
@@ -306,7 +306,7 @@ def test_owner_of_a_lapsed_lease_can_confirm(ten: GroupScripts) -> None:
 # confirm
 
 
-def test_confirm_moves_forward_only_and_not_beyond_the_end(ten: GroupScripts) -> None:
+def test_confirmed_offset_moves_only_forward_and_not_beyond_the_end(ten: GroupScripts) -> None:
     term = ok(ten.acquire("a"))
     assert ten.confirm("a", term, 4) == ("OK", 4)
     assert ten.confirm("a", term, 2) == ("OK", 4)
@@ -335,9 +335,10 @@ def test_confirm_with_another_history_or_epoch_is_refused(lua: GroupScripts) -> 
     stored = lua.snapshot()
     assert lua.confirm("a", term, 3, history="x" * 40) == ("HISTORY", HISTORY)
     assert lua.confirm("a", term, 3, epoch=1) == ("EPOCH", 5, "1:0,5:8", 10)
-    assert lua.confirm("b", term, 3, epoch=1) == ("FENCED", term)  # checked first
+    assert lua.confirm("b", term, 3, epoch=1) == ("FENCED", term)  # the owner is checked first
     assert lua.snapshot() == stored
-    assert lua.confirm("a", term, 3, epoch=5, history="") == ("OK", 3)  # unknown: not compared
+    # An unknown history is not compared.
+    assert lua.confirm("a", term, 3, epoch=5, history="") == ("OK", 3)
 
 
 def test_offsets_and_terms_are_exact_up_to_the_maximum(lua: GroupScripts) -> None:
@@ -370,7 +371,7 @@ def test_seek_creates_or_moves_a_group(lua: GroupScripts) -> None:
     assert lua.seek(7, request="1") == ("OK",)
     assert lua.plain.smembers(lua.groups) == {b"g"}
     assert lua.open(0) == lua.open(create=False) == ("OK", 7)
-    assert lua.seek(3, request="2") == ("OK",)  # backwards, too
+    assert lua.seek(3, request="2") == ("OK",)  # a seek can go backwards
     assert lua.acquire("a")[2] == 3
 
 

@@ -72,12 +72,12 @@ class CloseOnSignal:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def when(self, condition: Callable[[], bool]) -> Callable[[threading.Event], None]:
-        """Return work for a thread: signal the main thread once the condition holds."""
+        """Return a thread function that signals the main thread once the condition holds."""
 
         def wait(stop: threading.Event) -> None:
             until = time.monotonic() + 15
             while not condition() and time.monotonic() < until:
-                pass  # no pause: these moments are short
+                pass  # no pause, because the condition holds only briefly
             ident = threading.main_thread().ident
             assert ident is not None
             signal.pthread_kill(ident, signal.SIGALRM)
@@ -98,7 +98,7 @@ def session_threads() -> list[str]:
 # Signal handlers that close
 
 
-def test_signal_handler_may_close_at_any_moment_in_a_confirming_loop(
+def test_signal_handler_can_close_at_any_moment_in_a_confirming_loop(
     harness: GroupHarness, rng: random.Random
 ) -> None:
     harness.fill(100_000)
@@ -121,14 +121,14 @@ def test_signal_handler_may_close_at_any_moment_in_a_confirming_loop(
         assert harness.redis.get(keys.lease(STREAM, group)) is None
 
 
-def test_signal_handler_may_close_in_a_poll_while_the_server_does_not_reply(
+def test_signal_handler_can_close_in_a_poll_while_the_server_does_not_reply(
     proxied: ProxiedStream,
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=1.5)
     sub.poll(5)
     session = session_of(sub)
     proxied.proxy.stall()
-    eventually(lambda: not sub.is_assigned)  # so that the poll itself asks the server
+    eventually(lambda: not sub.is_assigned)  # so that the poll must acquire the lease
     begun = time.monotonic()
     with CloseOnSignal(sub) as closing, background(closing.when(session_is_asked_here(session))):
         with contextlib.suppress(meteor.MeteorError):
@@ -146,7 +146,7 @@ def session_is_asked_here(session: GroupSession) -> Callable[[], bool]:
     return lambda: session.connection._user == main
 
 
-def test_signal_handler_may_close_in_the_middle_of_a_confirm(
+def test_signal_handler_can_close_in_the_middle_of_a_confirm(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.fill(5)
@@ -180,7 +180,7 @@ def test_signal_handler_may_close_in_the_middle_of_a_confirm(
         assert harness.redis.get(keys.lease(STREAM, f"{GROUP}{offset}")) is None
 
 
-def test_signal_handler_may_close_in_a_confirm_during_a_renewal(
+def test_signal_handler_can_close_in_a_confirm_during_a_renewal(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.fill(5)
@@ -262,7 +262,7 @@ def test_member_does_not_count_as_polling_after_ctrl_c_in_a_poll(harness: GroupH
             sub.poll(0)
             break
         except KeyboardInterrupt as error:
-            kept = error  # as an interactive prompt does, so that its frames stay alive
+            kept = error  # keeps its frames alive, as an interactive prompt does
         finally:
             sys.settrace(before)
         assert not session.polling, f"interrupted at call {interrupts}: {kept!r}"
@@ -271,7 +271,8 @@ def test_member_does_not_count_as_polling_after_ctrl_c_in_a_poll(harness: GroupH
     assert not session.polling
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets
+# An interrupt may leave a socket to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("work", ["confirm", "poll", "deactivate"])
 def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work: str) -> None:
     harness.fill(10_000)
@@ -293,7 +294,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work:
         sys.setprofile(profile)
         try:
             if work == "confirm":
-                sub.confirm(interrupts)  # another offset each time: a repeat does nothing
+                sub.confirm(interrupts)  # another offset each time, because a repeat does nothing
             elif work == "poll":
                 sub.poll(0, 1)
             else:

@@ -36,7 +36,7 @@ def test_on_assigned_is_called_once_per_term(harness: GroupHarness) -> None:
     assert terms[0] != terms[1]
 
 
-def test_term_starts_where_on_assigned_says(harness: GroupHarness) -> None:
+def test_term_starts_at_the_offset_that_on_assigned_returns(harness: GroupHarness) -> None:
     harness.fill(10)
     starts = iter([7, 2, None])
     sub = harness.subscriber(lease_ttl=60, on_assigned=lambda sub: next(starts))
@@ -87,7 +87,7 @@ def test_consumer_that_stores_its_own_offsets_sees_each_record_once(harness: Gro
     subs = [harness.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
     while len(output) < 30:
         for sub in subs:
-            output += check_values(sub.poll(5, max_records=4))  # never confirmed
+            output += check_values(sub.poll(5, max_records=4))  # and never confirm
             sub.deactivate()
             sub.reactivate()
     assert output == list(range(30))
@@ -106,7 +106,7 @@ def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(
     assert check_values(second.poll(5, max_records=8)) == list(range(8))
     second.confirm(6).result(5)
     second.deactivate()
-    first.reactivate()  # it has not polled since, so it has not seen the other term
+    first.reactivate()  # it has not polled, so it has not seen the other term
     assert check_values(first.poll(5)) == [7, 8, 9]
     assert first.confirm().result(5) == 10
 

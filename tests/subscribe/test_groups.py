@@ -61,7 +61,7 @@ def test_confirm_before_the_first_read_changes_nothing(harness: GroupHarness) ->
 def test_waiting_poll_returns_records_once_the_lease_is_free(harness: GroupHarness) -> None:
     harness.fill(2)
     sub = harness.subscriber(lease_ttl=0.3)
-    harness.take_away()  # a lease without an expiry, and without an owner that would release it
+    harness.take_away()  # a lease that never expires, and has no owner that would release it
     assert len(sub.poll(0.2)) == 0
     assert not sub.is_assigned
 
@@ -80,7 +80,7 @@ def test_polls_with_timeout_zero_get_a_released_lease_promptly(harness: GroupHar
     assert check_values(owner.poll(5)) == [0, 1]
     assert not waiter.poll(0)
     owner.close()
-    found = eventually(lambda: waiter.poll(0), 5, "the lease is free, and was not taken")
+    found = eventually(lambda: waiter.poll(0), 5, "the free lease was not taken")
     assert check_values(found) == [0, 1]
     assert waiter.is_assigned
 
@@ -363,7 +363,7 @@ def test_expired_lease_is_taken_over_after_the_grace_period(
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited for another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited out another term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number
@@ -384,7 +384,7 @@ def test_former_owner_can_neither_renew_nor_release_the_lease(
     elif how == "sought":
         harness.stream.seek_group(GROUP, 0)
     elif how == "never owner":
-        old = old._replace(number=two.win().number)  # another member's term with its own nonce
+        old = old._replace(number=two.win().number)  # another member's term with one's own nonce
         owner = "two"
     events = harness.events()
     with pytest.raises(meteor.LeaseLost):

@@ -39,7 +39,7 @@ def stream(url: str) -> Iterator[meteor.Stream]:
 
 @pytest.fixture
 def no_finalizers() -> Iterator[None]:
-    """Disable finalizers: Python swallows exceptions raised in one, and pytest complains."""
+    """Disable garbage collection: Python swallows exceptions in finalizers, and pytest warns."""
     gc.collect()
     gc.disable()
     yield
@@ -202,7 +202,7 @@ def lose_tail(stream: meteor.Stream) -> None:
 
 @pytest.fixture
 def ahead(stream: meteor.Stream) -> Iterator[meteor.Subscriber]:
-    """A subscriber that has read 50 records that are gone."""
+    """A subscriber that has read 50 records that the log has since lost."""
     with stream.publisher() as pub:
         pub.publish_many([b"old %d" % n for n in range(150)]).result()
     with stream.subscriber() as sub:
@@ -268,7 +268,7 @@ def test_idle_publisher_detects_its_servers_demotion_and_promotion(
         idle.publish(b"common").result()
         second.wait_in_sync()
         second.promote()
-        busy.publish_many([b"lost"] * 50).result()  # this record is on the first server only
+        busy.publish_many([b"lost"] * 50).result()  # these records are on the first server only
         busy.close()
         with stream.subscriber() as sub:
             make_replica(first, second)
@@ -293,4 +293,4 @@ def make_replica(server: Server, of: Server) -> None:
         info = server.info("replication")
         return info.get("master_link_status") == "up" and info["slave_repl_offset"] >= wanted
 
-    eventually(in_sync, 30, f"pid {os.getpid()}: the former primary did not follow the new one")
+    eventually(in_sync, 30, f"pid {os.getpid()}: the former primary did not sync with the new one")

@@ -132,7 +132,7 @@ def test_crash_in_a_batch_leaves_the_rest_to_the_next_member(
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_close_waits_for_the_current_record_only(stream: meteor.Stream, auto: bool) -> None:
+def test_close_waits_only_for_the_current_record(stream: meteor.Stream, auto: bool) -> None:
     fill(stream, 10)
     gate = Gate(2)
     handler = Handler(gate)
@@ -163,7 +163,7 @@ def test_closing_twice_is_harmless(stream: meteor.Stream) -> None:
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | None) -> None:
+def test_handler_can_close_the_subscriber(stream: meteor.Stream, group: str | None) -> None:
     fill(stream, 10)
     sub = stream.subscriber(group=group, initial_offset="earliest", lease_ttl=30)
 
@@ -185,7 +185,7 @@ def test_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | No
         assert next_of(stream) == list(range(4, 10))
 
 
-def test_handler_may_close_the_receiver_and_its_record_counts_as_done(
+def test_handler_can_close_the_receiver_and_its_record_counts_as_done(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 10)
@@ -312,10 +312,12 @@ def test_invalid_arguments_are_refused_and_attach_nothing(stream: meteor.Stream)
 # The lease
 
 
-def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
+def test_receiver_keeps_the_lease_while_it_handles_many_quick_records(
+    stream: meteor.Stream,
+) -> None:
     fill(stream, 12)
     pause = threading.Event()
-    handler = Handler(lambda record: pause.wait(0.1))  # in total twice max_poll_interval
+    handler = Handler(lambda record: pause.wait(0.1))  # twice max_poll_interval in total
     with stream.subscriber(**QUICK) as sub, stream.subscriber(**QUICK) as rival:
         sub.attach_receiver(handler)
         term = eventually(lambda: sub.term)
@@ -370,7 +372,7 @@ def test_lease_lost_in_a_handler_does_not_end_the_receiver(
         eventually(lambda: confirmed(stream) == 6)
         assert receiver.alive
         assert handler.done[-2:] == [4, 5]
-        if looks:  # otherwise the handler continues until the server has refused
+        if looks:  # otherwise it continues until the server refuses a confirm
             assert handler.done == [0, 1, 4, 5]
         assert term is not None
         assert (sub.term or 0) > term

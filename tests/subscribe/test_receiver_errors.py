@@ -316,7 +316,7 @@ def test_dead_letter_is_confirmed_if_all_earlier_records_are_confirmed(
     assert len(letters(dead)) == 1
 
 
-def test_every_record_in_a_stream_may_become_a_dead_letter(
+def test_every_record_in_a_stream_can_become_a_dead_letter(
     stream: meteor.Stream, dead: meteor.Stream
 ) -> None:
     fill(stream, 30)
@@ -327,7 +327,7 @@ def test_every_record_in_a_stream_may_become_a_dead_letter(
     assert [letter.value for letter in letters(dead)] == [value(offset) for offset in range(30)]
 
 
-def test_letter_from_a_subscriber_without_a_group_names_no_group(
+def test_dead_letter_from_a_subscriber_without_a_group_names_no_group(
     stream: meteor.Stream, dead: meteor.Stream
 ) -> None:
     fill(stream, 2)
@@ -358,7 +358,7 @@ sub.attach_receiver(fail, on_error=client.stream("dead", create=True), tries=2).
 """
 
 
-def test_processes_killed_between_letter_and_confirm_leave_one_letter(
+def test_processes_killed_between_dead_letter_and_confirm_leave_one_dead_letter(
     url: str, stream: meteor.Stream, dead: meteor.Stream
 ) -> None:
     fill(stream, 2)

@@ -1,4 +1,4 @@
-"""Services written as the documentation recommends end on SIGTERM, and count exactly once."""
+"""Documented service patterns: they end cleanly on SIGTERM, and count each record exactly once."""
 
 from __future__ import annotations
 
@@ -82,10 +82,8 @@ FRAMES = pytest.mark.parametrize("frame", [_WITH, _BARE], ids=["with", "bare"])
 def check_released(harness: GroupHarness, program: Process, at_least: int) -> int:
     """Check that the service has ended cleanly; return the confirmed offset."""
     assert program.wait() == 0
-    assert (harness.owner, harness.field("owner")) == (
-        None,
-        "",
-    )  # released, not expired
+    # The lease was released; it did not expire.
+    assert (harness.owner, harness.field("owner")) == (None, "")
     assert [event.what for event in harness.events()] == ["assigned", "released"]
     confirmed = harness.confirmed
     assert confirmed is not None
@@ -96,7 +94,7 @@ def check_released(harness: GroupHarness, program: Process, at_least: int) -> in
 
 @BODIES
 @FRAMES
-def test_waiting_service_confirms_and_releases_its_lease_at_sigterm(
+def test_waiting_service_confirms_and_releases_its_lease_on_sigterm(
     harness: GroupHarness, body: str, frame: str
 ) -> None:
     harness.fill(10)
@@ -112,7 +110,7 @@ def test_waiting_service_confirms_and_releases_its_lease_at_sigterm(
 
 @BODIES
 @FRAMES
-def test_busy_service_confirms_and_releases_its_lease_at_sigterm(
+def test_busy_service_confirms_and_releases_its_lease_on_sigterm(
     harness: GroupHarness, body: str, frame: str
 ) -> None:
     end = harness.fill(*[10_000] * 30)
@@ -204,7 +202,7 @@ def count(harness: GroupHarness, path: Path, guard: str, stop: str) -> tuple[int
         one.write("go")
         assert one.read() == stop
         one.pause()
-        one.write("go")  # read by the process when it is resumed
+        one.write("go")  # the process reads this when it is resumed
         other.write("go")
         assert other.read() == "end"
         one.resume()

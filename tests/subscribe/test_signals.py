@@ -44,7 +44,8 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
         batch = sub.poll(rng.choice((0.0, 0.5)), rng.choice((1, 7)))
         assert [int(value) for value in batch.values()] == list(batch.offsets)
         if batch and rng.random() < 0.5:
-            sub.confirm().result(rng.choice((5, None)))  # without a timeout, this thread sends it
+            # Without a timeout, this thread sends the confirm.
+            sub.confirm().result(rng.choice((5, None)))
 
     deadline = time.monotonic() + SECONDS
     with stream.subscriber(group="g", initial_offset="earliest") as sub:
@@ -56,7 +57,7 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
 
 
 @pytest.mark.parametrize("call", ["poll", "confirm", "deactivate"])
-def test_each_member_call_may_be_interrupted_at_any_moment(
+def test_each_member_call_can_be_interrupted_at_any_moment(
     stream: meteor.Stream, call: str
 ) -> None:
     def confirm() -> None:
@@ -74,7 +75,7 @@ def test_each_member_call_may_be_interrupted_at_any_moment(
             assert ends(lambda: sub.confirm(0).exception(5), 10), "another thread is stuck"
             sub.reactivate()
             eventually(lambda: sub.poll(1, 1), 10, "the member is stuck")
-            if call == "poll":  # let the next one acquire the lease and fetch
+            if call == "poll":  # make the next poll acquire the lease and fetch
                 sub.deactivate(5)
                 sub.reactivate()
             moments += 1

@@ -1,8 +1,8 @@
 """A subscriber without a group reads a stream from any position, in order.
 
 The first tests follow Meteor's own; the others cover polling, iterating, seeking and waiting in
-detail. ``test_interference.py`` has outages, deletions and forks, and ``test_gaps.py`` records that
-are missing or unreadable.
+detail. ``test_interference.py`` covers outages, deletions and forks, and ``test_gaps.py`` covers
+missing and unreadable records.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_initial_offset_decides_where_reading_starts(
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_initial_offset_may_be_an_offset_or_a_time(
+def test_initial_offset_can_be_an_offset_or_a_time(
     stream: meteor.Stream, group: str | None
 ) -> None:
     fill(stream, 2)
@@ -208,12 +208,12 @@ def test_poll_waits_for_its_timeout(stream: meteor.Stream) -> None:
         assert 0.3 <= time.monotonic() - start < 2
 
 
-def test_poll_may_wait_longer_than_the_connection_timeout(url: str) -> None:
+def test_poll_can_wait_longer_than_the_connection_timeout(url: str) -> None:
     with meteor.connect(url, timeout=0.2) as m, m.stream("s", create=True).subscriber() as sub:
         assert not sub.poll(timeout=0.6)
 
 
-def test_poll_may_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
+def test_poll_can_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
     """A blocking read lasts two seconds, because redis-py 8 abandons a reply after five."""
     with stream.subscriber() as sub:
         start = time.monotonic()
@@ -343,7 +343,7 @@ def test_closing_the_subscriber_inside_a_loop_ends_the_loop(stream: meteor.Strea
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_changing_a_batchs_values_does_not_affect_reading(
+def test_changing_the_values_of_a_batch_does_not_affect_reading(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 3)

@@ -1,4 +1,4 @@
-"""A server with the roles of docs/acl.md, for testing their permissions.
+"""A server that has the roles from docs/acl.md, for testing each role's permissions.
 
 with connect(guarded, "subscriber") as m, pytest.raises(meteor.AccessDenied):
     m.stream("orders", create=False).configure(capacity=1)
@@ -28,7 +28,7 @@ def roles() -> dict[str, list[str]]:
 
 
 def dead_letter_rules() -> list[str]:
-    """Returns the rules that the page adds for dead letters."""
+    """Returns the additional rules that docs/acl.md gives for dead letters."""
     block = re.search(r"`(\([^`]*\{dead\}[^`]*\))`", PAGE.read_text())
     assert block is not None
     return re.findall(r"\([^)]*\)", block[1])
@@ -36,12 +36,12 @@ def dead_letter_rules() -> list[str]:
 
 @pytest.fixture(params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
-    """A server with these roles, streams that the admin created, and loaded scripts."""
+    """A server with these roles, two streams and the scripts, prepared by `guard`."""
     return guard(private_server(kind=request.param))
 
 
 def guard(server: Server) -> Server:
-    """Give a server the roles, two streams and the scripts."""
+    """Create the roles and two streams on a server, and load the scripts."""
     with server.client() as client:
         for name, rules in roles().items():
             if name != "default":  # stays enabled for the tests' own client

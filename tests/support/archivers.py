@@ -6,9 +6,9 @@
         stored.archiver()
         stored.check(end)
 
-A fault describes how and when a process fails: "kill" (SIGKILL) or "stop" (SIGSTOP), "before" or
-"after", a step in the commit, and optionally the number of the call. The steps are library
-functions, wrapped only in that process.
+A fault describes how and when a process fails. Its words are "kill" (SIGKILL) or "stop" (SIGSTOP),
+"before" or "after", a step of the commit and, optionally, which call to that step fails (by default
+the first). The steps are library functions, which are wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from tests.support.group_members import (
 from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
-#: A lease that expires during a test, and one that does not.
+#: Lease times in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.4
 LONG_S = 60.0
 
-#: The commit steps that a fault can name, and their functions.
+#: The commit steps that a fault can name, with the function that performs each.
 STEPS: dict[str, tuple[Any, str]] = {
     "append": (meteor.ParquetStore, "append"),
     "state": (meteor.ParquetStore, "save_state"),
@@ -118,7 +118,7 @@ class StoredStream(GroupHarness):
         return int(self.fields("archived")[0] or -1)
 
     def wait_archived(self, offset: int, timeout_s: float = 20) -> None:
-        eventually(lambda: self.archived >= offset, timeout_s, f"{offset} was not archived")
+        eventually(lambda: self.archived >= offset, timeout_s, f"offset {offset} was not archived")
 
     def ring(self) -> list[int]:
         """The first offset of each frame in the ring."""
@@ -136,7 +136,7 @@ class StoredStream(GroupHarness):
         return sorted(name for name in names if name.endswith(".parquet"))
 
     def stored(self) -> list[int]:
-        """Returns the offsets in the files that count, after checking their values."""
+        """Returns the offsets in the stream's segment files, after checking the record values."""
         offsets: list[int] = []
         for path in self.stream.store.files():
             table = pq.ParquetFile(path).read()
@@ -270,7 +270,7 @@ class _Child:
         return self.refusals
 
     def error(self) -> str | None:
-        """Returns the kind of the last error."""
+        """Returns the class name of the last error, if any."""
         assert self.archiver is not None
         return type(self.archiver.error).__name__ if self.archiver.error else None
 
@@ -278,7 +278,7 @@ class _Child:
         return bool(archiver_threads())
 
     def mount(self, directory: str, place: str) -> None:
-        """Mount a directory over another, in this process only."""
+        """Mount one directory over another, in this process only."""
         subprocess.run(["mount", "--bind", directory, place], check=True, timeout=ANSWER_S)
 
     def read(self) -> list[int]:
@@ -290,7 +290,7 @@ class _Child:
             self.archiver.close()
 
     def fork(self) -> list[str]:
-        """Fork a child that exits; return the child's archivers and exit code."""
+        """Fork a child that exits; return the names of its archiver threads and its exit code."""
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:
@@ -326,7 +326,8 @@ def plant(fault: str) -> None:
 
 
 def _fail(what: str) -> None:
-    # Signal this thread: if another thread stopped first, this one would keep running.
+    # Signal this thread, not the process: the kernel could stop another thread first, and this
+    # one would continue past the step.
     how = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
     signal.pthread_kill(threading.get_ident(), how)
 

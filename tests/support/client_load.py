@@ -1,4 +1,4 @@
-"""Load on one stream while its servers change, and the comparison of what each client was told.
+"""Clients that use one stream while its servers change, and checks that compare their results.
 
 with Load(client) as load:
     cluster.move_slot(...)
@@ -22,7 +22,7 @@ PEERS = "crew"
 KEYS = 50
 BATCH = 20
 CAPACITY = 10_000_000
-#: Seconds for one record, for the end of a thread, and for the consumers to reach the end.
+#: Timeouts in seconds: for one record, for joining a thread, and for consumers to reach the end.
 RESULT_S = 30.0
 JOIN_S = 60.0
 DRAIN_S = 60.0
@@ -49,7 +49,7 @@ class Client(threading.Thread):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close what the thread has opened."""
+        """Close everything that the thread has opened."""
 
     def stop(self) -> None:
         self._stopped.set()
@@ -61,7 +61,8 @@ class Client(threading.Thread):
 class Publishing(Client):
     """Publishes numbered values in batches, each value with a key.
 
-    ``window`` is the number of batches in flight: 1 measures pauses, more lets failovers lose more.
+    ``window`` is the number of batches in flight. A window of 1 measures pauses; with a larger
+    window, a failover can lose more records.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Publishing(Client):
         super().__init__(f"{prefix.decode()}publisher")
         self._prefix = prefix
         self.publisher = stream.publisher(acks=acks, delivery_timeout=RESULT_S)
-        #: Offsets and values. After a failover, an offset may have been acknowledged twice.
+        #: Acknowledged offsets and values. After a failover, an offset can appear twice.
         self.acked: list[tuple[int, bytes]] = []
         #: Values whose outcome is unknown, and values that were refused.
         self.unknown: set[bytes] = set()
         self.refused: set[bytes] = set()
-        #: Ranges of offsets that were reported as lost after their acknowledgement.
+        #: Ranges of acknowledged offsets that were later reported as lost.
         self.reported: list[tuple[int, int]] = []
         self.longest_pause_s = 0.0
         self.errors: Counter[str] = Counter()
@@ -118,7 +119,7 @@ class Publishing(Client):
                 self.errors[type(error).__name__] += 1
 
     def continues(self) -> bool:
-        """Wait until another batch is acknowledged; return whether it was in time."""
+        """Wait until another batch is acknowledged; return whether that happened in time."""
         before = len(self.acked)
         wait_until(lambda: len(self.acked) > before or bool(self.problems))
         return len(self.acked) > before
@@ -196,7 +197,7 @@ class GroupReading(Client):
 
 
 class SharedWorking(Client):
-    """A consumer of a shared group, which acknowledges each record."""
+    """A shared group consumer that acknowledges each record."""
 
     def __init__(self, stream: meteor.Stream, number: int, deliveries: Deliveries) -> None:
         super().__init__(f"consumer-{number}")
@@ -218,7 +219,7 @@ class SharedWorking(Client):
 
 
 class Deliveries:
-    """The records that all consumers of a shared group have got, and their order per key."""
+    """Counts each record's deliveries, and collects those that are out of order for their key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -325,7 +326,7 @@ def duplicates(values: Iterable[bytes]) -> list[bytes]:
 def unreported(
     known: list[tuple[int, bytes]], log: dict[int, bytes], reported: list[tuple[int, int]]
 ) -> list[int]:
-    """Return the offsets that a client knew, that the log lost, and that were not reported."""
+    """Return the offsets of ``known`` records that the log lost but that were not ``reported``."""
     return [
         offset
         for offset in lost(known, log)
@@ -334,12 +335,12 @@ def unreported(
 
 
 def lost(known: list[tuple[int, bytes]], log: dict[int, bytes]) -> list[int]:
-    """Return the offsets at which the log has not, or no longer, what a client knew."""
+    """Return the offsets of ``known`` records that the log lacks or has replaced."""
     return [offset for offset, value in known if log.get(offset) != value]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DRAIN_S) -> bool:
-    """Wait without failing: the checks that follow say what is missing."""
+    """Wait for a condition; return whether it became true. Later checks show what is missing."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Runs the ``meteor`` command as a process, as in a shell, but with its modules preloaded."""
+"""Runs the ``meteor`` command in its own process, like a shell, but with its modules preloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 from tests.support.preloaded_process import PreloadedProcess, run
 
 METEOR = Path(sys.executable).parent / "meteor"
-#: Seconds after which a command counts as hung; generous, for loaded machines.
+#: Seconds after which a command counts as hung. Long enough for loaded machines.
 PATIENCE_S = 60.0
 
 
@@ -55,7 +55,7 @@ def meteor(
     patience_s: float = PATIENCE_S,
     preloaded: bool = True,
 ) -> CommandResult:
-    """Run a command to its end, with $METEOR_URL set."""
+    """Run a command until it exits, with $METEOR_URL set."""
     command = [str(METEOR), *arguments]
     env = environment(url, environ)
     if preloaded:
@@ -114,7 +114,7 @@ class RunningCommand:
         return line.decode()
 
     def end(self, how: signal.Signals | None = None) -> CommandResult:
-        """Send a signal or close the input, and wait for the exit."""
+        """Send a signal or only close the input, and wait until the command exits."""
         if how is not None:
             self.process.send_signal(how)
         out, err = self.process.communicate(timeout=PATIENCE_S)

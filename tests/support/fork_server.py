@@ -25,7 +25,7 @@ _FILES = 4
 
 
 class _Request:
-    """A process to start: arguments, files, folder and environment."""
+    """A process to start: its arguments, standard files, working directory and environment."""
 
     def __init__(self, connection: socket.socket, files: list[int]) -> None:
         with connection.makefile("rb") as whole:
@@ -38,7 +38,7 @@ class _Request:
             os.close(file)
 
     def apply(self) -> None:
-        """Set up files, folder and environment as in a newly started process."""
+        """Set up the standard files, working directory and environment, as in a new process."""
         if self._options["session"]:
             os.setsid()
         for number, file in enumerate(self._files):
@@ -57,7 +57,7 @@ class _Request:
         _set_file("stderr", open(2, "w", 1, "utf-8", escaped, closefd=False))  # noqa: SIM115
 
     def run(self) -> None:
-        """Run like ``python ARGUMENTS``."""
+        """Run the requested arguments, like ``python ARGUMENTS``."""
         arguments = self.arguments
         while arguments[0] == "-W":
             warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
@@ -88,7 +88,10 @@ class _ForkServer:
         self._ended, self._wake = socket.socketpair()
 
     def serve(self) -> _Request | None:
-        """Fork and report exit codes. Return in each child, and at the end of the tests."""
+        """Fork a child for each request, and report the children's exit codes.
+
+        Return the request in each child, and None at the end of the tests.
+        """
         for end in (self._ended, self._wake):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -106,7 +109,7 @@ class _ForkServer:
             connection = socket.socket(fileno=files[0])
             try:
                 request = _Request(connection, files[1:])
-            except (OSError, ValueError):  # the requester is gone
+            except (OSError, ValueError):  # the requester has exited
                 for file in (connection.detach(), *files[1:]):
                     os.close(file)
                 continue
@@ -114,10 +117,10 @@ class _ForkServer:
                 return request
 
     def _fork(self, request: _Request, connection: socket.socket) -> bool:
-        """Return True in the child. The parent waits until the child is set up, or has ended."""
+        """Return True in the forked child. The parent waits until the child is set up or ends."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # pyarrow runs a thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork() warns of pyarrow's thread
             pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
@@ -150,7 +153,7 @@ def _report(connection: socket.socket, number: int) -> None:
     try:
         connection.sendall(b"%d\n" % number)
     except OSError:
-        pass  # the requester has closed it
+        pass  # the requester has closed the connection
 
 
 if __name__ == "__main__":

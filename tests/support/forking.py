@@ -1,4 +1,4 @@
-"""Safe forks, even if other threads are writing to the log."""
+"""Forks safely even if other threads are writing to the log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHILD_S = 20.0
 def fork() -> int:
     """Fork while no other thread is writing a log line.
 
-    A child inherits its parent's locks. If another thread holds the stderr lock, the child waits
-    for it forever when it writes to the log, or when it exits and flushes.
+    A child inherits its parent's locks. If another thread holds the stderr lock during the fork,
+    the child hangs when it writes to the log, or when it flushes stderr on exit.
     """
     handlers = [*logging.getLogger().handlers, logging.lastResort]
     held = [handler for handler in handlers if handler is not None]
@@ -26,7 +26,7 @@ def fork() -> int:
         handler.acquire()
     pid = os.fork()
     if pid:
-        for handler in held:  # in the child, logging has replaced their locks
+        for handler in held:  # in the child, logging has replaced the locks
             handler.release()
     return pid
 
@@ -41,7 +41,7 @@ def exit_code(pid: int) -> int:
         return bool(found)
 
     try:
-        eventually(has_ended, CHILD_S, "the forked child hangs")
+        eventually(has_ended, CHILD_S, "the forked child hung")
     except AssertionError:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

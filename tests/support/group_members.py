@@ -7,8 +7,8 @@
         first.kill()
         assert second.poll(10) == [0, 1, 2]
 
-A `Member` is a child process with one subscriber. It executes commands one after another and
-replies; every wait for a reply has a deadline. It always ends with the test.
+A `Member` is a child process with one subscriber. It executes one command at a time and replies to
+each. Every wait for a reply has a deadline. The process never outlives the test.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Process:
-    """A child process that exchanges lines with the test, and ends no later than the test."""
+    """A child process that exchanges lines of text with the test and never outlives it."""
 
     def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
@@ -76,7 +76,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the tests
+                start_new_session=True,  # Ctrl-C must interrupt only the tests
             )
         self._watchdog = Watchdog(self._directory)
         self._watchdog.guard(self._process.pid)
@@ -93,10 +93,10 @@ class Process:
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
             if not select.select([self._process.stdout], [], [], left)[0]:
-                raise AssertionError(f"No reply within {within_s:g} s; its log: {self._words()}")
+                raise AssertionError(f"No reply within {within_s:g} s. Its log: {self._words()}")
             part = self._process.stdout.read(65_536)
             if not part:
-                raise AssertionError(f"The member has ended; its log: {self._words()}")
+                raise AssertionError(f"The process has ended. Its log: {self._words()}")
             self._received += part
         line, self._received = self._received.split(b"\n", 1)
         return line.decode()
@@ -118,7 +118,7 @@ class Process:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
-        """Wait for the exit and return the exit code."""
+        """Wait until the process exits; return its exit code."""
         return self._process.wait(ANSWER_S)
 
     def close(self) -> None:
@@ -174,12 +174,12 @@ class Member(Process):
         return answer["value"]
 
     def poll(self, timeout: float = 5.0, max_records: int = 10_000) -> list[int]:
-        """Returns the offsets of a batch, whose values the member has checked."""
+        """Poll once; return the batch's offsets. The member checks the record values."""
         offsets: list[int] = self.ask("poll", timeout, max_records, within_s=timeout + ANSWER_S)
         return offsets
 
     def step(self, number: int = 1) -> list[int]:
-        """Returns the offsets of the next ``number`` records in its loop."""
+        """Returns the offsets of the next ``number`` records in the member's loop."""
         offsets: list[int] = self.ask("step", number)
         return offsets
 
@@ -292,7 +292,7 @@ class GroupHarness:
         return int(seconds * 1000 + micros // 1000)
 
     def events(self, *what: str) -> list[Event]:
-        """Returns the events of this group, or only those of these kinds."""
+        """Returns this group's events, of all kinds or only of the given ones."""
         found: Any = self.redis.xrange(keys.events(STREAM))
         events: list[Event] = []
         for entry_id, raw in found:
@@ -316,7 +316,7 @@ def discard(subscriber: meteor.Subscriber) -> None:
 
 
 class _Child:
-    """The commands of a member, one method each."""
+    """The commands that a member executes, one method each."""
 
     def __init__(self, url: str, stream: str, group: str, options: dict[str, Any]) -> None:
         self.client = meteor.connect(url)
@@ -350,7 +350,7 @@ class _Child:
         raise RuntimeError("The loop over the records ended.")
 
     def step(self, number: int) -> list[int]:
-        """Take records from an endless loop; only an error ends it."""
+        """Take records from the member's endless loop, which only an error ends."""
         loop = self.loop or iter(self.subscriber)
         self.loop = None
         offsets = [next(loop).offset for _ in range(number)]
@@ -430,7 +430,7 @@ def main() -> None:
 
 
 def serve(child: object) -> None:
-    """Execute the command of each input line and reply, until the input ends."""
+    """Execute the command on each input line and reply, until the input ends."""
     for line in sys.stdin:
         command, *args = json.loads(line)
         try:

@@ -65,7 +65,10 @@ class GroupScripts(StreamScripts):
         return self.answer(scripts.RENEW_LEASE, self.owned, *args)
 
     def release(self, nonce: str, *, lapse: bool = False, lease: str = "") -> Answer:
-        """Release the lease. With ``lapse``, pass its current value, or ``lease`` if given."""
+        """Release the lease.
+
+        With ``lapse``, pass the lease value that the caller knows: ``lease``, or the current one.
+        """
         script_keys = [self.group, self.lease, self.events]
         known = (lease or self.lease_text() or "expired") if lapse else ""
         args = (self.g, f"m-{nonce}", nonce, known)
@@ -127,7 +130,7 @@ class GroupScripts(StreamScripts):
         return {name.decode(): text.decode() for name, text in found.items()}
 
     def holder(self) -> str | None:
-        """The member and term in the lease."""
+        """The member and term that the lease names."""
         text = self.lease_text()
         return None if text is None else text.rpartition(" ")[0]
 

@@ -71,7 +71,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
     It calls a profiler at the same moments.
 
     Args:
-        moment: The number of the moment, counted from 1.
+        moment: The number of the moment at which to call ``handler``, counted from 1.
 
     Returns:
         Whether ``work`` has this many moments; if not, ``handler`` was not called.
@@ -97,7 +97,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Returns whether a finalizer is running, where Python drops exceptions from handlers."""
+    """Returns whether a finalizer is running. Python drops exceptions that handlers raise there."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

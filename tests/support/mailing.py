@@ -1,4 +1,4 @@
-"""Peer group handles for message tests. Each has its own client, like a process.
+"""Peer group handles for message tests. Each has its own client, as if in its own process.
 
     with Post(url) as post:
         group, other = post.group(), post.group()
@@ -78,7 +78,9 @@ class Record:
         return [message.body for message in self.messages]
 
     def wait_for(self, count: int) -> list[Message]:
-        eventually(lambda: len(self.messages) >= count, SOON_S, f"fewer than {count} messages")
+        eventually(
+            lambda: len(self.messages) >= count, SOON_S, f"fewer than {count} messages arrived"
+        )
         return self.messages
 
 
@@ -107,7 +109,7 @@ def abandon(group: PeerGroup) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException:
-    """Returns the error from a future, which must have failed."""
+    """Returns the error of a future that must fail."""
     error = future.exception(SOON_S)
     assert error is not None, "the request did not fail"
     return error
@@ -122,7 +124,7 @@ def inbox_length(group: PeerGroup, member: str) -> int:
 
 
 def wait_until_expired(group: PeerGroup, member: str) -> None:
-    """Wait until the first message in an inbox has expired, by this handle's clock too."""
+    """Wait until the first message in an inbox has expired, even by this handle's clock."""
     (first,) = on_key(group, "XRANGE", f"inbox:{member}", "-", "+", "COUNT", 1)
     fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
     until = int(fields[b"until"]) / 1000

@@ -2,7 +2,7 @@
 
 python -m tests.support.parquet_mutants SEED CASES
 
-It prints the number of files refused, the number read, and its own growth in MiB.
+It prints the number of files refused, the number read, and its own memory growth in MiB.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIZES = (0, 1, -1, 127, 128, 2**16, 2**28, 2**31 - 1, -(2**31), 2**32, 2**40, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """The number of broken files refused and read, and the growth of the process in MiB."""
+    """How many broken files were refused and read, and the process's memory growth in MiB."""
 
     refused: int
     read: int
@@ -90,7 +90,7 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
             data[at] ^= 1 << rng.randrange(8)
         elif kind == 2:
             data[at] = rng.randrange(256)
-        elif kind == 3:  # a number of the same or another length
+        elif kind == 3:  # another number, whose encoding may have a different length
             data[at : at + rng.randrange(1, 5)] = varint(rng.choice(_SIZES))
         elif kind == 4:
             length = rng.randrange(1, 40)
@@ -98,13 +98,13 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
         else:
             other, length = rng.randrange(len(data)), rng.randrange(1, 60)
             data[at : at + length] = data[other : other + length]
-    if rng.random() < 0.5 and len(data) != len(whole):  # so that the footer is found again
+    if rng.random() < 0.5 and len(data) != len(whole):  # correct the footer's length
         data[-8:] = (len(data) - 8 - footer).to_bytes(4, "little", signed=True) + b"PAR1"
     return bytes(data) if rng.random() < 0.98 else bytes(data[: rng.randrange(len(data))])
 
 
 def flipped_footers(whole: bytes) -> Iterator[bytes]:
-    """Yield copies of a file, each with one bit of the footer flipped. Some change list lengths."""
+    """Yield copies of a file, each with one footer bit flipped. Some flips change list lengths."""
     for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
         data = bytearray(whole)
         data[at] ^= 64

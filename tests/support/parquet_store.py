@@ -15,10 +15,10 @@ from meteor_py.store import maintenance
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, records
 
-#: The offsets at which the segments begin, and the end of the last.
+#: The first offset of each segment, and the end of the last segment.
 EDGES = (0, 40, 80, 120)
 END = EDGES[-1]
-#: Records per row group, for `segment_file.GROUP_RECORDS`.
+#: Records per row group. Tests set `segment_file.GROUP_RECORDS` to this.
 GROUP = 16
 
 
@@ -36,7 +36,7 @@ def filled(root: Path) -> ParquetStore:
 
 
 def names(root: Path) -> set[str]:
-    """Returns all names in the folder, including files that do not count."""
+    """Returns all file names in the folder, including files that are not part of the log."""
     return set(os.listdir(root / "s" / INCARNATION))
 
 
@@ -71,5 +71,5 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
 
 
 def everything_said(error: BaseException) -> str:
-    """Returns all text of an error that a log could show, including its causes."""
+    """Returns everything that a log could show of an error, including its causes."""
     return "".join(traceback.format_exception(error, chain=True)) + repr(error)

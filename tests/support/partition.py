@@ -1,8 +1,8 @@
 """A cluster whose nodes can be cut off from each other, while clients still reach all of them.
 
 Every node announces the ports of two proxies: one to its bus, and one to its own port for its
-replicas. Each node connects from an address of its own (127.0.0.2 and so on), so that the proxies
-know which node connects. Clients use the nodes' real ports, by `remap`.
+replicas. Each node connects from its own address (127.0.0.2 and so on), so that the proxies know
+which node connects. Clients use the nodes' real ports, which they learn from `remap`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_S = 0.05
 
 
 class Door:
-    """A proxy to one port of a node, which closes the connections from and to cut-off nodes."""
+    """A proxy for one port of a node. It closes connections between nodes that are cut off."""
 
     def __init__(self, network: Network, owner: str, target_port: int) -> None:
         self._network, self._owner, self._target_port = network, owner, target_port
@@ -92,7 +92,7 @@ class Door:
 
 
 class Network:
-    """The doors of all nodes, and which nodes are cut off. A node is known by its address."""
+    """Knows which nodes are cut off from the others. A node is identified by its source address."""
 
     def __init__(self) -> None:
         self._cut: frozenset[str] = frozenset()
@@ -109,7 +109,7 @@ class Network:
 
 
 class PartitionedNode(Node):
-    """A node behind two doors."""
+    """A node that other nodes reach only through two `Door` proxies."""
 
     def __init__(
         self, network: Network, number: int, program: str | Path | None, timeout_s: float
@@ -143,7 +143,7 @@ class PartitionedCluster(Cluster):
 
     @property
     def remap(self) -> dict[tuple[str, int], tuple[str, int]]:
-        """Where clients reach the nodes."""
+        """Maps the addresses that the nodes announce to those at which clients reach them."""
         doors = {node.front.port: node.port for node in self._doors()}
         return {(HOST, door): (HOST, port) for door, port in doors.items()}
 

@@ -1,5 +1,5 @@
-"""Processes that take part in peer groups: with several groups or members, as observers, or joining
-and leaving under load.
+"""Processes that use peer groups: with several groups or members, as observers, or joining and
+leaving under load.
 
     with Nodes(url) as nodes:
         one, two = nodes.start(2, "workers", ttl=60)
@@ -41,7 +41,7 @@ BOX = "box"
 PATIENCE_S = 30.0
 #: Targets of requests under load.
 TARGETS = ("leader", "any", "all", "member")
-#: Seconds for the reply to a slow command: only a failing test waits that long.
+#: Seconds to wait for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0
 #: Concurrent requests per process.
 _OPEN = 8
@@ -103,7 +103,7 @@ def ask_all(
     """Send all processes the same command at once, and return their replies.
 
     Args:
-        each: An additional argument per process.
+        each: One more argument for each process.
     """
     for number, node in enumerate(nodes):
         node.tell(command, *args, *([] if each is None else [each[number]]))
@@ -121,17 +121,17 @@ def plain(event: Event) -> dict[str, Any]:
 
 
 class _Child:
-    """The commands of a process, one method each."""
+    """The commands that a process executes, one method each."""
 
     def __init__(self, url: str, *, stepped: bool) -> None:
         if stepped:
-            step_clocks(pytest.MonkeyPatch())  # until the process ends
+            step_clocks(pytest.MonkeyPatch())  # never undone: it lasts until the process ends
         self.client = meteor.connect(url)
         self.groups: dict[str, PeerGroup] = {}
         self.mine: dict[str, Membership] = {}
         self.seen: list[Event] = []
         self.got: list[dict[str, Any]] = []
-        #: The ids of members that have left, and messages that they got afterwards.
+        #: Ids of members that have left, and bodies of messages that reached them afterwards.
         self.gone: set[str] = set()
         self.too_late: list[Any] = []
 
@@ -219,7 +219,7 @@ class _Child:
                 here[place] = self.groups[group].join(name)
 
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
-        """Join, leave, tell all and resign at random, ending as a member.
+        """Join, leave, resign and send messages to all members at random; end as a member.
 
         Return the messages that were sent, and the member ids.
         """

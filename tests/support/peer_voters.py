@@ -30,7 +30,7 @@ from tests.support.group_members import answer as say
 GROUP = "panel"
 #: Seconds to wait for an outcome: only a failing test waits that long.
 RESULT_S = 20.0
-#: Longer than any test: such a vote does not end by itself.
+#: Seconds, longer than any test takes: a vote with this timeout never times out.
 LONG_S = 60.0
 
 
@@ -139,7 +139,7 @@ def outcome_of(future: Future[Outcome]) -> Outcome:
 
 
 class _Child:
-    """The commands of a member, one method each."""
+    """The commands that a member executes, one method each."""
 
     def __init__(self, url: str, name: str | None = None) -> None:
         self.client = meteor.connect(url)
@@ -150,7 +150,8 @@ class _Child:
         self.lost: list[dict[str, Any]] = []
         self.seen: list[Outcome] = []
         self.peer_group.on_decision(self.seen.append)
-        self.me.on_missed(lambda action: self.lost.append(_facts(action)))  # once for all names
+        # One callback for actions with any name.
+        self.me.on_missed(lambda action: self.lost.append(_facts(action)))
 
     def vote(self, answer: bool | None) -> None:
         @self.me.on_vote

@@ -1,4 +1,4 @@
-"""A process for chaos runs: a member that logs each message, and that a poison message kills."""
+"""A peer group member for chaos runs. It logs each message, and a poison message kills it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def main() -> None:
         def work(message: Message) -> int:
             body = message.body
             line = {"id": message.id, "at": time.monotonic(), "deliveries": message.deliveries}
-            os.write(
-                log, json.dumps(line | body).encode() + b"\n"
-            )  # one system call: no line is torn
+            # One system call, so that a kill never leaves half a line.
+            os.write(log, json.dumps(line | body).encode() + b"\n")
             if body["poison"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return int(body["n"])

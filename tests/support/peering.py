@@ -44,7 +44,8 @@ LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
 
-#: Clocks for scripts in tests: a key that the test sets, or a key that is added to the real clock.
+#: Clocks for scripts in tests. One reads the time from a key that the test sets. The other adds a
+#: key's value to the real time.
 _SET = b"""(function()
   local ms = tonumber(call('GET', P .. 'clock'))
   return {format('%.0f', math.floor(ms / 1000)), format('%.0f', ms % 1000 * 1000)}
@@ -242,7 +243,7 @@ def on_key(group: PeerGroup, command: str, part: str, *args: Any) -> Any:
 
 def await_heartbeat(group: PeerGroup, me: Membership) -> None:
     """Wait until a member's heartbeat has been sent and processed."""
-    for _ in range(2):  # the effects of the first are complete before the second
+    for _ in range(2):  # the first heartbeat's effects are complete when the second is sent
         before = me._handle.valid_until
         group._handle.heartbeat.hurry()
         eventually(lambda before=before: me._handle.valid_until > before, 20)  # type: ignore[misc]
@@ -252,13 +253,13 @@ def expel(group: PeerGroup, *members: str) -> None:
     """Make the server drop members, as if their ttl had expired."""
     client, key = group._handle.protocol.connector, group._handle.protocol.key
     overdue = [item for member in members for item in (1, member)]
-    # Together, so that no heartbeat runs between the two.
+    # In one pipeline, so that no heartbeat runs between the two commands.
     client.pipeline([("ZADD", key("deadlines"), *overdue), ("HDEL", key("state"), "due")])
     group._handle.protocol.look()
 
 
 class Heard:
-    """Calls to a group's callbacks, in order."""
+    """Records the calls to a group's callbacks, in order."""
 
     def __init__(self, group: PeerGroup) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -338,7 +339,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until the process is paused for a ttl; return its view of the term and writes."""
+        """Lead until the process was paused for a ttl; return how it sees its term and writes."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me._handle.session
             last = at = now()

@@ -32,7 +32,7 @@ from typing import IO, Any, Self
 from tests.support.waiting import eventually
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Seconds for the fork server to start and to fork, and for an unwanted process to end.
+#: Seconds that the fork server has to start or to fork, and an unwanted process to end.
 _PATIENCE_S = 60.0
 
 
@@ -181,7 +181,7 @@ def run(
 
 def _write(file: int, data: memoryview) -> int:
     try:
-        return os.write(file, data[: select.PIPE_BUF])  # this much does not block
+        return os.write(file, data[: select.PIPE_BUF])  # a write of this size does not block
     except BrokenPipeError:
         return len(data)  # the process has closed its input
 
@@ -210,7 +210,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 class _ForkServer:
-    """The fork server of this process, and the requests to it."""
+    """This process's fork server, and the connection for requests to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -220,7 +220,7 @@ class _ForkServer:
                 [sys.executable, "-m", "tests.support.fork_server", str(inside.fileno())],
                 cwd=_ROOT,
                 pass_fds=[inside.fileno()],
-                start_new_session=True,  # Ctrl-C is for the tests
+                start_new_session=True,  # Ctrl-C must interrupt only the tests
             )
 
     def start(self, request: str, files: list[int]) -> socket.socket:

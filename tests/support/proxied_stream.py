@@ -16,7 +16,7 @@ from tests.support.servers import HOST, Replica, Server, plain_client
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory  # circular at run time
+    from tests.conftest import ServerFactory  # importing it at run time would be circular
 
 NAME = "orders"
 
@@ -178,7 +178,7 @@ def discard(publisher: meteor.Publisher) -> None:
 
 
 def failure(ack: meteor.Ack | meteor.ManyAck, timeout: float = 10) -> Exception:
-    """Returns the error from an ack, which must have failed."""
+    """Returns the error of an ack that must fail."""
     error = ack.exception(timeout)
     assert error is not None, f"The ack did not fail: {ack!r}"
     return error

@@ -75,7 +75,7 @@ class Proxy:
         with self._lock:
             return replace(self._counters)
 
-    # Controls, which any thread may call.
+    # Control methods, which any thread can call.
 
     def cut(self) -> None:
         """End all connections at once, losing held bytes."""
@@ -86,7 +86,7 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th request from now that contains `match`. It is never executed.
+        """Cut before the n-th request from now that contains `match`, which is never executed.
 
         Earlier requests on its connection are executed and get their replies.
         """
@@ -100,7 +100,7 @@ class Proxy:
         self._arm("after", n, match)
 
     def cut_mid_reply(self, after_bytes: int) -> None:
-        """Cut the next connection that gets a reply after `after_bytes` bytes of it."""
+        """Cut the next connection that gets a reply, after `after_bytes` bytes of that reply."""
         with self._control():
             self._faults.mid_reply = after_bytes
 
@@ -137,7 +137,7 @@ class Proxy:
     def chaos(
         self, rng: Random, probability: float, faults: Sequence[Fault] = ("lost_reply",)
     ) -> None:
-        """Cause one of `faults` on each piece of a reply with this probability; 0 ends it.
+        """With this probability, cause one of `faults` on each piece of a reply; 0 ends it.
 
         lost_reply: drop it and cut the connection. torn_reply: forward a part of it, then cut.
         late_reply: delay it by up to 50 ms. lost_request: cut before the connection's next request.

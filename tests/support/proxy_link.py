@@ -1,6 +1,6 @@
 """One connection through the fault proxy, and its faults.
 
-Nothing here locks or waits: the proxy's thread calls it step by step.
+Nothing here takes a lock or waits: the proxy's thread drives each connection step by step.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def fill(stream: meteor.Stream, *sizes: int) -> int:
 
 
 def later_than_all(stream: meteor.Stream) -> int:
-    """Returns a time in ms after all records; 0 if the clock has not advanced yet."""
+    """Returns a time in ms that is later than all records; 0 if the clock has not advanced yet."""
     now = int(datetime.now(UTC).timestamp() * 1000)
     is_later = stream.offset_at(datetime.fromtimestamp(now / 1000, UTC)) == stream.bounds()[1]
     return now if is_later else 0
@@ -59,7 +59,7 @@ def everything(client: redis.Redis) -> dict[bytes, tuple[Any, ...]]:
 
 
 def entries(client: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Returns the log of a stream."""
+    """Returns the entries in a stream's log."""
     answer: Any = client.xrange(keys.log(stream))
     return list(answer)
 

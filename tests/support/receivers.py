@@ -86,7 +86,7 @@ def owner(stream: meteor.Stream, group: str = "g") -> str | None:
 
 
 def is_free(stream: meteor.Stream, group: str = "g") -> bool:
-    """Returns whether the lease was released, rather than expired."""
+    """Returns whether the group's lease was released, as opposed to expired."""
     plain = stream.client.redis
     released = plain.hget(keys.group(stream.name, group), "owner") == b""
     return released and not plain.exists(keys.lease(stream.name, group))

@@ -6,8 +6,8 @@
     with S3() as s3, s3.proxy() as proxy:          # uploads can be cut in the middle
         store = ParquetStore(s3.uri(proxy.port), "orders")
 
-pyarrow has its own S3 client, in C++, so moto replaces no code under test. It retries three
-times, which takes six seconds without a server; `filesystem()` does not retry.
+pyarrow has its own S3 client, in C++, so moto replaces no code under test. That client retries
+three times, which takes six seconds without a server; `filesystem()` does not retry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class S3:
     """A server with one empty bucket. Each `uri()` call returns a different folder in it."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer  # takes half a second
+        from moto.server import ThreadedMotoServer  # importing moto takes half a second
 
         # The server logs a line for each request, and a traceback for each interrupted one.
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
@@ -54,7 +54,7 @@ class S3:
     def uri(self, port: int | None = None, folder: str | None = None) -> str:
         """Returns the address of a new folder, through a proxy if its port is given."""
         endpoint = f"{HOST}:{port or self.port}"
-        os.environ[ENDPOINTS_VARIABLE] = endpoint  # readers may follow this address
+        os.environ[ENDPOINTS_VARIABLE] = endpoint  # allows readers to use this address
         return (
             f"s3://{ACCESS_KEY}:{SECRET}@{BUCKET}/{folder or secrets.token_hex(8)}"
             f"?endpoint_override={endpoint}&scheme=http&region=us-east-1"

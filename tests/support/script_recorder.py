@@ -19,7 +19,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import Script
 from tests.support.waiting import eventually
 
-#: The name of the stream and of the peer group, so that all keys are in one slot.
+#: The name of both the stream and the peer group, so that all keys are in one slot.
 NAME = "s"
 
 
@@ -33,7 +33,7 @@ class ScriptCall:
 def record_every_script(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> dict[str, ScriptCall]:
-    """Use everything that the library offers; return a call of each script, by its name."""
+    """Use everything that the library offers; return one call of each script, by script name."""
     found: dict[str, ScriptCall] = {}
     script_call = Connection.script_call
 
@@ -74,7 +74,7 @@ def _use_log(client: meteor.Client, stream: meteor.Stream) -> None:
     connector = client._connector
     with stream.publisher() as pub:
         pub.publish_many([b"x"] * 50, keys=[b"k"] * 50).result()
-    connector.call("DEL", keys.settings(NAME))  # as in a release before 0.3
+    connector.call("DEL", keys.settings(NAME))  # as if written by a release before 0.3
     client.stream(NAME, create=False)
     connector.call("HSET", keys.meta(NAME), "history", "of a former server")
     with stream.publisher() as pub:

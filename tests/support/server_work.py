@@ -1,9 +1,9 @@
 """Counts the work that each call makes a server do while nothing else can run.
 
 A call is a script, a transaction, or a single command. ``MONITOR`` shows the commands of each call
-and their arguments; reads are limited by a count or a range among their arguments. Counted work
-does not depend on the speed of the machine, so tests can assert on it. The server also measures how
-long its calls take, which is only worth printing.
+and their arguments. A read is bounded by a count or range in its arguments. Counted work does not
+depend on the speed of the machine, so tests can assert on it. The server also measures the duration
+of each call, but tests only print that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
     """A script, a transaction or a command."""
 
     name: str
-    #: Commands that it runs, and the number of their arguments.
+    #: The number of commands that the call runs, and of their arguments.
     commands: int = 0
     arguments: int = 0
     #: Commands that read or free a collection of any size.
@@ -46,10 +46,10 @@ class Call:
 
 @dataclass
 class Work:
-    """The calls of a block, and the longest ones."""
+    """The calls made during a block, and the slowest of them."""
 
     calls: list[Call] = field(default_factory=list)
-    #: The name of the longest script or transaction, and its milliseconds.
+    #: The command name of the slowest call, and its duration in milliseconds.
     longest: tuple[str, float] = ("", 0.0)
 
     @property

@@ -35,7 +35,7 @@ def binaries() -> dict[str, Path]:
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that never retries. For a cluster it is a ``RedisCluster``."""
+    """Return a redis-py client that never retries; for a cluster's URL, a ``RedisCluster``."""
     if "+cluster://" not in url:
         return kit.plain_client(url, **options)
     hosts = [host.partition(":") for host in url.partition("://")[2].split(",")]
@@ -49,7 +49,7 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
 
 
 class Server(testing.Server):
-    """A server with a port, which proxies and replicas need, unless ``unix`` is set.
+    """A server that listens on a port, as proxies and replicas require, unless ``unix`` is set.
 
     with Server(binaries()["valkey"], "--appendonly", "yes") as server:
         server.client().set("a", 1)
@@ -58,7 +58,7 @@ class Server(testing.Server):
     """
 
     def __init__(self, binary: Path, *args: str, port: int = 0, unix: bool = False) -> None:
-        # A replica is in sync after milliseconds instead of five seconds.
+        # Without the delay, a replica is in sync after milliseconds instead of five seconds.
         quick_sync = ("--repl-diskless-sync-delay", "0")
         super().__init__(*quick_sync, *args, program=binary, port=None if unix else port)
 

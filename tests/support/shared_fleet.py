@@ -126,7 +126,7 @@ class Fleet:
                 self.kill(number)
 
     def trouble(self) -> None:
-        """Kill or pause one consumer, and resume those that are due."""
+        """Kill or pause one consumer, and resume paused consumers that are due."""
         for number, until in list(self._paused.items()):
             if time.monotonic() > until:
                 self._members[number].resume()
@@ -136,7 +136,7 @@ class Fleet:
         number = self.rng.randrange(len(self._members))
         if number in self._paused:
             return
-        if not self._next:  # random, but both kinds occur
+        if not self._next:  # in random order, but both faults occur
             self._next = self.rng.sample([self.kill, self._pause] * 2, 4)
         self._next.pop()(number)
 
@@ -150,7 +150,7 @@ class Fleet:
         self.done["paused"] += 1
 
     def _cut_off(self) -> None:
-        """Now and then hold the replies to half of the consumers for a while, and lose them."""
+        """Now and then, cut off half of the consumers: hold back their replies, then drop them."""
         for number, until in list(self._stalled.items()):
             if time.monotonic() > until:
                 self._proxies[number].cut()
@@ -190,7 +190,7 @@ class Fleet:
                 next_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
             return state.confirmed == end and not state.dead_letters_pending
 
-        eventually(finished, 900, "the group took too long")
+        eventually(finished, 900, "the group did not settle all records in time")
         with self.all_awake():
             self.plain.set(STOP, 1)
 
@@ -206,15 +206,17 @@ class Fleet:
         state = self.shared.describe()
         letters, total = self.letters(), len(self.key_of)
         assert state.confirmed == self.stream.end().offset == total
-        assert len(set(letters)) == len(letters) == state.dead, "each dead record has one letter"
-        assert state.acked + state.dead == total, "each record is settled once"
+        assert len(set(letters)) == len(letters) == state.dead, (
+            "dead letters are missing or repeated"
+        )
+        assert state.acked + state.dead == total, "each record must be settled once"
         assert state.lost == state.purged == state.waiting == 0
         assert self.shared.fsck() == []
         history = [int(offset) for offset in self.plain.lrange(HISTORY, 0, -1)]
         assert {*history, *letters} == set(range(total)), "each record is processed or buried"
         last: dict[bytes, int] = {}
         dead = {*letters}  # a paused consumer that was fenced may process a dead record late
-        for offset in dict.fromkeys(history):  # where each was processed first
+        for offset in dict.fromkeys(history):  # in the order in which each was first processed
             if offset in dead:
                 continue
             key = self.key_of[offset]

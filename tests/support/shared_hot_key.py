@@ -1,4 +1,4 @@
-"""Throughput for other keys while a consumer holds a hot key, or processes it."""
+"""Measures the throughput of other keys while a hot key is held or being processed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
             sub.flush()
         if case == "held":
             hot = next(state for state in queue.shared.keys() if state.key == HOT)
-            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key is still held"
+            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key must still be held"
         discard(owner)
         assert left == [0]
         return others / took

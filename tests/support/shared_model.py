@@ -1,4 +1,4 @@
-"""A model of the records in a shared group, which follows the documented rules."""
+"""A model of the records in a shared group that follows the documented rules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Model:
     def __init__(self, *, tries: int, parks: bool, letters: bool) -> None:
         self.tries, self.parks, self.letters = tries, parks, letters
         self.key_of: dict[int, bytes] = {}
-        self.fate: dict[int, str] = {}  # of each settled record, by offset
+        self.fate: dict[int, str] = {}  # outcome of each settled record
         self.failures: Counter[int] = Counter()
-        self.holder: dict[int, str] = {}  # the consumer of each held record
-        self.bounds: dict[bytes, int] = {}  # the last record of a key that a dead consumer held
-        self.marks: dict[bytes, int] = {}  # a key's records below this are purged when scanned
+        self.holder: dict[int, str] = {}  # the consumer that holds each record
+        self.bounds: dict[bytes, int] = {}  # last record of each key that a dead consumer held
+        self.marks: dict[bytes, int] = {}  # records of the key below this are purged when scanned
         self.dying: set[int] = set()
-        self.stopped: dict[bytes, str] = {}  # keys: "d" (delayed) or "p" (parked)
+        self.stopped: dict[bytes, str] = {}  # by key: "d" (delayed) or "p" (parked)
 
     def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
         """Apply a settlement that the server has accepted."""
@@ -63,8 +63,9 @@ class Model:
             if died:
                 self.bounds[key] = max(self.bounds.get(key, -1), offset)
             del self.holder[offset]
-        if died:  # only the first record of a key can have been in progress
-            for key, offset in heads.items():  # and its last try is delivered alone
+        if died:  # only the first record of each key can have been in progress
+            for key, offset in heads.items():
+                # The last try is delivered alone, so only a suspect can exhaust its tries.
                 suspected = offset <= bounds.get(key, -1)
                 if suspected or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)

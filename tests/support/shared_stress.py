@@ -118,7 +118,7 @@ def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) ->
                         sub.flush()
                         unsent = 0
                 if time.monotonic() - checker.heard_at > STALL_S:
-                    checker.failures.append(f"stalled, with {checker.left} left")
+                    checker.failures.append(f"stalled with {checker.left} records left")
     except BaseException as error:
         checker.failures.append(repr(error))
 

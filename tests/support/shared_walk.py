@@ -33,27 +33,27 @@ from tests.support.sharing import make_due
 
 STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 
-#: Steps without progress after which a group counts as stuck. Several are normal, because each
-#: step reports only a few dead letters.
+#: Steps without progress after which a group counts as stuck. Several such steps are normal,
+#: because each step reports only a few dead letters.
 IDLE_STEPS = 30
 #: Parts of the state that a consumer changes when it joins.
 _OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")
 
 
-#: Limits in the scripts, and smaller ones, so that a short walk reaches each limit.
+#: Limits in the scripts and their smaller replacements, so that a short walk reaches each limit.
 _SMALL = {
     b"local BATCH = 32 ": b"local BATCH = 3 ",
     b"local LOADS = 400 ": b"local LOADS = 6 ",
     b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
     b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
-    b"local RETURN = 64": b"local RETURN = 8",  # one exchange takes 64 portions back
+    b"local RETURN = 64": b"local RETURN = 8",  # one exchange takes back at most 64 portions
     b"local SCAN = 512": b"local SCAN = 9",
 }
 
 
 @contextmanager
 def changed_scripts(changes: dict[bytes, bytes]) -> Iterator[None]:
-    """Replace texts in the step and maintenance scripts during the block."""
+    """Replace parts of the step and maintenance scripts during the block."""
     with pytest.MonkeyPatch.context() as patch:
         left = {*changes}
         for script in (SHARED_STEP, SHARED_MAINTAIN):
@@ -95,7 +95,7 @@ class Hand:
 
 
 class Walk(Model):
-    """``run()`` takes random steps, then drains the group."""
+    """A random walk. ``run()`` takes random steps, then drains the group."""
 
     def __init__(self, client: meteor.Client, plain: redis.Redis, seed: object) -> None:
         self.rng = rng = random.Random(str(seed))
@@ -125,15 +125,15 @@ class Walk(Model):
         plain.hset(self.shared._protocol.key("meta"), "max_waiting", self.room)
         self.shared._protocol.step = self.step  # type: ignore[method-assign]
         self.shared._protocol.maintain = self.maintain  # type: ignore[method-assign]
-        self.hand: Hand | None = None  # in an exchange
-        self.told = True  # whether the model knows its settlements
+        self.hand: Hand | None = None  # the consumer in the current exchange
+        self.told = True  # whether the model has applied its settlements
         self.left = ""  # the consumer that last called maintain()
         self.publisher = self.stream.publisher()
         self.buried: list[int] = []
         self.next = 0
         self.confirmed = 0
         self.hands: list[Hand] = []
-        self.ghosts: list[Hand] = []  # dead, but not detected yet
+        self.ghosts: list[Hand] = []  # dead consumers that are not detected yet
         self.done: list[str] = []
 
     def close(self) -> None:
@@ -239,9 +239,8 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        self.exchange(
-            hand, 0
-        )  # takes back all records of a dead consumer at once: the model has no portions
+        # Take back all records of dead consumers first: the model does not know portions.
+        self.exchange(hand, 0)
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()
@@ -277,7 +276,7 @@ class Walk(Model):
         refused = late.deliveries.take_refused()
         assert set(refused) == said, "every late settlement must be refused"
         after = self.state()
-        for found in (before, after):  # `late` rejoins, and may get letters
+        for found in (before, after):  # `late` rejoins and may get dead letters
             for part in _OF_CONSUMERS:
                 found.pop(part, None)
         assert after == before, "late settlements must change nothing"
@@ -326,7 +325,7 @@ class Walk(Model):
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
-        """Hand out the dead letters again, in case the consumer that got them has died."""
+        """Assign the dead letters again, in case the consumer that got them has died."""
         self.make_due("dying", *self.letters_in_state())
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
@@ -386,7 +385,7 @@ class Walk(Model):
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
-            assert max(lost) < first, "only records that the ring dropped are lost"
+            assert max(lost) < first, "a record that the ring still has was lost"
             hand.said += [("gone", offset, {}) for offset in lost]
             self.exchange(hand, 0)
         while hand.deliveries.take_lost():
@@ -394,7 +393,7 @@ class Walk(Model):
         return reply
 
     def tell_all(self) -> None:
-        """Apply the hand's settlements to the model: they are sent before anything is claimed."""
+        """Apply the consumer's settlements to the model. Steps send them before they claim."""
         hand = self.hand
         if hand is None or self.told:
             return
@@ -413,7 +412,7 @@ class Walk(Model):
         hand = self.hand
         if hand is None or consumer != hand.id:
             return reply
-        assert not reply.report.refused, "the consumer held these records"
+        assert not reply.report.refused, "settlements of held records were refused"
         if request.want:
             self.tell_all()
         self.check_scanned(reply)
@@ -437,7 +436,7 @@ class Walk(Model):
     def check_scanned(self, reply: StepReply) -> None:
         first = self.stream.bounds()[0]
         for low, high in reply.report.lost:
-            assert self.next <= low <= high < first, "only records that the ring dropped are lost"
+            assert self.next <= low <= high < first, "a record that the ring still has was lost"
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
         for offset in range(self.next, reply.next):
@@ -458,18 +457,18 @@ class Walk(Model):
                 if other in self.fate or other in self.dying:
                     continue
                 owner = self.holder.get(other)
-                assert owner == hand.id, f"{hand.name} gets {offset}, but {other} is open"
+                assert owner == hand.id, f"{hand.name} got {offset} while {other} was open"
             later = [o for o in self.holder if self.key_of[o] == key]
-            assert {self.holder[o] for o in later} <= {hand.id}, "a key has one owner"
+            assert {self.holder[o] for o in later} <= {hand.id}, "a key must have one owner"
             assert len(later) < self.cap
-            assert not later or not self.is_suspect(offset), "a suspect waits for earlier records"
+            assert not later or not self.is_suspect(offset), "a suspect was granted too early"
             assert reply.report.failures.get(offset, 0) == self.failures[offset]
             if self.is_suspect(offset) and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
         if last_tries:
             held = [o for o, c in self.holder.items() if c == hand.id]
-            assert len(held) == 1, "the last try is delivered alone"
+            assert len(held) == 1, "the last try must be delivered alone"
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
@@ -488,7 +487,7 @@ class Walk(Model):
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    continue  # the consumer dies before it reports: another repeats it
+                    continue  # as if the consumer died before its report: another buries it again
             hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
             self.close_record(letter.offset, "dead" if letter.offset in found else "lost")
@@ -528,7 +527,7 @@ class Walk(Model):
         found = self.shared.describe()
         expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
-        assert found.confirmed >= self.confirmed, "confirmed decreased"
+        assert found.confirmed >= self.confirmed, "the confirmed offset decreased"
         self.confirmed = found.confirmed
         fates = Counter(self.fate.values())
         assert found.acked == fates["acked"]
@@ -551,5 +550,5 @@ class Walk(Model):
         if self.letters:
             for batch in self.client.stream(LETTERS, create=False).read():
                 found += [int((record.headers or {})[OFFSET_HEADER]) for record in batch]
-        assert sorted(found) == sorted({*self.buried}), "one letter per dead record"
+        assert sorted(found) == sorted({*self.buried}), "a dead letter is missing or repeated"
         assert {o for o, fate in self.fate.items() if fate == "dead"} <= {*found}

@@ -37,13 +37,13 @@ def main() -> None:
                         return
                     visit(sub, plain, rng, options)
             except (meteor.Fenced, meteor.OutcomeUnknown, meteor.ConnectionFailed):
-                pass  # while it was opened or closed
+                pass  # raised while opening or closing the subscriber
 
 
 def visit(
     sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, options: dict[str, Any]
 ) -> None:
-    """Work until the end, or for a short time if consumers come and go."""
+    """Work until ``stop`` is set or, with the ``visits`` option, for a random number of polls."""
     polls = rng.randrange(1, 40) if options["visits"] else -1
     while polls and not plain.exists(STOP):
         polls -= 1
@@ -53,7 +53,7 @@ def visit(
             pass  # other consumers got its records
         except (meteor.OutcomeUnknown, meteor.ConnectionFailed):
             with suppress(meteor.Fenced, meteor.OutcomeUnknown, meteor.ConnectionFailed):
-                sub.rollback()  # records that were polled, and neither processed nor settled
+                sub.rollback()  # return records that were polled but neither processed nor settled
 
 
 def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: float) -> None:
@@ -69,7 +69,7 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
             record.release(rng.choice([0.0, 0.0, 0.05]))
         elif luck < 1.5 * trouble:
             record.reject("bad luck")
-            # Later records of its key are in order only if the server accepts the rejection.
+            # The key's later records are in order only if the server accepts the rejection.
             sub.flush()
         else:
             processed.append(record)

@@ -1,4 +1,4 @@
-"""Shared groups for tests: Qpid's queue with its consumers, deaths on cue, and state checks.
+"""Shared groups for tests: Qpid's queue with its consumers, simulated deaths, and state checks.
 
     with Queue(any_url, "AAB") as queue:
         c1, c2 = queue.consumers(2)
@@ -6,7 +6,8 @@
         queue.ack(c1, "A-0")
 
 Records are named as in Qpid's tests, by key and offset. ``get`` fetches one record without
-prefetch: the consumer's limit is one more than it holds. At the end, the state is checked.
+prefetch, by raising the consumer's limit to one more than it holds. At the end, the queue checks
+the group's state.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Queue:
                 self.check()
 
     def publish(self, records: Iterable[str], *, frame: int = 1) -> None:
-        """Publish a record for each letter, which is its key, in frames of ``frame`` records."""
+        """Publish one record per letter, which is its key, in frames of ``frame`` records."""
         names = list(records)
         with self.stream.publisher() as pub:
             for start in range(0, len(names), frame):
@@ -100,7 +101,7 @@ class Queue:
         return self._held[consumer][name]
 
     def ack(self, consumer: meteor.SharedSubscriber, *names: str) -> None:
-        """Acknowledge these records, by default all that it holds, and flush."""
+        """Acknowledge these records (by default, all that the consumer holds) and flush."""
         for name in names or self._names_held(consumer):
             self.record(consumer, name).ack()
         consumer.flush()
@@ -161,7 +162,7 @@ def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.Share
 
 
 def die(consumer: meteor.SharedSubscriber) -> None:
-    """End a consumer without leaving, like a killed process, and let the lease expire."""
+    """Stop a consumer that does not leave, like a killed process, and let its lease expire."""
     expire(consumer)
     consumer._closed = True
     consumer._prefetcher.halt()
@@ -178,8 +179,8 @@ def expire(consumer: meteor.SharedSubscriber) -> None:
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 
 
-#: Changes numbers in the group's progress. KEYS  1 meta. ARGV  1 the number of changes; then for
-#: each change, the place of a number and the amount to add, or 'x' and the new value.
+#: Script that changes numbers in the group's progress. KEYS: 1 meta. ARGV: 1 the number of changes;
+#: then, for each change, the number's position and the amount to add (or 'x' and the new value).
 _CHANGE = b"""
 local format = '<ddddddddddddddddc6c6'
 local p = {struct.unpack(format, redis.call('HGET', KEYS[1], 'progress'))}
@@ -190,12 +191,12 @@ for i = 1, tonumber(ARGV[1]) do
 end
 redis.call('HSET', KEYS[1], 'progress', struct.pack(format, unpack(p, 1, 18)))
 """
-#: The places of numbers in the progress; see ``redis/lua/shared/_group.lua``.
+#: The position of each number in the progress; see ``redis/lua/shared/_group.lua``.
 PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
 
 
 def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
-    """Add to numbers in the group's progress, or set them: ``due="x1"``."""
+    """Add to numbers in the group's progress. To set a number instead, pass ``due="x1"``."""
     flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
     script = _read("_fake") + _CHANGE  # fakeredis lacks struct
     connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)
@@ -232,7 +233,7 @@ def drain(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> list[meteo
 
 
 def rest(queue: Queue, consumer: meteor.SharedSubscriber) -> list[str]:
-    """Returns the names of all records that a consumer gets."""
+    """Fetch records until none is available to the consumer; return their names."""
     found: list[str] = []
     while name := queue.get(consumer):
         found.append(name)

@@ -30,7 +30,7 @@ PASSWORD = "geheim-4711"
 
 @contextmanager
 def session() -> Iterator[SparkSession]:
-    """A Spark session with two cores, whose tasks are tried twice."""
+    """A Spark session with two cores that tries each task twice."""
     os.environ |= SPARK_PYTHON
     os.environ[PASSWORD_ENV] = PASSWORD
     builder = SparkSession.builder.master("local[2,2]").appName("meteor tests")

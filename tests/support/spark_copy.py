@@ -49,7 +49,7 @@ class Copy:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # so that kill() ends its Java too
+                start_new_session=True,  # so that kill() ends its Java process too
             )
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Copy:
         self.kill()
 
     def kill(self) -> None:
-        """End driver and Java with SIGKILL. The Python workers notice and exit."""
+        """Kill the driver and its Java process. The Python workers notice and exit."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -35,7 +35,7 @@ def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver
 
 
 def archive(stream: meteor.Stream) -> int:
-    """Archive all records, in one segment if they are few; return the end."""
+    """Archive all records, in one segment if they are few; return the end offset."""
     with archiving(stream, segment_age=1e6):
         return stream.store.flush()
 

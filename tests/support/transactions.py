@@ -37,7 +37,7 @@ def numbers(count: int) -> str:
 
 
 def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) -> None:
-    """Act as a committer for writer w that dies after its plan and some moves."""
+    """Act as a committer for writer ``w`` that dies after saving its plan and making some moves."""
     answer = transaction._plan(stream._handle, "w", version, stages)
     assert answer == [b"OK", 0, sum(each.frames for each in stages)]
     spans = [(each.name, i, each.frames) for each in stages for i in range(each.frames)]

@@ -17,9 +17,9 @@ def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
 
 
 def running_threads() -> int:
-    """Returns the number of running threads, and makes ``threading`` forget those not started.
+    """Returns the number of running threads. Makes ``threading`` forget those that never started.
 
-    Otherwise ``threading`` would keep a thread whose start was interrupted.
+    Otherwise, ``threading`` would count a thread whose start was interrupted.
     """
     unstarted = [thread for thread in threading.enumerate() if thread.ident is None]
     for thread in unstarted:

@@ -22,8 +22,8 @@ def workers(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
         """A scheduler that continues after a process has died, for example because its test hung.
 
-        pytest-xdist 3.8's scheduler repeats the test that caused the death, and waits forever
-        for groups that have no tests left.
+        The scheduler of pytest-xdist 3.8 repeats the test that killed the process, and waits
+        forever for groups that have no tests left.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -45,7 +45,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
 
         def _reschedule(self, node: Any) -> None:
             if node not in self.registered_collections:
-                return  # a replacement that has not collected the tests yet
+                return  # a replacement process that has not collected the tests yet
             # A process starts a test only once it knows the next test, or that there is none.
             for _ in range(2):
                 super()._reschedule(node)

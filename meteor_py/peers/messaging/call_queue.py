@@ -103,7 +103,7 @@ class CallQueue:
                 self._has_turn = True
             try:
                 self._send()
-            except BaseException:  # any exception: other items are waiting
+            except BaseException:  # catch everything, because other items are waiting
                 if not self._stopped:
                     _log.exception("Thread %s failed.", self._name)
 

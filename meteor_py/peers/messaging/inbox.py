@@ -214,7 +214,7 @@ class Inbox:
     def _reply_to(self, message: Message, value: object) -> None:
         try:
             kind, data = self._encode(message, value)
-        except BaseException as error:  # any exception: the sender is waiting
+        except BaseException as error:  # catch everything, because the sender is waiting
             _log.warning("Cannot send the return value of the handler for queue %r.", message.queue)
             reason = b"The handler's return value cannot be sent: " + _reason(error)
             self.settle_later(message, "failed", "", reason)
@@ -478,7 +478,7 @@ class Inbox:
         return entries
 
     def _block_s(self, queues: list[QueueState]) -> float:
-        """The longest time that a read may block, in seconds."""
+        """Return the maximum number of seconds that a read may block."""
         if any(not state.live and state.roomy for state in queues) or self._woken:
             return 0.0
         times = [self._connection.block_max_s]
@@ -570,7 +570,7 @@ def _reason(error: BaseException) -> bytes:
     """Describe a handler's exception for the sender."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ raises
+    except Exception:  # the exception's __str__ raised another one
         text = type(error).__name__
     return text.encode(errors="replace")
 

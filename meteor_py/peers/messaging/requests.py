@@ -163,7 +163,7 @@ class Requests:
         self._random = random.Random()  # chooses a member; seeded by the operating system
         #: Failed calls from the main thread, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
-        #: Consecutive attempts that found a sender expelled.
+        #: Number of consecutive calls in which the server reported an expelled sender.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
         #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
@@ -270,7 +270,7 @@ class Requests:
             self._fail(message.id, error)
 
     def _send_batch(self) -> float:
-        """Make one call, as the call queue's turn; return the seconds to wait before the next."""
+        """Take the call queue's turn: make one call, and return the seconds until the next turn."""
         with self._state:
             if self._batch is None:
                 self._batch = self._failed.popleft() if self._failed else self._next_batch()
@@ -476,7 +476,7 @@ class Requests:
                     self._arrived.extendleft(reversed(arrived))
                     pause = pause_s(failures, *_BACKOFF_S)
                     self._state.wait_for(lambda: self._stopped, pause)
-            except BaseException:  # any exception: other messages are waiting for replies
+            except BaseException:  # catch everything: other messages are waiting for replies
                 if not self._stopped:
                     _log.exception("Reading replies from group %r failed.", self.group.name)
             for message in due:

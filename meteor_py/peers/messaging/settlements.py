@@ -123,7 +123,7 @@ class Settlements:
         self._calls.stop()
         if is_free:
             self._abandon()
-        else:  # the thread that has the turn finishes it
+        else:  # the thread that has the turn will call _abandon()
             self._connection.interrupt()
 
     def _abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Targets: who receives a message, and three verbs that choose which result the sender awaits."""
+"""Targets: the receivers of a message. Three verbs differ in the result that the sender awaits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The group clock: a process's estimate of the server's clock.
 
-The server reads its time at some point between when the request is sent and when the reply arrives,
-so half of that interval bounds the error. After that, the two clocks may drift apart. If a new
+The server reads its time at some point after the request is sent and before the reply arrives, so
+the error is at most half of that interval. After that, the two clocks may drift apart. If a new
 reading differs from an old one by more than their error bounds, the server's clock was set, or
 another server has replied. The old reading is then dropped.
 """

@@ -63,7 +63,7 @@ class VoteFuture(Future[Outcome]):
 
 
 class Motion(NamedTuple):
-    """A proposal on its way to the server."""
+    """A proposal to send to the server."""
 
     topic: bytes
     kind: Kind | int
@@ -129,7 +129,7 @@ class Polls:
                     f"This handle for group {self._group.name!r} is closed. Open another with "
                     "client.peer_group()."
                 )
-            self._open[poll] = entry  # first: the outcome may arrive before the reply
+            self._open[poll] = entry  # before the call: the outcome may arrive before the reply
         try:
             left_s = self._put_to_vote(poll, motion, by)
         except BaseException:
@@ -287,7 +287,7 @@ class Polls:
             self._group.listeners.tell("decision", outcome)
             if outcome.passed and outcome.action is not None:
                 self._act(outcome)
-        finally:  # whatever happened: a caller is waiting
+        finally:  # complete the future in any case, because a caller is waiting
             if future is not None:
                 future.set_result(outcome)
 

@@ -83,7 +83,7 @@ class Voter:
         except (ConnectionFailed, PeerError) as error:
             _log.warning("%r could not read the open votes: %s", self._member, error)
             return
-        deadlines = [now() + left_s for left_s, _ in found]  # first: a handler may be slow
+        deadlines = [now() + left_s for left_s, _ in found]  # compute now: a handler may be slow
         for deadline, (_, fields) in zip(deadlines, found, strict=True):
             try:
                 if fields["result"]:

@@ -1,5 +1,5 @@
--- The libraries `struct` and `cmsgpack` of the server, as far as our scripts use them: fakeredis has
--- neither. redis/scripts.py inserts this before scripts that run on fake://.
+-- The parts of the server's libraries `struct` and `cmsgpack` that our scripts use. fakeredis has
+-- neither library. redis/scripts.py inserts this before scripts that run on fake://.
 local struct, cmsgpack = {}, {}
 do
   local char, byte, floor = string.char, string.byte, math.floor

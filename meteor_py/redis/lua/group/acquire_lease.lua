@@ -6,7 +6,7 @@
 --       5 lifetime of the lease, ms  6 expired term whose grace period is over, '' for none
 --       7 the new term must be above this number
 -- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
---   {'HELD', ms until it expires, ID of the last event, owner}
+--   {'HELD', ms until the lease expires, ID of the last event, owner}
 --   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not release the lease, and may
 --     be alive without a connection. Wait out the grace period, then try again with that term.
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
@@ -14,7 +14,8 @@
 --
 -- If the group already has the caller's nonce, the first reply was lost, so send it again.
 -- 'floating' applies only to the first term: the next term must not silently skip records that the
--- first term received but did not confirm. The field holds the first term's number after that.
+-- first term received but did not confirm. After that, the group's 'floating' field holds the first
+-- term's number.
 --
 -- 'ended' lists the last terms that another member or a seek has ended, newest first, each as
 -- 'nonce:position,'. If the reply to an owner's last confirm was lost, the owner finds its final

@@ -14,7 +14,7 @@ if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 -- Return the append time in ms. It never decreases, even if the server's clock does.
 local function append_time()
   local clock, last = call('TIME'), m[5]
-  -- The seconds and the first three of six digits: building a number would take longer.
+  -- Join the seconds and the first three microsecond digits: arithmetic would take longer.
   local now = clock[1] .. string.sub(clock[2] + 1000000, 2, 4)
   if #now < #last or (#now == #last and now < last) then return last end
   return now
@@ -26,7 +26,7 @@ end
 local function append_frame(first, n, now, name, payload, crc, index, ...)
   local count, entries = tonumber(n) or 0, 0
   if count < 1 or count > 99999 or format('%d', count) ~= n then return {'INVALID'} end
-  if index then -- the form of its entries: see records/ordering_index.py
+  if index then -- records/ordering_index.py describes its entries
     entries = select('#', ...)
     if entries ~= 2 * math.ceil(count / 64) then return {'INVALID'} end
     for i = 1, entries, 2 do
@@ -46,7 +46,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
 
   local bytes, marks, known
   if m[9] then
-    -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark is
+    -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark has
     -- 48 digits: a frame's offset, the value of 'bytes' after it, and its append time. Records
     -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
     -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
@@ -93,7 +93,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     call('XADD', KEYS[1], id, 't', now, name, payload)
   end
   if index then
-    -- Not beyond `first`: the log keeps the whole new frame.
+    -- Do not trim the index beyond `first`: the log keeps the whole new frame.
     if floor > 0 then minid = index_floor(index, math.min(floor, first)) end
     for i = 1, entries, 2 do
       local numbers, keys = select(i, ...)

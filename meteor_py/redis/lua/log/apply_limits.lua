@@ -2,9 +2,9 @@
 -- Apply new limits on age and bytes to the frames that are already in the ring.
 --
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
--- ARGV  1 incarnation  2 limits that the caller has set: 'keep' in meta
+-- ARGV  1 incarnation  2 the limits that the caller has set, as in meta's 'keep'
 --       3 offset below which to drop all records  4 end of the stream when the ring was measured
---       5 marks of the frames up to that end (see _append.lua)
+--       5 marks for the frames up to that end (see _append.lua)
 -- Returns {'OK'}, even if the limits have changed again; {'MORE'} if there is more to trim: call
 --   again; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because publishers add marks at the same time.

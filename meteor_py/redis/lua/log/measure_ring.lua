@@ -4,7 +4,7 @@
 -- KEYS  1 log
 -- ARGV  1 ID below which to start
 -- Returns {the server's time in ms, ID for the next call ('' at the end), and for each frame its last
---   offset, its bytes and its append time}. Skips entries that are not frames.
+--   offset, size in bytes and append time}. Skips entries that are not frames.
 -- Atomic only as a side effect: it is a script because XREVRANGE would send whole frames. A call
 -- reads at most 500 entries, and about 1 MiB.
 

@@ -15,8 +15,9 @@
 --     it, or a new producer has no lifetime
 --   {'ORDERED', ordering key}: the stream now has an ordering key, and the index entry is missing
 -- Atomic because the offset, its frame and the producer's state must agree.
--- There is no '#!lua' line, so that the script also runs on a server that is out of memory. There, a
--- retry gets its first reply again. A new frame fails at XADD, the first write, and changes nothing.
+-- There is no '#!lua' line, so that the script also runs on a server that is out of memory. On such
+-- a server, a retry gets the original reply again. A new frame fails at XADD, the first write, and
+-- changes nothing.
 
 local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
 local slot = format('%d', seq % 8)

@@ -4,7 +4,7 @@
 -- KEYS  1 log
 -- ARGV  offsets
 -- Returns, for each offset, the end of the frame that holds it, or 0 if it is not in the ring. If the
---   frames exceed the limit of bytes for one call, the list is shorter: call again for the rest.
+--   frames exceed the byte limit for one call, the list is shorter: call again for the rest.
 -- Atomic only as a side effect: it is a script because XRANGE would send whole frames, and the
 -- caller needs only their IDs.
 

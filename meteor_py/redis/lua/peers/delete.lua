@@ -4,7 +4,7 @@
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 'force' to delete it even if it has live members  2... keys named after members
 -- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', number of live members}
--- Atomic because no member must join in between. Replies and messages expire on their own.
+-- Atomic because a member must not join in between. Replies and messages expire on their own.
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end

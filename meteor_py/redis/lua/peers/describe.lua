@@ -5,7 +5,7 @@
 -- ARGV  none
 -- Returns {'OK', incarnation, view, its mark, term, leader, the leader's session, alternating members
 --   and records, alternating properties and values}, or {'NOGROUP'}
--- Atomic so that a client that reads events from that number on neither misses nor repeats an event.
+-- Atomic so that a client that reads the events after that number neither misses nor repeats an event.
 
 return {'OK', incarnation, view, mark, term, leader, session, call('HGETALL', MEMBERS),
         call('HGETALL', PROPERTIES)}

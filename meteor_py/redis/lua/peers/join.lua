@@ -41,7 +41,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- Hand over messages to any member that arrived while all members were dead.
+-- Hand over the messages to any member that were sent while all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

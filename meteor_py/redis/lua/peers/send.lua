@@ -111,7 +111,7 @@ local function everybody(m, strict)
   if #target == 0 and #lacking > 0 then return nil, 'NOHANDLER' end
   return target, nil, lacking
 end
--- Return the receivers, or nil and a refusal; and the members that do not handle the queue.
+-- Return the receivers (or nil and a refusal), and the members that do not handle the queue.
 local function receivers(m)
   local strict = string.find(m.options, 'h')
   if m.to == 'any' then return choose(m.queue, m.random, strict) end

@@ -1,4 +1,4 @@
--- Library of shared/purge and shared/resume: reads the group.
+-- Library for shared/purge and shared/resume: reads the group.
 -- KEYS  1 meta of the stream  2 meta of the group
 -- ARGV  1 incarnation of the stream, with or without that of the group  3 prefix
 local found = redis.call('HGET', KEYS[1], 'incarnation')

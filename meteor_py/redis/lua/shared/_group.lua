@@ -1,36 +1,38 @@
--- Library of shared/step and shared/maintain: reads the group, the calling consumer, and the time.
+-- Library for shared/step and shared/maintain: reads the group, the calling consumer, and the time.
 --
 -- KEYS  1 meta of the stream  2 index  3 meta of the group  4 members  5 keys  6 waiting  7 ready
 --       8 blocked  9 delayed  10 leases  11 idle  12 unsettled  13 failures  14 letters  15 dying
---       16 purges  17 batches, and 18 more, of this consumer
+--       16 purges  17 batches of this consumer  18 more of this consumer
 -- ARGV  1 prefix of the group's keys, to build the names of other consumers' keys
 --       2 incarnation of stream and group  3 this consumer, an id of six characters
 --
--- The states of a record. Each offset from the group's start to `next` is in exactly one place:
---   held      in a delivery batch, `batches:<consumer>`: up to 32 records that one step granted
---   waiting   in the key entry of its ordering key, or in a chunk of `waiting` if many wait
---   a dead letter  in `letters`, until a consumer has published it
---   settled   nowhere: only counted
--- The states of an ordering key. It has an entry in `keys` while it has unsettled records or is
+-- The states of a record. Each offset from the group's start to `next` is in exactly one state:
+--   held         in a delivery batch in `batches:<consumer>`: up to 32 records that one step granted
+--   waiting      in the entry of its ordering key, or in a chunk in `waiting` if many records wait
+--   dead letter  in `letters`, until a consumer has published it
+--   settled      not stored anywhere, only counted
+-- The states of an ordering key. A key has an entry in `keys` while it has unsettled records or is
 -- stopped. The consumer that holds records of a key is its owner. A key has at most one owner.
---   free      no owner, records wait: listed in `ready` by its first waiting offset
---   owned     if records wait and the owner may claim them: listed in `more:<owner>`
---   delayed   until a time in `delayed`, or parked until resumed: listed in `blocked` if records wait
---   behind    owned, and a returned record waits that is older than those held: listed in `blocked`
--- Thus the lowest of `next` and of the first scores of `ready`, `blocked` and `unsettled` (batches and
--- letters by their lowest offset) is the first offset that is not settled.
+--   free         has waiting records but no owner. It is in `ready`, by its first waiting offset.
+--   owned        has an owner. If the owner may claim waiting records, it is in `more:<owner>`.
+--   delayed      stopped until a time in `delayed`. If records wait, it is in `blocked`.
+--   parked       stopped until it is resumed. If records wait, it is in `blocked`.
+--   behind       owned, but a returned record that waits is older than those held. It is in `blocked`.
+-- The first unsettled offset is therefore the lowest of `next` and the first scores of `ready`,
+-- `blocked` and `unsettled`, which lists batches and dead letters by their lowest offset.
 --
 -- Two clocks that never go back drive the group. `clock` decides when delays end. `tick` decides when
--- leases end, and advances by at most half a lease between two calls. So neither an outage of the
--- server nor a jump of its time ends a lease, and consumers that come and go cannot prolong a lease.
+-- leases end, and advances by at most half a lease between two calls. Neither a server outage nor a
+-- jump of the server's time can therefore end a lease, and consumers that come and go cannot prolong
+-- one.
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
 local byte, sub, match, gmatch = string.byte, string.sub, string.match, string.gmatch
 local pack, unpack_struct, concat = struct.pack, struct.unpack, table.concat
 local type, pairs, ipairs, unpack, tonumber = type, pairs, ipairs, unpack, tonumber -- faster as locals
 local prefix, me = ARGV[1], ARGV[3]
 local NOBODY, NEVER = '......', 2 ^ 52
-local BATCH = 32 -- records in a delivery batch
-local LOADS = 400 -- after reading this many key entries, a call starts no more work
+local BATCH = 32 -- maximum number of records in a delivery batch
+local LOADS = 400 -- a call that has read this many key entries starts no more work
 
 local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large', 'unindexed')
 if stream[1] ~= match(ARGV[2], '^[^.]*') then return {stream[1] and 'INCARNATION' or 'NOSTREAM'} end
@@ -41,11 +43,11 @@ local stream_end = tonumber(stream[2])
 local cap, tries, lease, room = tonumber(s[3]), tonumber(s[4]), tonumber(s[5]), tonumber(s[10])
 local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
 
--- The progress of the group: next offset to scan, records waiting, both clocks, the server's time at
--- the last call, when to look next for expired leases, when to look next for due delays and letters,
--- the end of the watcher's term, number of records that have failed, number of marks in `purges`,
--- counters; then the consumer whose records are being taken back, and the consumer that watches the
--- index on behalf of all idle consumers.
+-- The group's progress: the next offset to scan; the number of waiting records; both clocks; the
+-- server's time at the last call; when to check for expired leases; when to check for due delays and
+-- dead letters; the end of the watcher's term; the number of records that have failed; the number of
+-- marks in `purges`; counters; the consumer whose records are being taken back; and the watcher, which
+-- is the consumer that watches the index on behalf of all idle consumers.
 local PROGRESS = '<ddddddddddddddddc6c6'
 local function read_progress(next, waiting, clock, tick, last, reap_at, due, watch_until, failing, purging,
                              acked, dead, lost, purged, returned, reaped, reaping, watcher)
@@ -56,10 +58,10 @@ local function read_progress(next, waiting, clock, tick, last, reap_at, due, wat
 end
 local p = read_progress(unpack_struct(PROGRESS, s[2]))
 
--- A consumer: number of its last step, end of its lease (tick), records held, first and last batch of
--- that step, three flags, a key that it reserves for a last try, its name, the report of its last
--- step. The flags: it is idle; it must get no record beside the last try that it holds ('alone'); it
--- is dead.
+-- A consumer: the number of its last step, the end of its lease (tick), the number of records held,
+-- the first and last batch of that step, three flags, a key reserved for a last try, its name, and the
+-- report of its last step. The flags: the consumer is idle; it holds a last try and must get no other
+-- record ('alone'); it is dead.
 local MEMBER = '<dddddBBBHc0Hc0I4c0'
 local function read_member(raw)
   local step, deadline, holding, first, last, idle, alone, dead, kept, name, report =
@@ -83,7 +85,7 @@ local gap = max(now - p.last, 0)
 p.clock, p.tick, p.last = p.clock + gap, p.tick + min(gap, floor(lease / 2)), now
 local due_before = p.due
 
--- Lua writes numbers with 14 digits, and offsets may have 16.
+-- By default, Lua writes numbers with 14 digits, but offsets can have 16.
 local function text(o) return format('%.0f', o) end
 local function many(command, key, arguments)
   for low = 1, #arguments, 1000 do

@@ -1,20 +1,21 @@
--- Library of shared/step and shared/maintain: key entries, and lines of waiting offsets.
+-- Library for shared/step and shared/maintain: key entries, and lines of waiting offsets.
 --
--- A line is a string of rising offsets, seven bytes each. A plain entry is the owner (six bytes), the
--- number of records held (two bytes), and the line of waiting offsets. A longer entry begins with byte
--- 255 and has the fields of `extended` below between the number and the line. An entry holds up to
--- NEAR offsets or a little more; further ones are in chunks, fields '<key>:<number>' of `waiting`.
+-- A line is a string of offsets in ascending order, seven bytes each. A plain entry consists of the
+-- owner (six bytes), the number of records held (two bytes), and the line of waiting offsets. A longer
+-- entry begins with byte 255, and has the fields of `extended` below between the number and the line.
+-- An entry holds up to NEAR offsets, or slightly more. Further offsets are in chunks, which are the
+-- fields '<key>:<number>' of `waiting`.
 --
--- `entries` has the entries that this call uses, by key. It has three forms, because most entries need
--- no table. A number is an entry that this consumer owns and that has no waiting records: the number
--- of records held, 0 if there is no entry. A string is a plain entry that another consumer owns, as
--- stored. All other entries are tables.
+-- `entries` maps each key that this call uses to its entry. Most entries need no table, so a value has
+-- one of three forms. A number is an entry that this consumer owns and that has no waiting records. It
+-- is the number of records held, or 0 if there is no entry. A string is a plain entry that another
+-- consumer owns, as stored. All other entries are tables.
 local NEAR, CHUNK = 128, 128
-local FREE, DELAYED, PARKED, BEHIND = 0, 1, 2, 3 -- why a key is stopped
+local FREE, DELAYED, PARKED, BEHIND = 0, 1, 2, 3 -- the reason why a key is stopped; FREE if it is not
 local EXTENDED = '<Bc6HBdddddd'
 local entries, stored, loaded = {}, {}, 0
 local own_one = me .. '\1\0'
-local told, freed = {}, {} -- keys to list in `more` of their owners; keys that this call has freed
+local told, freed = {}, {} -- keys to add to `more`, by owner; keys that this call has freed
 
 local patterns = {}
 local function seven(n)
@@ -49,7 +50,8 @@ local function from_line(line)
   end
   return offsets
 end
--- A batch is the number of its records (one byte), their line, and their keys as a MessagePack array.
+-- A batch consists of the number of its records (one byte), the line of their offsets, and their keys
+-- as a MessagePack array.
 local function read_batch(raw)
   local stop = 1 + 7 * byte(raw)
   return cmsgpack.unpack(sub(raw, stop + 1)), sub(raw, 2, stop)
@@ -69,9 +71,9 @@ local function parse(raw, whole)
   end
   local x, t = {}, {}
   local _, at
-  -- `stop` as above; up to the offset `suspect`, records are delivered one at a time; `blame` and
-  -- `top` are the first and the last offset that a dead owner held; the chunks have the numbers
-  -- `first` to `last`, and `far` counts their offsets.
+  -- `stop` is one of the reasons above. Records up to the offset `suspect` are delivered one at a time.
+  -- `blame` and `top` are the first and the last offset that a dead owner held. The chunks have the
+  -- numbers `first` to `last`, and `far` is the number of offsets in them.
   _, t.owner, t.held, x.stop, x.suspect, x.blame, x.top, x.first, x.last, x.far, at =
     unpack_struct(EXTENDED, raw)
   t.line, t.extended = sub(raw, at), x
@@ -140,11 +142,12 @@ local function pull_chunk(k, t)
   t.line, x.first, x.far = t.line .. chunk, x.first + 1, x.far - #chunk / 7
   if x.first > x.last then x.far = 0 end
 end
--- Lower the number of records that the owner of a key holds. Without any left, the key becomes free.
+-- Reduce the number of records that a key's owner holds.
 local function let_go(k, t, count)
   if t.held >= cap and t.line ~= '' then tell(t.owner, k) end
   t.held = t.held - count
 end
+-- Free a key if its owner holds none of its records and does not reserve it for a last try.
 local function disown(k, t)
   if t.held > 0 or k == c.kept then return end
   local x = t.extended
@@ -155,5 +158,5 @@ end
 
 -- The report of this call, and its changes to `failures` and `unsettled`.
 local failed, refused, lost, dropped = {}, {}, {}, {}
-local healed = {}          -- offsets that are settled, while some record has failures
-local marks = {}           -- batches and letters: the lowest offset of each, false if it is settled
+local healed = {}          -- settled offsets, collected only while some record has failures
+local marks = {}           -- the lowest offset of each batch and dead letter; false once it is settled

@@ -1,4 +1,4 @@
--- Library of shared/open and shared/convert: the initial values of a group.
+-- Library for shared/open and shared/convert: the initial values of a group.
 
 -- Redis stores a small hash as a list, which it searches for each field, unless a value is long.
 local PADDING = string.rep('-', 600)

@@ -1,9 +1,10 @@
--- Library of shared/step and shared/maintain: records that are returned, and records that fail.
+-- Library for shared/step and shared/maintain: records that are returned, and records that fail.
 -- make_returns() creates the functions only when a call needs them, because most steps just
 -- acknowledge and claim.
 local function make_returns()
-  -- Lines can be long, so these functions cut and join strings instead of reading every offset.
-  -- Return the position, at or after `low`, of the first offset in a line that is above `o`.
+  -- Lines can be long, so these functions cut and join strings instead of unpacking every offset.
+
+  -- Return the position, at or after `low`, of the first offset in a line that is higher than `o`.
   local function find_above(line, o, low)
     local high = #line + 1
     while low < high do
@@ -21,8 +22,8 @@ local function make_returns()
     end
     return concat(parts) .. sub(line, from)
   end
-  -- Move chunks into the entry until it has all waiting offsets up to `o`. There are only a few: the
-  -- owner held all of them when it got `o`.
+  -- Move chunks into the entry until it has all waiting offsets up to `o`. There are only a few such
+  -- offsets, because the owner held all of them when it got `o`.
   local function pull_chunks(k, t, o)
     local x, parts, fields = t.extended, {t.line}, {}
     while x and x.far > 0 do
@@ -36,7 +37,7 @@ local function make_returns()
     many('HDEL', KEYS[6], fields)
     t.line = concat(parts)
   end
-  -- Set the line of an entry, and move its end to chunks if it is long.
+  -- Set the line of an entry. If the line is long, move its end to chunks.
   local function set_line(k, t, line)
     t.line = line
     if #line <= 7 * (2 * NEAR + CHUNK) then return end
@@ -62,12 +63,12 @@ local function make_returns()
   -- Remove a waiting offset.
   local function take_out(k, t, o)
     pull_chunks(k, t, o)
-    local at = find_above(t.line, o, 1) -- behind it
+    local at = find_above(t.line, o, 1) -- the position after `o`
     set_line(k, t, sub(t.line, 1, at - 8) .. sub(t.line, at))
     p.waiting = p.waiting - 1
     if t.line == '' and t.extended and t.extended.far > 0 then pull_chunk(k, t) end
   end
-  -- Insert returned offsets, in rising order, among the waiting ones.
+  -- Insert returned offsets, which are in ascending order, among the waiting ones.
   local function put_back(k, t, offsets)
     pull_chunks(k, t, offsets[#offsets])
     set_line(k, t, insert(t.line, offsets))
@@ -77,7 +78,7 @@ local function make_returns()
       tell(t.owner, k)
     end
   end
-  -- Give up on a record; return whether it leaves its key.
+  -- Give up on a record; return whether the record is removed from its key.
   local function give_up(o, k, t, reason, failures)
     if parks then extend(t).stop = PARKED end
     if letters then

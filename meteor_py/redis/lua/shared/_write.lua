@@ -1,6 +1,6 @@
--- Library of shared/step and shared/maintain, which call it at their end: writes the changes, and
--- wakes idle consumers. Returns what the consumer must do if nothing was granted (see shared/step),
--- and the ms until maintenance is due.
+-- Library for shared/step and shared/maintain: writes the changes, and wakes idle consumers. They call
+-- write_changes() at their end. It returns what the consumer must do if nothing was granted (see
+-- shared/step), and the ms until maintenance is due.
 local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
   local opened, closed = {}, {}
   for mark, o in pairs(marks) do
@@ -12,7 +12,7 @@ local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
     p.failing = p.failing - call('HDEL', KEYS[13], unpack(healed, low, min(low + 999, #healed)))
   end
 
-  -- Key entries, and the sets that list them.
+  -- Write the key entries, and update the sets that list keys.
   local set, gone, sets, goes = {}, {}, 0, 0
   local out, into = {[7] = {}, [8] = {}}, {[7] = {}, [8] = {}}
   for k, before in pairs(stored) do
@@ -47,9 +47,9 @@ local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
   end
   for owner, list in pairs(told) do many('RPUSH', prefix .. 'more:' .. owner, list) end
 
-  -- Wake idle consumers: the owners of keys that have more waiting records and, if there is other
-  -- work, one more consumer, which will do the same. One idle consumer watches the index and the clock
-  -- on behalf of all.
+  -- Wake idle owners of keys that have more waiting records. If there is other work, wake one more
+  -- consumer, which will in turn wake others. One idle consumer watches the index and the clock on
+  -- behalf of all.
   local function wake(id)
     if call('ZREM', KEYS[11], id) == 0 then return end
     call('XADD', prefix .. 'wake:' .. id, 'MAXLEN', '=', 1, '*', 'w', 1)

@@ -1,18 +1,18 @@
 #!lua flags=allow-oom
--- Convert a shared group that a release before 0.3 wrote, a portion per call.
+-- Convert part of a shared group that a release before 0.3 wrote.
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 members  4 keys  5 waiting  6 ready  7 blocked
 --       8 delayed  9 leases  10 idle  11 unsettled  12 failures  13 letters  14 dying  15 purges
 -- ARGV  1 incarnation of the stream  2 prefix of the group's keys, to build the names of the old keys
 -- Returns {'OK', 1 if another call is needed, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because no record may be missing from both forms. The calls may stop at any point, and any
--- client may continue later: each call removes the parts that it converts from the old keys.
+-- Atomic because no record may be missing from both forms. A conversion may stop after any call, and
+-- any client can continue it later, because each call removes what it converts from the old keys.
 --
 -- The old form: `state` (hash), `groups` with 'owner:waiting:state:head' for each ordering key,
 -- `waiting:<key>` (list of offsets), `held:<consumer>` (key -> 'offset,...'), `suspects` (set of
--- offsets), `consumers`, `more:<consumer>`, `bell`. The other keys have the same form as now. The first
+-- offsets), `consumers`, `more:<consumer>`, `bell`. All other keys have the current form. The first
 -- call replaces `state`, which shuts out old clients. Records that consumers hold return to the group
--- without counting a failure. The consumers join again.
+-- without counting as failures. The consumers must join again.
 
 local call, text = redis.call, function(o) return string.format('%.0f', o) end
 local prefix = ARGV[2]
@@ -63,8 +63,8 @@ local function add_line(key, entry, offsets)
     entry.far = entry.far + #chunk / 7
   end
 end
--- Move up to `count` held offsets of a key, which are in any order, to a sorted set. Return their
--- number, and whether there are more.
+-- Move up to `count` held offsets of a key to a sorted set, because they are not in order. Return how
+-- many were moved, and whether there are more.
 local function sort_held(key, owner, count)
   local held, raw, set, at = prefix .. 'held:' .. owner, '', {}, 1
   if owner ~= '' then raw = call('HGET', held, key) or '' end
@@ -78,8 +78,8 @@ local function sort_held(key, owner, count)
   call('HSET', held, key, string.sub(raw, at))
   return #set / 2, at <= #raw
 end
--- Return up to `count` waiting and held offsets of a key in the old form, the oldest first; the number
--- of those that were held; and whether there are more.
+-- Read up to `count` waiting and held offsets of a key in the old form. Return them, oldest first; how
+-- many of them were held; and whether there are more.
 local function take_offsets(key, count)
   local list, sorted, all = prefix .. 'waiting:' .. key, prefix .. 'converting:' .. key, {}
   local waiting, held = call('LRANGE', list, 0, count - 1), call('ZRANGE', sorted, 0, count - 1)
@@ -93,7 +93,7 @@ local function take_offsets(key, count)
   if h > 1 then call('ZREMRANGEBYRANK', sorted, 0, h - 2) end
   return all, h - 1, call('EXISTS', list, sorted) > 0
 end
--- Remove these offsets from the suspects. Return the last one that was suspect, or -1 if none was.
+-- Remove these offsets from the suspects. Return the last one that was a suspect, or -1 if none was.
 local function take_suspects(offsets)
   local names, found, last = {}, {}, -1
   if #offsets == 0 or not suspects then return last end

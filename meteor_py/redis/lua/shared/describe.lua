@@ -1,10 +1,10 @@
 #!lua flags=no-writes
--- Describe a shared group at one instant, except for its members, of which there may be many.
+-- Describe a shared group at one instant, without its members, because there may be many.
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 letters  4 ready  5 blocked  6 unsettled
 -- ARGV  none
--- Returns {incarnation and end of the stream, fields of the group's meta, time, numbers of ready and of
---   blocked ordering keys and of letters, then the lowest offset in each of the last three sets}
+-- Returns {incarnation and end of the stream, fields of the group's meta, time, number of ready ordering
+--   keys, of blocked ordering keys and of dead letters, then the lowest offset in each of KEYS 4 to 6}
 -- Atomic because 'confirmed' is the lowest unsettled offset, and a record may move between the sets.
 
 local call, first = redis.call, {}

@@ -4,8 +4,8 @@
 -- KEYS  1 meta of the stream  2 meta of the group  3 members  4 leases  5 batches of this consumer
 -- ARGV  1 incarnation of stream and group  2 consumer, an id of six characters  3 its name
 -- Returns {'OK'}  {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'TAKEN'}: another consumer has that id
--- Atomic because two consumers must not have the same id. A repeat by the same consumer changes
--- nothing.
+-- Atomic because two consumers must not have the same id. If the same consumer repeats the call,
+-- nothing changes.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')

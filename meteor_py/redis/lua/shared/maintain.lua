@@ -1,34 +1,35 @@
 #!lua flags=allow-oom
--- Do a part of the work that no step does: take back the records of a consumer that is dead or leaves,
--- end delays, and assign dead letters, again if they are not published within a lease. A consumer
--- calls it while replies say that maintenance is due. The call has no number, because repeating it is
--- harmless.
+-- Do part of the work that no step does: take back the records of a consumer that is dead or leaving,
+-- end delays, and assign dead letters to consumers for publishing. A dead letter that is not published
+-- within a lease is assigned again. Consumers call this script while replies say that maintenance is
+-- due. The call has no number, because repeating it is harmless.
 --
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
--- ARGV  4 'leave' if this consumer leaves, else ''
+-- ARGV  4 'leave' if this consumer is leaving, else ''
 -- Returns {'OK', 1 if maintenance is still due, {offset, details, ...} of dead letters to publish,
 --   1 if this consumer has not left yet, dropped: 'o:failures,...'}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED', number of its last step or -1, its report}
 -- Atomic because a record must not be lost between a batch and the waiting records of its key.
 
-local RETURN = 64 -- records to take back in one call, or a few more
+local RETURN = 64 -- stop taking back records in a call after at least this many
 local waits = call('ZCARD', KEYS[11])
 local put_back, give_up, count_failure, fail, is_waiting, take_out = make_returns()
 
--- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any of
--- them may have killed it, so from now on they are delivered one at a time. The failure counts for the
--- first record, but the group does not give up on it because of a death before it was delivered alone.
+-- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any
+-- record in between may have killed it, so from now on these records are delivered one at a time. The
+-- death counts as a failure of the first record. But the group does not give up on that record because
+-- of a death until it has been delivered alone.
 local function blame_first(k, t)
   local x = t.extended
   local o, suspected = x.blame, x.blame <= x.suspect
   x.suspect, x.blame, x.top = max(x.suspect, x.top), -1, -1
-  if not is_waiting(k, t, o) then return end -- it was purged
+  if not is_waiting(k, t, o) then return end -- the record was purged
   local failures = tonumber(call('HGET', KEYS[13], text(o)) or 0)
   if (suspected or failures + 1 ~= tries) and fail(o, k, t, 'Its consumer died.') then
     take_out(k, t, o)
   end
 end
--- Take back some of the records that a consumer holds; return how many, and whether it holds more.
+-- Take back some records from a consumer; return how many, and whether it holds more.
 local function take_back(owner, died)
   local key, by_key, taken = prefix .. 'batches:' .. owner, {}, 0
   local some = call('HRANDFIELD', key, 16, 'WITHVALUES') or {}
@@ -86,8 +87,8 @@ if ARGV[4] == 'leave' then
   end
 end
 
--- 2. Reap. From the first of these calls on, the scripts refuse the dead consumer. Its entry stays for
--- ten leases, so that it can learn what its last step did.
+-- 2. Reap dead consumers. From the first call on, all scripts refuse the dead consumer. Its entry stays
+-- for ten leases, so that the consumer can still learn the result of its last step.
 if p.reaping == NOBODY and p.reap_at <= p.tick then
   local first = call('ZRANGE', KEYS[10], 0, 0, 'WITHSCORES')
   p.reap_at = tonumber(first[2] or NEVER)
@@ -107,7 +108,7 @@ if p.reaping == NOBODY and p.reap_at <= p.tick then
       if kept ~= '' then free_kept(kept) end
     end
   elseif first[1] and first[1] ~= me and p.reap_at <= p.tick then
-    call('ZREM', KEYS[10], first[1]) -- a lease without a consumer
+    call('ZREM', KEYS[10], first[1]) -- the consumer of this lease no longer exists
   end
 end
 if p.reaping ~= NOBODY then

@@ -8,8 +8,8 @@
 -- Returns {'OK', fields and values of the group's meta}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 --   {'EXCLUSIVE'}: a subscriber group has that name
 --   {'CONVERT'}: a release before 0.3 wrote the group; call shared/convert first
--- Atomic because if two clients create it with different settings, one client's settings must win
--- entirely.
+-- Atomic because if two clients create the group with different settings, one client's settings must
+-- win entirely.
 
 local call = redis.call
 local m = call('HMGET', KEYS[1], 'incarnation', 'next')

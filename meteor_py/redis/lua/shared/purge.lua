@@ -7,8 +7,8 @@
 --       3 prefix of the group's keys, to build the names of its consumers' keys
 --       4 the offset after the last one to purge. Records that are not scanned yet are purged when a
 --         step scans them.
--- Returns {'OK', records purged, 1 if another call is needed, next offset to scan, the offset up to which
---   earlier calls purge}, or
+-- Returns {'OK', number of records purged, 1 if another call is needed, next offset to scan, the offset
+--   before which earlier calls have requested a purge}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because no consumer may claim a record that is being purged. Held records are not purged.
 -- Repeating a call after a lost reply is harmless.
@@ -55,7 +55,8 @@ if raw then
       local head = struct.unpack('<I7', line)
       for set = 5, 6 do call('ZADD', KEYS[set], 'XX', head, key) end
     end
-    if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end -- reserved for a last try
+    -- An owner that holds no records has reserved the key for a last try.
+    if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end
     t[2] = owner
     local plain = t[4] == FREE and t[5] < 0 and t[6] < 0 and t[10] <= 0
     if held == 0 and line == '' and t[4] == FREE then
@@ -74,5 +75,6 @@ if raw then
   end
 end
 write_progress()
-if #purged > 0 then wake(KEYS[9], call('ZRANGE', KEYS[9], 0, 0)[1]) end -- there is room to scan
+-- The purge has made room for more waiting records, so a consumer can scan again.
+if #purged > 0 then wake(KEYS[9], call('ZRANGE', KEYS[9], 0, 0)[1]) end
 return {'OK', #purged, more, string.format('%.0f', p.next), string.format('%.0f', before)}

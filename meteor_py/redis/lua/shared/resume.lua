@@ -6,7 +6,7 @@
 -- ARGV  1 incarnation of the stream, with or without that of the group  2 ordering key
 --       3 prefix of the group's keys, to build the names of its consumers' keys
 -- Returns {'OK', 1 if the key was stopped, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because the entry of the key and the sets that list the key must change together.
+-- Atomic because the key's entry and the sets that list the key must change together.
 
 local key, call = ARGV[2], redis.call
 local raw = call('HGET', KEYS[3], key)

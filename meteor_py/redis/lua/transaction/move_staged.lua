@@ -4,10 +4,10 @@
 -- KEYS  1 log  2 meta  3 fences  4 plan  5 stage  6 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
 --       5 frames moved so far, from all stages  6 the first frame to move from this stage
---       7 frames in this stage  8 bytes after which to stop; each frame counts as 1 KiB more
+--       7 frames in this stage  8 bytes after which to stop; each frame counts 1 KiB extra
 -- Returns {'OK', frames moved so far, from all stages}, or the reason why no frame was moved:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FULL', archived}  {'EXHAUSTED'}
---   {'FENCED', current version}  {'AT', frames moved so far}: not the number in ARGV[5]
+--   {'FENCED', current version}  {'AT', frames moved so far}: ARGV[5] is wrong
 --   {'LOST'}, {'INVALID'}: the frame is not in the stage, or another program has changed it
 -- Atomic because the log and the count of moved frames must agree. It also runs on a server that is
 -- out of memory: each frame leaves the stage when it enters the log, so the server needs room for
@@ -52,13 +52,13 @@ local function renewed(found, n)
 end
 
 local next_offset, now = tonumber(m[4]), append_time()
-local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients wait meanwhile
+local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients must wait
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not (s[1] and s[2] and s[3] and s[4]) then return {'LOST'} end
-  -- A stage that was written before the stream was given an ordering key has no index entries.
+  -- A stage that was written before the stream got an ordering key has no index entries.
   -- Consumers index its frames.
   local entry = KEYS[6] and s[5] and strings(s[5])
   if KEYS[6] and s[5] and not entry then return {'LOST'} end

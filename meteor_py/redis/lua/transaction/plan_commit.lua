@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
--- Plan the move of staged frames into the log, once per (writer, version), or report its progress.
+-- Plan the move of staged frames into the log, once per (writer, version), or report progress.
 --
 -- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
 --       5 '1' to make a plan if there is none, else '0'  6 records in all stages
 --       7... for each stage: name, number of frames
--- Returns {'OK', frames moved, total frames}: move the other frames by the plan, which an earlier
+-- Returns {'OK', frames moved, total frames}: move the remaining frames of the plan, which an earlier
 --   attempt may have made; {'DONE', records}: this version is in the log, with that many records
 --   (-1 if unknown); {'PASSED', version}: a later version is in the log; {'UNFINISHED', version,
 --   frames moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is
@@ -30,8 +30,8 @@ if ARGV[5] ~= '1' then return {'UNKNOWN'} end
 local count = 0
 for i = 4, #KEYS do
   local name, frames = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
-  -- Either all frames in a stage have an index entry, or none do: the stream may have been given its
-  -- ordering key after the stage was written.
+  -- Either all frames in a stage have an index entry, or none do: the stream may have
+  -- got its ordering key after the stage was written.
   local fields = 4 + redis.call('HEXISTS', KEYS[i], '0g')
   if frames > 0 and redis.call('HEXISTS', KEYS[i], '0n') == 0 then return {'LOST', name} end
   if redis.call('HLEN', KEYS[i]) ~= fields * frames then return {'LOST', name} end

@@ -1,37 +1,36 @@
 #!lua flags=allow-oom
--- One step of a consumer of a shared group: renew its lease, settle records, claim others.
+-- One step of a consumer in a shared group: renew its lease, settle records, and claim others.
 --
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
--- ARGV  4 number of this step, one above the last
+-- ARGV  4 number of this step, one higher than the last
 --       5 'wait' if the consumer will wait for a wake-up in case it gets no records; 'busy' if it no
 --         longer waits; else ''
---       6 records wanted  7 batches to acknowledge: 'n,n,...'
+--       6 number of records wanted  7 batches to acknowledge: 'n,n,...'
 --       8 first offset of an entry that the index has dropped, '' for none; 9 and 10 its strings (see
---         records/ordering_index.py), or 'lost' and the offset after the records that are lost
---       then triples: a code, a batch n or '', and offsets o of its records. 'A' n 'o,...' acknowledges;
---         these triples come first. 'R' n 'o:ms:reason' returns a failed record, delays its key by ms,
---         and states why it failed, '' if unknown. 'U' is the same without counting a failure. 'X' n
---         'o:reason' rejects. 'G' n 'o': the record is gone. 'D' '' 'o': its dead letter is published.
---         'L' '' 'o': the record of a dead letter is lost.
---         To keep the order of a key, a client also returns the later records of the key that it holds.
--- Returns {'OK', or 'AGAIN' with the same reply if the server took this step before; next offset to
---   scan; end of the stream; number of the first batch granted; {offsets of each batch, six bytes
---   each}; report; end of the records that only the store has, 0 if the index has them; 1 if
---   maintenance is due; what to do if nothing was granted: 0 claim again, 1 wait for a wake-up, 2 wait
---   for a wake-up or a new index entry; then ms until maintenance is due, -1 for never, 0 for
---   'AGAIN', after which the consumer must claim before it waits; epoch of the stream; its field
---   'large'}
+--         records/ordering_index.py), or 'lost' and the offset after the lost records
+--       11... triples: a code, a batch n or '', and offsets o of its records. 'A' n 'o,...'
+--         acknowledges; these triples come first. 'R' n 'o:ms:reason' returns a failed record, delays
+--         its key by ms, and states why it failed, '' if unknown. 'U' does the same without counting a
+--         failure. 'X' n 'o:reason' rejects a record. 'G' n 'o': the record is gone. 'D' '' 'o': the
+--         record's dead letter was published. 'L' '' 'o': the record of a dead letter was lost.
+--         To keep a key's records in order, a client also returns the later records that it holds.
+-- Returns {'OK', or 'AGAIN' with the same reply if this step was already done; next offset to scan; end
+--   of the stream; number of the first batch granted; {offsets of each batch, seven bytes each};
+--   report; end of the records that only the store has, 0 if the index has them; 1 if maintenance is
+--   due; what to do if nothing was granted: 0 claim again, 1 wait for a wake-up, 2 wait for a wake-up
+--   or a new index entry; then ms until maintenance is due, -1 for never, 0 for 'AGAIN', after which
+--   the consumer must claim before it waits; epoch of the stream; the stream's field 'large'}
 --   A report is '' or 'failed;refused;lost;dropped'. failed: 'o:failures,...' of granted records that
---   have failed. refused: 'o,...' not settled, because the batch no longer has them. lost:
+--   have failed before. refused: 'o,...' not settled, because the batch no longer has them. lost:
 --   'first:last,...'. dropped: 'o:failures,...' of records discarded without a dead letter
 --   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'INVALID'}: too much for one step
---   {'REPEAT', number of its last step}
---   {'FENCED', number of its last step or -1, its report}: its lease has expired after that step
+--   {'REPEAT', number of the consumer's last step}
+--   {'FENCED', number of the consumer's last step or -1, its report}: its lease expired after that step
 -- Atomic because each record is held by one consumer, waiting, or settled, and each ordering key has at
 -- most one owner.
 
 local number, mode = tonumber(ARGV[4]), ARGV[5]
-local want = max(min(tonumber(ARGV[6]), 512), 0) -- bounded: all other clients wait for the script
+local want = max(min(tonumber(ARGV[6]), 512), 0) -- limited, because all clients wait for the script
 if number == c.step then
   local lines = {}
   for n = c.first, c.last do
@@ -70,7 +69,7 @@ if c.idle and (want > 0 or mode == 'busy') then
   c.idle = false
   call('ZREM', KEYS[11], me)
   if p.watcher == me then p.watcher = NOBODY end
-  -- The consumer may have started to wait again meanwhile. It must not wait in vain.
+  -- The consumer may already be waiting again. Wake it, because it is no longer listed as idle.
   if want == 0 then call('XADD', prefix .. 'wake:' .. me, 'MAXLEN', '=', 1, '*', 'w', 1) end
 end
 

@@ -1,17 +1,18 @@
 -- 3. Claim waiting records, the oldest first. A suspect is a record that may have killed a consumer.
--- Its last try is granted alone: if it kills its consumer, no other record is blamed. A consumer that
--- comes to a last try reserves the key, and gets no more records until it has settled all it holds.
-local QUANTUM, ROUND = 16, 64 -- records of one key, and keys, to take before others get their turn
+-- Its last try is granted alone, so that no other record is blamed if it kills its consumer. If the next
+-- record is a last try and the consumer holds other records, the consumer reserves the key. It then gets
+-- no more records until it has settled all that it holds.
+local QUANTUM, ROUND = 16, 64 -- records to take from one key in the first turn; keys in one round
 local ROUNDS = 16
 local got, granted, offsets = 0, {}, {}
 if c.alone and c.holding == 0 then c.alone = false end
 local stop = c.alone or (c.kept ~= '' and c.holding > 0)
-local left = {} -- keys of which this consumer may claim more
+local left = {} -- keys from which this consumer may claim more records
 local waits = call('ZCARD', KEYS[11])
 
 -- Return whether a suspect may be granted now. If this is its last try, set `stop`.
 local function may_try(k, t, o)
-  if t.held > 0 then return false end -- not before the records that share the blame are settled
+  if t.held > 0 then return false end -- other suspects of this key must be settled first
   local failures = tries > 0 and tonumber(call('HGET', KEYS[13], text(o)) or 0)
   if failures and failures >= tries - 1 then
     stop = true
@@ -86,8 +87,8 @@ if c.kept ~= '' and not stop and want > 0 then
   end
 end
 
--- A consumer that holds other records leaves the keys that it has just freed to idle consumers. A
--- consumer that holds none leaves every second key.
+-- If other consumers are idle, a consumer that holds other records leaves them the keys that it has just
+-- freed. A consumer that holds none leaves them every second key.
 local candidates, spared = {}, {}
 for i = 1, #freed do
   if waits == 0 or (c.holding == 0 and i % 2 == 1) then
@@ -117,7 +118,7 @@ while got < want and not stop do
     end
   end
   candidates = {}
-  if total > 7 * (want - got) then by_age(names) end -- there are more than fit
+  if total > 7 * (want - got) then by_age(names) end -- more records wait than are wanted
   for _, limit in ipairs({QUANTUM, cap}) do
     for i = 1, #names do
       local k = names[i]

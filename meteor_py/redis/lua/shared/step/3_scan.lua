@@ -1,5 +1,5 @@
--- 4. Scan new records, each once: a record is granted, or waits, or a purge settles it.
-local SCAN = 512 -- records that one call scans
+-- 4. Scan each new record once. The record is granted, waits, or is settled by a purge.
+local SCAN = 512 -- maximum number of records that one call scans, or slightly more
 local nxt, stored_stop = p.next, 0
 local function lose(to)
   lost[#lost + 1] = text(nxt) .. ':' .. text(to - 1)
@@ -8,9 +8,9 @@ local function lose(to)
 end
 local keyless = free and '' or default
 
--- Publishers write the index, and a publisher may be hostile. So the records of a malformed entry
--- count as keyless, and an entry never reaches beyond the end of the stream. For the two forms of
--- entries, see records/ordering_index.py; the older form has two bytes per record.
+-- Publishers write the index, and a publisher may be hostile. Therefore, the records of a malformed
+-- entry count as keyless, and an entry never reaches beyond the end of the stream. An entry has one of
+-- two forms (see records/ordering_index.py); the older form has two bytes per record.
 local function unpack_keys(packed)
   if #packed > 66500 then return {} end
   local ok, names = pcall(cmsgpack.unpack, packed)
@@ -51,7 +51,8 @@ local function next_entry()
   per_entry = found.size
   return found
 end
--- Return the keys of the next records in the entry. Rows grow while records are not granted.
+-- Return the keys of the next records in the entry. Each row can be four times as long as the last, so
+-- that few rows are needed if no record can be granted.
 local row_size = 1
 local function read_row()
   local last = min(entry.last, nxt + max(want - got, row_size) - 1)
@@ -74,8 +75,8 @@ local function read_row()
   return row
 end
 
-local pushed = {} -- lines to append, by key
--- Records of a purged key below its mark are settled as they are scanned.
+local pushed = {} -- by key, the line of offsets to append
+-- Return the purge mark of each key in the row, or -1. A scan settles the records below the mark.
 local function purge_marks(row)
   local marks_of, names = {}, {}
   for i = 1, #row do
@@ -111,17 +112,17 @@ local function scan_row(row)
       granted[got], offsets[got], t.owner, t.held = k, nxt, me, t.held + 1
     else
       local before, line = pushed[k], pack('<I7', nxt)
-      while row[i + count] == k and not purged do -- and the records of the same key after it
+      while row[i + count] == k and not purged do -- include the next records with the same key
         line, count = line .. pack('<I7', nxt + count), count + 1
       end
       pushed[k], p.waiting = before and before .. line or line, p.waiting + count
-      if before then -- its owner is already notified
+      if before then -- the owner has already been told
       elseif type(t) ~= 'string' then
         t = as_table(k)
         local x = t.extended
         if t.line == '' and t.held < cap and t.owner ~= NOBODY and not (x and x.stop ~= FREE) then
           tell(t.owner, k)
-          if t.owner == me then cut = true end -- claim it with the next step
+          if t.owner == me then cut = true end -- the next step claims these records
         end
       elseif #t == 8 then
         local low, high = byte(t, 7, 8)
@@ -171,7 +172,7 @@ while got < want and not (stop or cut) and nxt < scan_until and p.waiting < room
   if not entry or nxt > entry.last then entry = next_entry() end
   if not entry or entry.first > nxt then
     local to = entry and min(entry.first, stream_end) or stream_end
-    if stream[3] or stream[6] then -- the store, or an unindexed part of the ring, may have them
+    if stream[3] or stream[6] then -- the store, or an unindexed part of the ring, may have the records
       stored_stop = to
       break
     end
@@ -181,7 +182,7 @@ while got < want and not (stop or cut) and nxt < scan_until and p.waiting < room
     load(row)
     scan_row(row)
   else
-    break -- only a hostile entry ends before its beginning
+    break -- a hostile entry that ends before it begins
   end
 end
 append_waiting()

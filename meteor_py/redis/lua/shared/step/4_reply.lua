@@ -1,5 +1,5 @@
 
--- 6. Write, and reply.
+-- 6. Write the changes, and reply.
 local idle, wait = write_changes(mode, want, got, stop, cut, stored_stop, waits)
 c.step, c.report = number, ''
 if #failed + #refused + #lost + #dropped > 0 then
