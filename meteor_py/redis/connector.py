@@ -38,6 +38,17 @@ _SLOT_KEYS = 100_000
 #: Seconds for an attempt that begins shortly before the deadline.
 _ATTEMPT_MIN_S = 0.05
 
+#: Number of forks that led to this process. Comparing it is cheaper than a call of ``getpid()``.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class Connector:
     """A client's access to its server or cluster. Thread-safe, and usable after a fork.
@@ -67,7 +78,7 @@ class Connector:
         self._outage = Outage()
         self._closed = False
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._forks = _forks
 
     @property
     def closed(self) -> bool:
@@ -306,7 +317,7 @@ class Connector:
 
     def _single_connection(self) -> SharedConnection:
         single = self._single
-        if single is not None and self._pid == os.getpid() and not self._closed:
+        if single is not None and self._forks == _forks and not self._closed:
             return single
         with self._exclusive():
             address = self.resolve()
@@ -346,8 +357,8 @@ class Connector:
 
     def _exclusive(self) -> threading.RLock:
         """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
+        if self._forks != _forks:
+            self._forks = _forks
             self._lock = threading.RLock()
             self._single = None  # at the fork, another thread may have been in a call
         return self._lock

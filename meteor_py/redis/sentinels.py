@@ -132,7 +132,8 @@ class Sentinels(Topology):
         except LockBusy:
             if self._node is None:
                 raise ConnectionFailed(
-                    f"Another thread is still asking the sentinels at {self._address} for the primary."
+                    f"Another thread is still asking the sentinels at {self._address} for the "
+                    "primary."
                 ) from None
 
     def _refresh(self, search: Search, *, force: bool) -> None:
