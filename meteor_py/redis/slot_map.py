@@ -146,6 +146,8 @@ class SlotMap(Topology):
         try:
             for number, node in enumerate(nodes, 1):
                 share_s = search.share_s(len(nodes) - number, _ASK_S)
+                if self._table.nodes:  # the caller can do without a new map
+                    share_s = min(share_s, _ASK_S)
                 if share_s <= 0:
                     break
                 try:
