@@ -79,8 +79,8 @@ NOTES = (
     "- Spark, local mode: reads 2 M rows of all columns from the ring into the noop sink. The",
     "  in-memory source yields the same batches; Spark wrote the Parquet files. Micro-batches have",
     "  one row each and no pause between them; the Python source generates its row. In batches",
-    "  without rows, offsets move four times a second (ours, because a stream is created), but",
-    "  there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
+    "  without rows, there is nothing to read, but offsets move four times a second. (Ours move",
+    "  because a stream is created.) An empty trigger finds no records, so Spark runs no batch.",
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
     "- Server CPU, total: CPU time of the server while records are published one by one, minus",
     "  the CPU time of an idle server. Inside the command: usec_per_call from INFO commandstats.",
@@ -117,13 +117,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare meteor_py with redis-py on a private server. A complete run takes "
         "about five minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
     )
-    parser.add_argument("--quick", action="store_true", help="measure less, in about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="take fewer measurements, in about a minute"
+    )
     parser.add_argument(
         "--only",
         action="append",
         choices=FAMILIES,
         metavar="NAME",
-        help=f"only this one of {', '.join(FAMILIES)}; can be repeated",
+        help=f"measure only this family, one of {', '.join(FAMILIES)}; can be repeated",
     )
     parser.add_argument(
         "--server",
@@ -192,7 +194,7 @@ def show(rows: list[Row], facts: dict[str, str]) -> None:
 
 
 def markdown(rows: list[Row], facts: dict[str, str]) -> str:
-    """The text of RESULTS.md."""
+    """Return the text of RESULTS.md."""
     lines = [
         "# Results of `make bench`",
         "",

@@ -54,7 +54,9 @@ CASES = [
 def run(bench: Bench) -> list[Row]:
     """Measure a full ring in each case, then a stream's other keys."""
     count = bench.pick(20_000, 4_000)
-    rows = [within("record of 100 B, XADD of redis-py", "B", bytes_of_xadd(bench, count))]
+    rows = [
+        within("record of 100 B, published with redis-py's XADD", "B", bytes_of_xadd(bench, count))
+    ]
     for case in CASES:
         bench.step(case.what)
         bench.clear()
@@ -111,7 +113,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 yield "its lease", usage(server, keys.lease("size", "billing"))
             for _ in range(1_500):  # more than the server keeps
                 stream.seek_group("billing", "earliest", force=True)
-            yield "the last 1,000 changes of groups", usage(server, keys.events("size"))
+            yield "log of the last 1,000 group changes", usage(server, keys.events("size"))
             with stream.shared_subscriber("carts", prefetch=100) as sub:
                 records = sub.poll()
                 held = sum_of(server, keys.shared("size", "carts", "*"))

@@ -90,7 +90,7 @@ def _help(bench: Bench) -> Row:
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
     """Returns the run time, in seconds, of a process whose input and output are pipes."""
     environment = os.environ | {"METEOR_URL": bench.url}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode files
     start = time.perf_counter()
     with subprocess.Popen(["cat", given or os.devnull], stdout=subprocess.PIPE) as source:
         subprocess.run(

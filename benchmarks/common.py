@@ -91,7 +91,7 @@ class Bench:
     """The server, and how much to measure."""
 
     url: str
-    #: "valkey" or "redis": one goal differs.
+    #: "valkey" or "redis". One goal depends on it.
     server: str
     quick: bool
     #: Shows the current step in the progress bar.

@@ -1,13 +1,14 @@
 """Meteor's headline benchmark: 4 publishers and 16 subscribers that each read every record.
 
-As in Meteor's own benchmark: no groups, a ring of 10,000 x publishers x 2 records, and after each
-10,000 records a publisher waits until the slowest subscriber is less than 10,000 behind what all
-publishers have sent. The clock runs from the first publish until every subscriber has everything.
-Unlike in Meteor, records are distinct and pass through a socket to a server. Meteor's figure
-(4.3 M deliveries/s, 4 cores) is for one JVM that contains the ring and all clients.
+As in Meteor's own benchmark, there are no groups, and the ring holds 10,000 x publishers x 2
+records. After each 10,000 records, a publisher waits until the slowest subscriber is less than
+10,000 records behind all publishers together. The clock runs from the first publish until every
+subscriber has everything. Unlike in Meteor, records are distinct and pass through a socket to a
+server. Meteor's figure (4.3 M deliveries/s, 4 cores) is for one JVM that contains the ring and all
+clients.
 
-Each publisher is a process. The subscribers share as many processes as there are cores, where a
-loop polls one after another; each has its own connection and reads every record itself.
+Each publisher is a process. The subscribers share one process per core, in which a loop polls them
+in turn. Each has its own connection and reads every record itself.
 """
 
 from __future__ import annotations

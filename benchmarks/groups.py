@@ -195,8 +195,9 @@ def idle_traffic(bench: Bench) -> list[Row]:
 
 
 def requests_per_s(plain: Any, seconds: float) -> float:
-    """Returns the rate of client requests: scripts, and blocking reads with their reads of meta.
+    """Returns the rate of client requests: scripts and blocking reads.
 
+    A blocking read counts as one request, together with the read of ``meta`` that is sent with it.
     Counts only commands that no script calls, because the statistics include calls from scripts.
     """
     plain.config_resetstat()

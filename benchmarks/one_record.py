@@ -92,12 +92,13 @@ def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[b
 
 
 def script_cost(bench: Bench) -> Row:
-    """Measure the publish script without the cold caches of a server that waits for each call."""
+    """Measure the publish script in pipelines, which keep the server's caches warm."""
     bench.step("publish script")
     bench.clear()
     value, costs = values_of(1)[0], []
     with connected(bench.url) as client, plain_client(bench.url) as plain:
-        stream = client.stream("script", capacity=PIPELINE)  # soon full, so each frame drops one
+        # The ring is soon full, so each new frame drops an old one.
+        stream = client.stream("script", capacity=PIPELINE)
         stream_keys = [keys.log("script"), keys.meta("script"), keys.producer("script", "bench")]
         history = plain.info("replication")["master_replid"]
         epoch = plain.hget(keys.meta("script"), "epoch")

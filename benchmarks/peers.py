@@ -26,7 +26,7 @@ from meteor_py import Target
 #: Seconds of silence after which a leader is replaced, here and in etcd.
 _TTL_S = 3
 _STUCK_S = 60.0
-#: Messages to send before the benchmark checks how many are handled.
+#: Number of messages to send before the benchmark checks how many have been handled.
 _PORTION = 2_000
 _CONTEXT = multiprocessing.get_context("spawn")
 
@@ -157,8 +157,9 @@ def free_port() -> int:
 def messages(bench: Bench) -> list[Row]:
     """Measure messages to a member in another process.
 
-    The names and windows are those of Atomix's three executions: a request and its reply one at a
-    time, 16 at a time, and ASYNC messages until they are handled, with up to 256 not yet stored.
+    The names and windows follow Atomix's three kinds of execution: one request at a time, 16
+    requests at a time, and ASYNC messages, of which up to 256 are not yet stored. A request ends
+    with its reply, an ASYNC message when it is handled.
     """
     bench.clear()
     told = _CONTEXT.Queue()

@@ -109,7 +109,7 @@ def waiting_bytes(bench: Bench, count: int, keys: int) -> float:
     with connected(bench.url) as client, plain_client(bench.url) as plain:
         owner, other = _consumers(_fill(client, count, lambda n: b"%08d" % (n % keys)), 2)
         owner.exchange(512)
-        if keys < count:  # one consumer holds every key, and the other lets the rest wait
+        if keys < count:  # one consumer holds every key, so the other finds only waiting records
             while other.exchange(512).next < count:
                 pass
         else:

@@ -1,6 +1,6 @@
 """Shared groups: the longest call of any kind in the worst cases, as the server measures it.
 
-The server runs nothing else during a call, so no call may grow with the size of a group.
+The server runs nothing else during a call, so calls must not take longer in larger groups.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _claim(setting: Setting, count: int) -> None:
 
 
 def _return_all(setting: Setting, count: int, keys: list[bytes]) -> None:
-    """Leave the group, which returns records as the death of a consumer does."""
+    """Leave the group. This returns the records, just as a consumer's death does."""
     setting.fill(keys)
     consumer = setting.consumer()
     _hold(consumer, count)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SEED = "METEOR_SEED"
-#: Set to "redis" or "valkey" to run the tests of the shared server on a cluster of three nodes.
+#: Set to "redis" or "valkey" to run tests that use the shared server on a three-node cluster.
 CLUSTER = "METEOR_TEST_CLUSTER"
 THREAD_GRACE_S = 2.0
 
@@ -65,7 +65,7 @@ def redis_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of the shared Valkey; of a cluster if $METEOR_TEST_CLUSTER names its program."""
+    """The address of the shared Valkey server, or of a cluster if $METEOR_TEST_CLUSTER is set."""
     kind = os.environ.get(CLUSTER)
     if kind is None:
         yield request.getfixturevalue("server").url
@@ -122,7 +122,7 @@ def emptied(server_url: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a cluster, run the tests that know only the address of the shared server."""
+    """On a cluster, run only tests that need nothing but the shared server's address."""
     if os.environ.get(CLUSTER) is None:
         return
     used = {item: set(getattr(item, "fixturenames", ())) for item in items}

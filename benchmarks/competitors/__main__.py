@@ -35,11 +35,12 @@ _MEMORY = "memory"
 _PAGE_CACHE = "page cache"
 NOTES = """\
 - Each cell is the median of {rounds} rounds, with the lowest and highest in brackets. All systems
-  of a job take turns, in a different order in each round. Ratios are ours / theirs. Where we are
-  behind, the ratio is bold. Rounds of one system differ by 1.1x to 2x, so 1.2x is not a difference.
-- Everything runs on one machine, over TCP on loopback. meteor_py has its defaults; Kafka has the
-  best settings of a sweep. The column on durability says where an acknowledged record is. Compare
-  Kafka with `meteor_py, aof`, which is equally durable.
+  in a job take turns, in a different order in each round. Ratios are ours / theirs. Where we are
+  behind, the ratio is bold. Rounds of one system differ by 1.1x to 2x, so a ratio of 1.2x may be
+  noise.
+- Everything runs on one machine, over TCP on loopback. meteor_py uses its defaults; Kafka uses the
+  best settings from a sweep. The column `acknowledged in` says where a record is stored when it is
+  acknowledged. Compare Kafka with `meteor_py, aof`, which is equally durable.
 - NATS and FastStream are measured through their Python clients, which limit their speed.
 """
 
@@ -77,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [*JOBS, *EXTRAS]
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME",
-        help=f"only this one of {', '.join(names)}; can be repeated",
+        help=f"run only this job, one of {', '.join(names)}; can be repeated",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
@@ -218,12 +219,12 @@ def spark_tables(at: Addresses, options: argparse.Namespace, console: Console) -
         rows = spark.read_rows(session, ours, kafka, count, options.rounds)
         console.print("spark: micro-batches")
         batches = spark.micro_batches(session, ours, kafka, options.rounds)
-    lines = ["## Spark, two local cores", "", "| read all columns into noop | rows/s | ours / it |"]
-    lines.append("|---|--:|--:|")
+    lines = ["## Spark, two local cores", ""]
+    lines += ["| read all columns into noop | rows/s | ours / theirs |", "|---|--:|--:|"]
     for name, rate in rows.items():
         ratio = ratio_cell(rows["meteor_py"] / rate, True) if name != "meteor_py" else ""
         lines.append(f"| {name} | {show(rate)} | {ratio} |")
-    lines += ["", "| a micro-batch of one row | ms | ours / it |", "|---|--:|--:|"]
+    lines += ["", "| a micro-batch of one row | ms | ours / theirs |", "|---|--:|--:|"]
     for name, took in batches.items():
         ratio = ratio_cell(batches["meteor_py"] / took, False) if name != "meteor_py" else ""
         lines.append(f"| {name} | {took:.0f} | {ratio} |")

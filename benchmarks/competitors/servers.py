@@ -180,7 +180,7 @@ def _free_port() -> int:
 
 
 def _replies(port: int, request: bytes | None = None) -> bool:
-    """Whether the server accepts a connection and, if there is a ``request``, replies to it."""
+    """Return whether the server accepts a connection and replies to ``request``, if any."""
     try:
         with socket.create_connection((HOST, port), 1.0) as connection:
             if request is None:

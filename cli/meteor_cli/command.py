@@ -108,7 +108,7 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
-#: Command names from other tools that users may try, by our name for the command.
+#: Command names that users may know from other tools, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",

@@ -18,6 +18,8 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, slot_of
 from meteor_py.runtime.locks import LockBusy
 
+#: How often to ask again for a map that contradicts a MOVED reply.
+_CONTRADICTIONS = 10
 #: Seconds to wait for one node's reply before asking the next node.
 _ASK_S = 1.0
 #: Host values in a CLUSTER SLOTS reply that stand for the node that sent the reply.
@@ -174,6 +176,8 @@ class SlotMap(Topology):
         for slot, other in list(self._moved.items()):
             if table.find(slot) == other:
                 self._moved.pop(slot, None)
+        if self._moved and self._timer.fruitless < _CONTRADICTIONS:
+            self._is_stale = True  # the node that was asked has not heard of the move yet
         self._source = source
         if source not in self._doubtful:
             self._doubtful = set()

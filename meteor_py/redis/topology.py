@@ -264,23 +264,24 @@ class RefreshTimer:
 
     def __init__(self) -> None:
         self._refreshed_at = -_APART_S
-        self._fruitless = 0  # consecutive refreshes that found nothing new
+        #: Consecutive refreshes that found nothing new.
+        self.fruitless = 0
 
     @property
     def is_due(self) -> bool:
-        interval_s = min(REFRESH_S * _GROWTH**self._fruitless, _REFRESH_MAX_S)
+        interval_s = min(REFRESH_S * _GROWTH**self.fruitless, _REFRESH_MAX_S)
         return time.monotonic() - self._refreshed_at >= interval_s
 
     def note(self, *, found_news: bool) -> None:
         """Note that a refresh has ended."""
         now = time.monotonic()
         is_first = found_news or now - self._refreshed_at > _APART_S
-        self._fruitless = 0 if is_first else min(self._fruitless + 1, 100)
+        self.fruitless = 0 if is_first else min(self.fruitless + 1, 100)
         self._refreshed_at = now
 
     def reset(self) -> None:
         """Make the next refresh due at once."""
-        self._refreshed_at, self._fruitless = -_APART_S, 0
+        self._refreshed_at, self.fruitless = -_APART_S, 0
 
 
 class Redirects:

@@ -4,7 +4,7 @@
                             "path": "1:0,+1794836508123:10"}},
      "version": 1}
 
-A query without a checkpoint starts from an offset without streams, whose ``phase`` is "new". The
+A query without a checkpoint starts from an offset that has no streams and the ``phase`` "new". The
 first batch reads no records. It only writes the positions at which the query starts to the
 checkpoint, with the phase "start". Otherwise, if the first batch failed, Spark would repeat it from
 positions that are determined again and may have moved. If a first batch lacks this phase, a release

@@ -245,8 +245,8 @@ def _parse_streams(options: RawOptions) -> tuple[tuple[str, ...], str | None]:
     selectors = [name for name in _SELECTING if options.text(name)]
     if len(selectors) != 1:
         raise ValueError(
-            "Select the streams with one of stream, streams (a,b,c), streamsPattern or load(), not "
-            f"with {' and '.join(selectors) or 'none of them'}."
+            "Select the streams with exactly one of stream, streams (a,b,c), streamsPattern or "
+            f"load(). You used {' and '.join(selectors) or 'none of them'}."
             + ("" if selectors else f" If this is a table: {NO_TABLES}")
         )
     (selector,) = selectors
@@ -291,7 +291,7 @@ def _parse_spec(option: str, value: str | int) -> OffsetSpec:
             return OffsetSpec(_KAFKA_OFFSETS[value])
         raise ValueError(
             f'{option} has the number {value}. For {-value} records before the end, write "{value}"'
-            ", with quotes. Numbers are offsets, or as in Kafka -1 (latest) and -2 (earliest)."
+            ", with quotes. Numbers are offsets or, as in Kafka, -1 (latest) and -2 (earliest)."
         )
     if isinstance(value, str):
         if value in ("earliest", "latest") or (value == "group" and option == "startingOffsets"):

@@ -172,7 +172,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         known = from_spark(start)
         if is_initial(start) and not is_start(end):
             self._ends = self._find_ends()
-            known = self._find_start()  # as did the older release that planned this batch
+            # An older release planned this batch and determined its start in the same way.
+            known = self._find_start()
         return self._planner.divide(ranges_between(known, from_spark(end)))
 
     def commit(self, end: dict[str, Any]) -> None:

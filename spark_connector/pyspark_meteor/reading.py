@@ -1,4 +1,4 @@
-"""What a source task does: read one range of a stream, from the ring or the store, as Arrow."""
+"""Source tasks: each reads one range of a stream, from the ring or the store, as Arrow batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _poll(
         except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
             _skip_gap(sub, loss, options, wanted)
             continue
-        if batch.last_offset >= stop:  # after a gap
+        if batch.last_offset >= stop:  # possible after a gap
             batch = batch[: max(stop - batch.first_offset, 0)]
         if batch:
             yield batch
@@ -148,7 +148,7 @@ def _skip_gap(
         "Skipping %d lost records (%d to %d) in stream %r, because failOnDataLoss is false.",
         *(last - first + 1, first, last, wanted.stream),
     )
-    if isinstance(loss, CorruptFrame):  # a subscriber does not treat existing bytes as a gap
+    if isinstance(loss, CorruptFrame):  # the frame exists, so skip_gap() would not skip it
         outlast(options.server, lambda: sub.seek(loss.last + 1))
     else:
         sub.skip_gap()

@@ -207,7 +207,7 @@ def commit_all(
 
     Args:
         again: Whether the version may have been written before. If a stream already has this
-            version, even with different rows, or a later one, nothing is written to it.
+            version (even with different rows) or a later one, nothing is written to it.
         lifetime_s: Seconds for which the streams remember the writer. None means forever.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a sink task does: convert Arrow batches to frames, and stage or publish them."""
+"""Sink tasks: each converts Arrow batches to frames, and stages or publishes them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _open(options: SinkOptions, name: str) -> Stream:
 def stage_all(
     options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str, owner: StageOwner
 ) -> dict[str, Staged]:
-    """Stage a task's rows. The stages in all streams have this name."""
+    """Stage a task's rows. In every stream, the stage has the given name."""
     retry = partial(outlast, options.server)
     retry(options.server.require_no_eviction)
     stages: dict[str, tuple[Stage, RecordValidator]] = {}

@@ -121,7 +121,7 @@ def test_explicit_archiver_replaces_the_automatic_archiver(
     stored.check(200)
 
 
-def test_archiver_may_run_in_the_callers_thread(stored: StoredStream) -> None:
+def test_archiver_can_run_in_the_callers_thread(stored: StoredStream) -> None:
     archiver = stored.stream.archiver(segment_age=0)
     with background(lambda _: archiver.run()):
         end = stored.fill(500)

@@ -39,8 +39,8 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 
 # Killed
 
-#: Steps in a commit of 25,000 records, which takes three calls to advance. For each step, the
-#: number of segments and the archived offset after a kill at that step.
+#: Steps in a commit of 25,000 records, which takes three ``advance`` calls. Each step has the
+#: number of segments and the archived offset that remain if the archiver is killed there.
 KILLS = {
     "before fsync": (0, 0),  # the folder exists
     "before fsync 2": (0, 0),  # the state is written, but not synced

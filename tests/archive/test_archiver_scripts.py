@@ -204,7 +204,7 @@ def test_advance_keeps_all_digits_in_large_offsets(lua: ArchiveScripts) -> None:
 
 
 def fill_up(lua: ArchiveScripts) -> int:
-    """Publish until the server is full; return the next sequence."""
+    """Publish until the server is full; return the next sequence number."""
     for sequence in range(1000):
         try:
             lua.publish(sequence, payload=b"x" * 100_000)

@@ -35,7 +35,7 @@ CHECK_S = 0.05
 
 
 def hasten() -> None:
-    """Make archivers clean up often. A paused archiver must still notice its pause."""
+    """Make archivers clean up often, and trust their last commit for less than a pause."""
     archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 

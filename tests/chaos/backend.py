@@ -1,4 +1,4 @@
-"""The servers of a run: a single one, or a cluster; and the proxies between them and a worker."""
+"""The servers in a run (a single one or a cluster), and the proxies between them and a worker."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.chaos.worker_config import STREAM
 from tests.support.proxy import Direction, Proxy
 from tests.support.servers import HOST, Server, binaries
 
-#: Acknowledged writes survive a kill of their server.
+#: With these options, acknowledged writes survive if their server is killed.
 PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
-#: Longer than any fault, so that no failover happens by itself: it could lose records.
+#: Longer than any fault, so that no fault triggers an automatic failover, which could lose records.
 NODE_TIMEOUT_S = 30.0
 
 
 class Backend(Protocol):
-    """What a run and its nemesis need from the servers."""
+    """The interface to the servers, for a run and its nemesis."""
 
     @property
     def url(self) -> str: ...
 
     @property
     def server(self) -> testing.Server:
-        """The server that has the stream now."""
+        """The server that currently has the stream."""
 
     @property
     def directory(self) -> Path:
@@ -40,7 +40,7 @@ class Backend(Protocol):
 
 
 class Proxies:
-    """The proxies of one worker, one for each server. A fault affects all of them."""
+    """One worker's proxies, one for each server. A fault affects all of them."""
 
     def __init__(self, by_port: dict[int, Proxy]) -> None:
         self._by_port = by_port
@@ -51,13 +51,13 @@ class Proxies:
 
     @property
     def url(self) -> str:
-        """The address of a single server, through its proxy."""
+        """The proxy's address, if there is a single server."""
         (proxy,) = self._by_port.values()
         return proxy.url
 
     @property
     def remap(self) -> dict[int, int]:
-        """The port of the proxy for each server's port."""
+        """Maps each server's port to its proxy's port."""
         return {port: proxy.port for port, proxy in self._by_port.items()}
 
     def _each(self, action: Callable[[Proxy], None]) -> None:
@@ -89,7 +89,7 @@ class Proxies:
         self._each(lambda proxy: proxy.heal())
 
     def isolate(self, port: int) -> None:
-        """Cut the worker off from one server, until ``heal()``."""
+        """Cut the worker off from one server until ``heal()`` is called."""
         self._by_port[port].refuse()
         self._by_port[port].cut()
 

@@ -90,7 +90,7 @@ def check_errors(history: Sequence[Event], findings: Findings) -> None:
 def check_records(
     history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Check that each record is in the log once, at its offset, and none is missing if `whole`."""
+    """Check that each record is in the log once, at its offset. If `whole`, none may be missing."""
     published = {v for event in history if event.kind == "publish" for v in event.values}
     places: dict[str, int] = {}
     for offset, value in log.items():

@@ -1,8 +1,8 @@
-"""Failovers under load, of a cluster and of a primary with sentinels; part of ``make chaos``.
+"""Failovers under load, on a cluster and with sentinels; part of ``make chaos``.
 
-A primary is killed while its replicas lag. With ``acks=0`` the records that no replica has are
-lost, and the publisher and the group must be told of each of them. With ``acks=1`` nothing that was
-acknowledged may be lost. Planned failovers lose nothing.
+A primary is killed while its replicas lag. With ``acks=0``, the records that no replica has are
+lost, and both the publisher and the group must learn of every lost record. With ``acks=1``, no
+acknowledged record may be lost. Planned failovers lose nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.partition import PartitionedCluster
 from tests.support.servers import HOST, binaries, plain_client
 
 TRIALS = 2
-#: Seconds of load before and after a failover, and for which replicas lag.
+#: Seconds of load before and after a failover, and seconds for which the replicas lag.
 CALM_S = 0.5
 LAG_S = 0.4
 #: Seconds within which publishing must work again.
@@ -100,7 +100,7 @@ class SentinelService:
 @contextmanager
 def start(kind: str, program: Path, acks: int) -> Iterator[Service]:
     if kind == "cluster":
-        # A failover takes one replica away. The others must still be able to confirm.
+        # A failover uses up one replica. The others must still be able to acknowledge records.
         with Cluster(replicas=1 + acks, program=program) as cluster:
             yield ClusterService(cluster)
     else:
@@ -116,7 +116,7 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 class Trial:
-    """One stream with a busy and an idle publisher, and a group, during one failover."""
+    """A stream with a busy publisher, an idle publisher and a group, during one failover."""
 
     def __init__(self, stream: meteor.Stream, acks: int) -> None:
         self.stream = stream
@@ -134,7 +134,8 @@ class Trial:
         primary, replicas = service.primary(), service.replicas()
         for replica in replicas:
             replica.pause()
-        with plain_client(primary.url) as client:  # nothing may be left in the sockets' buffers
+        # Cut the connections to the replicas, so that no record waits in a socket buffer.
+        with plain_client(primary.url) as client:
             client.execute_command("CLIENT", "KILL", "TYPE", "replica")
         self._publish_idly()
         time.sleep(LAG_S)
@@ -171,10 +172,10 @@ class Trial:
             except meteor.LogTruncated:
                 self.idle_was_told = True
             except meteor.MeteorError:
-                pass  # of the record that was not acknowledged
+                pass  # the idle record was not acknowledged
 
     def check(self) -> tuple[int, int]:
-        """Check that every loss was reported; return how many were acknowledged, and lost."""
+        """Check that every loss was reported; count the acknowledged and the lost records."""
         log, publishing = read_log(self.stream), self.publishing
         assert publishing.problems == self.group.problems == []
         assert unreported(publishing.acked, log, publishing.reported) == []
@@ -182,13 +183,13 @@ class Trial:
         assert duplicates(log.values()) == []
         assert not publishing.refused & set(log.values())
         if self.idle_offset is not None and log.get(self.idle_offset) != b"idle":
-            assert self.idle_was_told, "the idle publisher was not told of its loss"
+            assert self.idle_was_told, "the idle publisher did not learn of its loss"
         return len(publishing.acked), len(lost(publishing.acked, log))
 
 
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 @pytest.mark.parametrize("acks", [0, 1])
-def test_a_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated(
+def test_killed_primary_loses_no_replicated_record_and_every_loss_is_reported(
     kind: str, acks: int, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acked = gone = 0
@@ -198,7 +199,7 @@ def test_a_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicat
         meteor.connect(service.url, timeout=TIMEOUT_S) as client,
     ):
         for number in range(TRIALS):
-            # The hash tag of every trial's stream is the same.
+            # Every trial uses the same name, so its stream is in the same slot.
             trial = Trial(client.stream(STREAM, capacity=10_000_000), acks)
             recoveries.append(trial.run(service))
             told, missing = trial.check()
@@ -213,12 +214,12 @@ def test_a_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicat
     with capsys.disabled():
         print(
             f"\n{kind}, {program.name}, acks={acks}: {acked:,} records acknowledged, {gone:,} lost "
-            f"and reported, publishing again after {max(recoveries):.1f} s at most"
+            f"and reported; publishing resumed within {max(recoveries):.1f} s"
         )
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_planned_failovers_of_a_cluster_lose_nothing(
+def test_planned_cluster_failovers_lose_nothing(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind == "redis":
@@ -235,7 +236,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
                 assert load.publishing.continues(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
-                time.sleep(2 * NODE_TIMEOUT_S)  # sooner, the primaries do not vote again
+                time.sleep(2 * NODE_TIMEOUT_S)  # until then, the primaries do not vote again
         load.check_nothing_lost()
     with capsys.disabled():
         print(
@@ -246,7 +247,7 @@ def test_planned_failovers_of_a_cluster_lose_nothing(
 
 
 @pytest.mark.parametrize("paused", [True, False], ids=["client pause", "no client pause"])
-def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
+def test_planned_sentinel_failover_loses_nothing_while_writes_are_paused(
     paused: bool, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
@@ -261,8 +262,7 @@ def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
         if paused:
             with plain_client(sentinels.primary.url) as plain:
                 plain.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-            # A replica reports what it has once per second.
-            time.sleep(0.3)
+            time.sleep(0.3)  # the replicas receive the last records
         sentinels.failover()
         assert publishing.continues(), publishing.problems
         sentinels.wait_until_stable()
@@ -287,7 +287,7 @@ def test_a_planned_failover_by_sentinels_loses_nothing_while_writes_are_paused(
 
 
 @pytest.mark.parametrize("acks", [0, 1])
-def test_a_primary_that_is_cut_off_with_its_clients_loses_nothing_unreported(
+def test_losses_are_reported_if_a_primary_is_cut_off_together_with_clients(
     acks: int, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
@@ -315,9 +315,9 @@ def test_a_primary_that_is_cut_off_with_its_clients_loses_nothing_unreported(
         assert gone[0] > 0, "the primary accepted nothing while it was cut off"
     with capsys.disabled():
         print(
-            f"\n{program.name}, acks={acks}: a primary was cut off. Of its clients' "
-            f"{len(inside.publishing.acked):,} records {gone[0]:,} were lost and reported, of the "
-            f"others' {len(outside.publishing.acked):,} records {gone[1]:,}"
+            f"\n{program.name}, acks={acks}: a primary was cut off. Lost and reported: {gone[0]:,} "
+            f"of {len(inside.publishing.acked):,} records from the clients on its side, and "
+            f"{gone[1]:,} of {len(outside.publishing.acked):,} records from the others"
         )
 
 
@@ -345,7 +345,7 @@ class Side:
 
 
 class Sides:
-    """A partition: the primary of the stream and some clients inside, everything else outside."""
+    """A partition: the stream's primary and some clients inside, everything else outside."""
 
     def __init__(self, cluster: PartitionedCluster, stack: ExitStack) -> None:
         self._cluster = cluster
@@ -359,14 +359,14 @@ class Sides:
         return Side(inside, acks, "inside"), Side(outside, acks, "outside")
 
     def _connect(self, proxies: Proxies) -> meteor.Client:
-        # Both the addresses that the nodes announce and the seeds lead through the proxies.
+        # The client uses proxies for its first contact and for the addresses that nodes announce.
         to_proxy = {(HOST, port): (HOST, proxy) for port, proxy in proxies.remap.items()}
         remap = to_proxy | {door: to_proxy[real] for door, real in self._cluster.remap.items()}
         url = self._cluster.url
         return self._stack.enter_context(meteor.connect(url, timeout=TIMEOUT_S, remap=remap))
 
     def divide(self) -> Node:
-        """Cut the primary of the stream off; return it."""
+        """Cut off the stream's primary, and return it."""
         primary = self._cluster.owner(STREAM)
         self._cluster.cut_off(primary)
         self._outside.isolate(primary.port)

@@ -1,9 +1,9 @@
 """Twenty slot moves under load; part of ``make chaos``.
 
-A publisher, a group, two shared consumers and a peer group work while the slots of the stream and
-of the peer group move: at once, slowly, by a resharding tool that dies and is repaired later, and
-on Valkey also atomically. The log must equal what was acknowledged, and every consumer must get
-every record once and in order. The longest pause of the publisher is printed.
+A publisher, a group, two shared consumers and a peer group work while the stream's slot and the
+peer group's slot move. A slot moves at once, slowly, with a tool that dies and is repaired later,
+or, on Valkey, atomically. The log must contain exactly the acknowledged records, and every consumer
+must get every record once and in order. The test prints the publisher's longest pause.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.support.client_load import PEERS, RESULT_S, STREAM, Load, read_log, w
 from tests.support.servers import HOST, binaries
 
 MOVES = 20
-#: A slow move rests this long in seconds at its beginning, and then between keys.
+#: Seconds for which a slow move pauses at its beginning, and then after each key.
 SLOW_S = (0.3, 0.02)
 #: Seconds after which an abandoned move is repaired.
 ABANDONED_S = 1.0
-#: Rounds in which a publisher loses a reply, and its delivery timeout in seconds.
+#: Number of rounds in which a publisher loses a reply, and its delivery timeout in seconds.
 ROUNDS = 3
 TIMED_OUT_S = 0.8
 
 
 class Mover:
-    """Moves the slots of the stream and of the peer group, each time in another way."""
+    """Moves the stream's slot and the peer group's slot, in various ways."""
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self._cluster, self._rng = cluster, rng
@@ -70,10 +70,10 @@ class Mover:
         self._cluster.move_slot(slot, target, atomic=True)
 
 
-def test_scripts_on_the_importing_node_are_found(
+def test_load_check_fails_if_scripts_run_on_the_importing_node(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load notices a client that follows ASK, and whose scripts have no guard key."""
+    """The planted client follows ASK, and its scripts have no guard key."""
     plant_here("unguarded-scripts", monkeypatch)
     plant_here("followed-ask", monkeypatch)
     with Cluster() as cluster, meteor.connect(cluster.url) as client:
@@ -92,7 +92,7 @@ def move_until_something_fails(load: Load, mover: Mover) -> None:
 
 
 def plant_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a bug in this process for the time of a test."""
+    """Plant a bug in this process for the duration of a test."""
     text = text_of(name)
     assert isinstance(text, FunctionText)
     monkeypatch.setattr(text.function, "__code__", text.function.__code__)
@@ -101,14 +101,14 @@ def plant_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_publisher_that_times_out_in_a_moving_slot_tells_the_truth(kind: str) -> None:
+def test_publisher_that_times_out_while_its_slot_moves_reports_true_outcomes(kind: str) -> None:
     if kind == "redis":
         require_redis()
     assert false_outcomes(binaries()[kind]) == []
 
 
-def test_torn_scripts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The previous test notices scripts without a guard key, which stop in the middle."""
+def test_outcome_check_fails_if_scripts_have_no_guard_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a guard key, a script can stop in the middle."""
     plant_here("unguarded-scripts", monkeypatch)
     assert false_outcomes(binaries()["valkey"]) != []
 
@@ -116,9 +116,9 @@ def test_torn_scripts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def false_outcomes(program: Path) -> list[str]:
     """Return the values whose outcome the publisher reported wrongly.
 
-    In each round the slot begins to move, a reply is lost, and the batch times out. The publisher
-    begins a new producer epoch, for which the script deletes a key and creates it again. Without a
-    guard key, a node that migrates the slot stops the script in between.
+    In each round, a reply is lost, the batch times out, and the slot begins to move. The publisher
+    begins a new producer epoch, so the script deletes a key and creates it again. Without a guard
+    key, a node that is migrating the slot stops the script between these two steps.
     """
     outcomes: dict[bytes, str] = {}
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def false_outcomes(program: Path) -> list[str]:
             outcomes[b"after %d" % number] = outcome(after)
         log = list(read_log(stream).values())
     return [
-        f"{value!r} was {told}, and is in the log {log.count(value)} times"
+        f"{value!r} was reported as {told}, but is in the log {log.count(value)} times"
         for value, told in outcomes.items()
         if log.count(value) not in {"acknowledged": (1,), "unknown": (0, 1), "failed": (0,)}[told]
     ]
@@ -157,7 +157,7 @@ def outcome(ack: meteor.Ack) -> str:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_twenty_slot_moves_lose_duplicate_and_reorder_nothing(
+def test_twenty_slot_moves_neither_lose_nor_duplicate_nor_reorder_records(
     kind: str, rng: random.Random, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind == "redis":
@@ -180,7 +180,7 @@ def test_twenty_slot_moves_lose_duplicate_and_reorder_nothing(
     with capsys.disabled():
         print(
             f"\n{kind}: {MOVES} moves, {len(load.publishing.acked):,} records, {load.peer.sent} "
-            "messages. Time of a move and pause of the publisher, each median and maximum:"
+            "messages. Duration of a move, then the publisher's pause (median and maximum of each):"
         )
         for how, pause_s in pauses.items():
             took = mover.took_s[how]

@@ -16,52 +16,45 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal[
-    # Publishers: `values` were published; they are in the log at `offsets`; they are not in the
-    # log; it is unknown whether they are.
-    "publish",
-    "acked",
-    "failed",
-    "unknown",
-    # Group members: a term begins at `first`; records from `first` on were delivered; a confirm of
-    # all records below `first` was requested, done, or refused; the lease was lost, or released.
-    "assigned",
-    "deliver",
-    "confirm",
-    "confirmed",
-    "refused",
+    # Publishers
+    "publish",  # `values` were sent
+    "acked",  # `values` are in the log at `offsets`
+    "failed",  # `values` are not in the log
+    "unknown",  # `values` may be in the log
+    # Group members
+    "assigned",  # a term begins at `first`
+    "deliver",  # records from `first` on were delivered
+    "confirm",  # the member requested to confirm all records below `first`
+    "confirmed",  # such a request succeeded
+    "refused",  # such a request was refused
     "lease_lost",
     "released",
-    # Any reader: the records from `first` to `last` are gone; they were skipped; the server has
-    # lost them; the store could not be read or listed.
-    "missing",
-    "gap",
-    "truncated",
-    "unavailable",
-    # Readers without a group: a reader begins at `first`; it saw `values` from `first` on.
-    "reading",
-    "seen",
-    # Archivers: a segment of `first` to `last` is about to be appended in a term; it was appended,
-    # and the commit follows. Files were merged; files were listed, while `archived` was at least
-    # `first` and at most `last`.
-    "append",
-    "appended",
-    "compacted",
-    "listed",
-    # An error that no fault explains.
-    "error",
-    # The run: a sample of the ring's bounds, `archived` and all confirmed offsets at one moment;
-    # a fault; the store was hidden, and shown again; the end of all faults.
-    "sample",
+    # Any reader
+    "missing",  # the records from `first` to `last` are gone
+    "gap",  # the reader skipped them
+    "truncated",  # the server has lost them
+    "unavailable",  # the store could not be read or listed
+    # Readers without a group
+    "reading",  # a reader begins at `first`
+    "seen",  # it saw `values` from `first` on
+    # Archivers
+    "append",  # a segment of `first` to `last` is about to be appended in a term
+    "appended",  # the segment was appended, and the commit follows
+    "compacted",  # files were merged
+    "listed",  # files were listed while `archived` was at least `first` and at most `last`
+    # Any process
+    "error",  # an error that no fault explains
+    # The run
+    "sample",  # the ring's bounds, `archived` and all confirmed offsets at one moment
     "fault",
-    "hidden",
-    "shown",
-    "healed",
-    # The end of the run: the log; `archived` is `last`; the contents of a file in the store; a flaw
-    # in the store.
-    "log",
-    "archived",
-    "stored",
-    "flaw",
+    "hidden",  # the store was hidden
+    "shown",  # the store was shown again
+    "healed",  # all faults have ended
+    # The end of the run
+    "log",  # the contents of the log
+    "archived",  # `archived` is `last`
+    "stored",  # the contents of a file in the store
+    "flaw",  # a flaw in the store
 ]
 
 

@@ -167,7 +167,7 @@ class Member(threading.Thread):
                 return
 
     def _confirm_some(self, subscriber: meteor.Subscriber, batch: meteor.RecordBatch) -> None:
-        """Confirm a whole batch, in one of two ways, or a part of it."""
+        """Confirm a batch, in one of two ways, or only part of it."""
         way = self._rng.random()
         if way < 0.6 or self._signals.calm():
             self._confirm(subscriber, None)

@@ -1,7 +1,7 @@
 """Planted bugs, each of which the checker must find.
 
 They exist only inside the workers of a run. Each alters the text of a script or a function, and
-fails if the text to replace is missing: otherwise a mutant could silently become the original, and
+fails if the text to replace is missing. Otherwise a mutant could silently equal the original, and
 the checker would seem to miss a bug.
 """
 
@@ -39,7 +39,7 @@ class Mutant:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-#: A store that is always available and never merged, and few other workers.
+#: Settings for a run with few workers and a store that is always available and never merged.
 QUIET_STORE: dict[str, Any] = {
     "store": True,
     "compact_pause_s": 0.0,

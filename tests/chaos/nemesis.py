@@ -34,7 +34,8 @@ STOPS = (0.8, 2.5)
 LAPSES = (1.3, 3.0)
 #: Seconds from the lost reply to that pause.
 LOSE_S = (0.02, 0.2)
-#: Share of the slot moves that do not stop half-way, and the keys that the others move first.
+#: Fraction of slot moves that run without a stop, and the maximum number of keys that the other
+#: moves transfer before they stop.
 FAST_MOVES = 0.3
 MOVED_KEYS = 10
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
@@ -152,7 +153,7 @@ class Nemesis:
             try:
                 leases: Any = client.mget([keys.lease(STREAM, group) for group in groups])
             except redis.exceptions.ClusterDownError:
-                return []  # a node of a cluster accepts nothing for two seconds after its start
+                return []  # a cluster node refuses commands for two seconds after it starts
         names = [lease.decode().partition(" ")[0] for lease in leases if lease is not None]
         pids = {int(name.split(":")[1]) for name in names}
         return [slot for slot in slots if slot.pid in pids]
@@ -326,10 +327,10 @@ class Nemesis:
             pass  # CLIENT KILL ended this connection too
         return True
 
-    # Faults of a cluster
+    # Cluster faults
 
     def move(self) -> bool:
-        """Move the slot of the stream: at once, or step by step with a stop in between."""
+        """Move the stream's slot, either at once or with a stop in the middle."""
         cluster = self._backend.cluster
         if cluster is None or "server" in self._busy or not cluster.stable:
             return False
@@ -348,7 +349,7 @@ class Nemesis:
     def _finish(self, move: SlotMove) -> None:
         try:
             move.finish()
-        except redis.ResponseError as error:  # such as BUSYKEY: a client wrote to the other node
+        except redis.ResponseError as error:  # such as BUSYKEY, if a client wrote to the target
             self._writer.add("error", who="nemesis", text=f"The slot cannot be moved: {error}")
 
     def failover(self) -> bool:
@@ -357,7 +358,7 @@ class Nemesis:
         if cluster is None or "server" in self._busy:
             return False
         owner = cluster.owner(STREAM)
-        # The primaries vote once in two node timeouts for a replica of the same primary.
+        # Fail each primary over only once. The others vote again only after two node timeouts.
         if owner.port in self._replaced or not cluster.stable:
             return False
         self._replaced.add(owner.port)
@@ -366,7 +367,7 @@ class Nemesis:
         return True
 
     def partition(self) -> bool:
-        """Cut some workers off from the node that has the stream, but not from the others."""
+        """Cut some workers off from the node that has the stream, but not from other nodes."""
         cluster = self._backend.cluster
         if cluster is None or "server" in self._busy:
             return False

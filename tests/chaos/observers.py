@@ -38,7 +38,7 @@ end
 return found
 """
 
-#: Replies of a server that is loading its data, and of a cluster that moves the slot.
+#: Errors from a server that is loading its data, or from a cluster that is moving the slot.
 _NOT_NOW = (
     redis.exceptions.BusyLoadingError,
     redis.exceptions.AskError,
@@ -65,7 +65,7 @@ class Sampler(threading.Thread):
             self.sample()
 
     def sample(self) -> Event | None:
-        """Take one sample; None if the server does not reply."""
+        """Take one sample; return None if the server does not reply."""
         with self._lock:
             began = now()
             try:

@@ -51,7 +51,7 @@ def _propose(panel: Panel) -> list[Future[Outcome]]:
     begin = panel.peer_group.now() + AHEAD_S
     for number in range(ACTIONS):
         at = begin + number * EVERY_S
-        time.sleep(max(at - AHEAD_S - panel.peer_group.now(), 0.0))  # keep the pace
+        time.sleep(max(at - AHEAD_S - panel.peer_group.now(), 0.0))  # propose at a steady rate
         futures.append(panel.peer_group.propose_action(f"action-{number % NAMES}", number, at=at))
     return futures
 

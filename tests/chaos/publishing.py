@@ -41,7 +41,7 @@ class Publishing:
             self._publish()
             self._settle(PENDING_MAX)
             if self._rng.random() < 0.2 and self._pending:
-                self._settle(len(self._pending) - 1)  # wait for one
+                self._settle(len(self._pending) - 1)  # wait for the oldest batch
             time.sleep(self._rng.uniform(0, 2 * self._config.batch_pause_s))
         self._settle(0)
         try:
@@ -66,7 +66,7 @@ class Publishing:
                 self._writer.add(
                     "truncated", who=self._config.name, first=error.first, last=error.last
                 )
-            except meteor.MeteorError as error:  # not accepted
+            except meteor.MeteorError as error:  # the publisher did not accept the batch
                 self._note("failed", part, text=repr(error))
             else:
                 self._pending.append((part, ack))

@@ -126,7 +126,7 @@ class Result:
 
     plan: Plan
     events: Counter[str] = field(default_factory=Counter)  # by kind
-    records: Counter[str] = field(default_factory=Counter)  # published, acked, ... delivered
+    records: Counter[str] = field(default_factory=Counter)  # by kind of event
     faults: Counter[str] = field(default_factory=Counter)
     terms: int = 0
     take_overs: int = 0

@@ -32,7 +32,7 @@ def test_200_000_records_in_200_keys_survive_kills_and_pauses(
 def test_50_000_records_survive_lost_replies_short_visits_and_poison(
     url: str, rng: random.Random, run: int
 ) -> None:
-    """Consumers come and go, die of some records, and lose replies together with their leases."""
+    """Consumers come and go, die on poison records, and lose both replies and leases."""
     with Fleet(url, rng, consumers=6, lease_ttl=0.5, visits=True, lossy=True) as fleet:
         fleet.publish(50_000, poison=rng.sample(range(50_000), 5))
         fleet.drain(every_s=0.1)

@@ -1,4 +1,4 @@
-"""A slot for a worker of a run: its proxies, and one worker process after another."""
+"""A worker slot in a run: its proxies, and one worker process after another."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Clients:
 
 
 def has_written_its_log(replica: Replica) -> bool:
-    """Returns whether a kill would lose nothing: after a sync, a replica rewrites its log."""
+    """Returns whether the replica has rewritten its log after a sync, so a kill loses nothing."""
     info = replica.info("persistence")
     return not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]
 

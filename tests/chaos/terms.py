@@ -1,10 +1,10 @@
 """The checker for one group: deliveries and confirms.
 
-A term belongs to one member. It begins where the earlier terms ended: not above the offsets whose
-confirms they requested, not below an acknowledged confirm, and not where only a refused confirm
-could have moved it. Within a term, offsets increase one by one, except for reported gaps. Once a
-newer term has begun, an older one neither confirms anything nor receives another batch. Across all
-terms, every record was delivered to the group.
+A term belongs to one member. It begins where the earlier terms ended: neither above the offsets
+that they asked to confirm, nor below an acknowledged confirm, nor at an offset that only a refused
+confirm could have reached. Within a term, offsets increase one by one, except for reported gaps.
+Once a newer term has begun, an older one neither confirms anything nor receives another batch.
+Across all terms, every record was delivered to the group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.worker ROLE ORDERS``: one process of a chaos run."""
+"""``python -m tests.chaos.worker ROLE CONFIG``: one process in a chaos run."""
 
 from __future__ import annotations
 

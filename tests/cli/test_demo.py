@@ -47,7 +47,7 @@ class Leftovers:
                 if self._mark.encode() in (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_text())
             except OSError:
-                continue  # gone, or another user's
+                continue  # it has ended or belongs to another user
         return found
 
     def are_gone(self) -> bool:

@@ -215,7 +215,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
         (["x", "--jsonl"], 2, "either values or --jsonl"),
         (["--jsonl", "-k", "k"], 2, "the input has keys and headers"),
         (["-k", "k", "-K", ":"], 2, "either -k or -K"),
-        (["x", "-H", "novalue"], 2, "is not NAME=VALUE"),
+        (["x", "-H", "novalue"], 2, "does not have the form NAME=VALUE"),
         (["x", "--no-create"], 1, "There is no stream 'orders'"),
         (["x", "--capacity", "0"], 2, "'--capacity': 0 is not in the range"),
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),

@@ -60,7 +60,7 @@ def test_data_survives_a_server_restart(home: Path) -> None:
     assert succeed(None, "tail", "orders", "-e", "--raw").text == "hello\n"
 
 
-def test_server_describes_itself(own: tuple[RunningCommand, str], home: Path) -> None:
+def test_command_describes_its_server(own: tuple[RunningCommand, str], home: Path) -> None:
     running, url = own
     pid = pid_of(url)
     done = running.end(signal.SIGINT)
@@ -72,7 +72,9 @@ def test_server_describes_itself(own: tuple[RunningCommand, str], home: Path) ->
     assert fourth.strip() == f"export METEOR_URL={url}"
 
 
-def test_server_keeps_running_for_other_users(own: tuple[RunningCommand, str], home: Path) -> None:
+def test_server_keeps_running_while_other_processes_use_it(
+    own: tuple[RunningCommand, str], home: Path
+) -> None:
     with open_embedded(home) as other:
         done = own[0].end(signal.SIGINT)
         assert done.code == 130

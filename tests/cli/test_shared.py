@@ -312,7 +312,7 @@ def test_stream_can_be_created_with_an_ordering_key(url: str) -> None:
     assert found["ordering_key"] == "key"
     done = meteor(url, "streams", "create", "c", "--ordering-key", "kex")
     assert done.code == 2
-    assert "'kex' is neither key nor header:NAME" in done.err
+    assert "'kex' is neither 'key' nor 'header:NAME'" in done.err
     done = meteor(url, "streams", "create", "a", "--ordering-key", "key")
     assert done.code == 1
     assert "create another stream" in done.err

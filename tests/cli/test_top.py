@@ -201,7 +201,7 @@ def drawn(
     return [line.plain for line in draw(view, sort, width=width, height=height)]
 
 
-def test_head_counts_the_nodes_of_a_cluster_and_those_that_do_not_reply() -> None:
+def test_header_counts_all_cluster_nodes_and_the_unreachable_ones() -> None:
     nodes = (meteor.ServerDescription(role="primary", address="redis://a:1"),) * 2
     silent = meteor.ServerDescription(address="redis://b:1")
     server = meteor.ServerDescription("valkey", nodes=(*nodes, silent))
@@ -372,7 +372,7 @@ def test_top_on_a_dumb_terminal_suggests_the_once_option(url: str) -> None:
         assert "Use --once" in terminal.text
 
 
-def test_output_of_once_fits_the_terminal_width(url: str, client: meteor.Client) -> None:
+def test_once_output_fits_the_terminal_width(url: str, client: meteor.Client) -> None:
     for number in range(40):
         client.stream(f"{number:02}{'x' * 100}", create=True)
     command: list[str | Path] = [METEOR, "--url", url, "top", "--once"]

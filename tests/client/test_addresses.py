@@ -1,4 +1,4 @@
-"""Addresses of clusters and sentinels: how they are parsed, masked and remapped."""
+"""Cluster and sentinel addresses: how they are parsed, masked and remapped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "open-sesame"
         ("rediss+sentinel://:pw@[::1]/mymaster/3", [("::1", 26379)]),
     ],
 )
-def test_hosts_have_default_ports_and_are_named_once(
+def test_hosts_get_default_ports_and_duplicates_are_dropped(
     url: str, seeds: list[tuple[str, int]]
 ) -> None:
     assert list(parse(url).seeds) == seeds
@@ -78,7 +78,7 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
         ("redis+cluster://a#b", "unescaped character"),
     ],
 )
-def test_malformed_address_is_refused_with_its_form(url: str, words: str) -> None:
+def test_malformed_address_is_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"not a valid address|cannot be|TLS") as refused:
         parse(url)
     assert words in str(refused.value)

@@ -62,7 +62,7 @@ class Start(Protocol):
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a program that prints "ready", and wait for that."""
+    """Start a program, and wait until it prints "ready"."""
     with ExitStack() as stack:
 
         def begin(script: str, url: str) -> PreloadedProcess:

@@ -79,7 +79,7 @@ def test_publish_refuses_an_impossible_number_of_records(parties: Parties, recor
     script_keys = [keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil")]
     args = publish_args(stream, records)
     assert parties.run("publisher", scripts.PUBLISH, script_keys, args) == [b"INVALID"]
-    assert [len(batch) for batch in stream.read()] == [10], "the ring was trimmed by the count"
+    assert [len(batch) for batch in stream.read()] == [10], "the ring was trimmed"
 
 
 @pytest.mark.parametrize("entry", ["-3:", "9:", "x", ":", "1:a", "0000000:", ""])

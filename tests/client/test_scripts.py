@@ -413,8 +413,8 @@ def test_clients_that_find_the_same_replication_id_begin_one_epoch(lua: StreamSc
     number = int(lua.meta_field("epoch"))
     assert before < number < before + 60_000  # numbers follow the clock
     assert epochs(lua) == [(1, 0), (number, 5)]
-    assert new_epoch(lua, HISTORY, "b") == [b"OK"]  # the second client
-    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # saw an outdated history
+    assert new_epoch(lua, HISTORY, "b") == [b"OK"]  # a second client found the same id
+    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # a third had read an outdated id
     assert lua.snapshot() == after
     assert lua.publish(1, history="b") == ("OK", 5, number)
 
@@ -426,7 +426,7 @@ def test_epoch_numbers_increase_even_if_the_clock_does_not(lua: StreamScripts) -
     assert int(lua.meta_field("epoch")) == far + 7
 
 
-def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
+def test_epoch_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     lua.create()
     lua.publish(0, 5)
     for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):
@@ -437,7 +437,7 @@ def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     assert lua.meta_field("epochs").count(",+") == 4
 
 
-def test_the_epoch_table_is_bounded_and_errs_on_the_safe_side(lua: StreamScripts) -> None:
+def test_epoch_table_is_bounded_and_very_old_positions_are_refused(lua: StreamScripts) -> None:
     table = ",".join(f"{number}:{number * 10}" for number in range(1, 1001))
     lua.create(next=20_000, epoch=1000, epochs=table)
     for number, seen in enumerate("abc"):

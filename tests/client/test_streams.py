@@ -143,7 +143,7 @@ def test_a_setting_that_differs_from_the_stream_is_refused_by_name(
     assert client.stream("s", create=True).config == meteor.StreamConfig()
 
 
-def test_one_of_two_creators_with_different_settings_wins_completely(any_url: str) -> None:
+def test_only_one_of_several_concurrent_creators_sets_the_settings(any_url: str) -> None:
     def create(capacity: int) -> int | None:
         with meteor.connect(any_url) as m:
             try:
@@ -477,7 +477,7 @@ def test_a_value_that_cannot_be_decoded_is_reported_with_its_raw_record_and_can_
         assert next(iter(sub)).value == 3
 
 
-def test_a_codec_may_be_any_object_that_encodes_and_decodes(client: meteor.Client) -> None:
+def test_a_codec_can_be_any_object_that_encodes_and_decodes(client: meteor.Client) -> None:
     class Upper:
         def encode(self, value: Any) -> bytes:
             return str(value).lower().encode()

@@ -25,7 +25,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create two CAs, a certificate for 127.0.0.1, and one for a client with three key files."""
+    """Create two CAs, a server certificate for 127.0.0.1, and a client certificate with keys."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*args: str) -> None:
@@ -193,7 +193,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
     strict_url: str, folder: Path, late: bool
 ) -> None:
-    """A command sent at once may get the server's alert; a later one, a broken pipe or an EOF."""
+    """A command sent at once may get the server's alert. A later one gets a broken pipe or EOF."""
     place = address.parse(f"{strict_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'), safe='')}")
     connection = Connection(place, 10)
     connection.connect()
@@ -307,7 +307,7 @@ def test_publisher_notices_that_the_server_closed_its_idle_connection(
         assert (connection.connected, connection.readable) == (True, False)
         m.redis.client_kill_filter(_type="normal", skipme=True)
         eventually(lambda: connection.readable)
-        pub._sender._acknowledged_at = time.monotonic()  # a moment ago
+        pub._sender._acknowledged_at = time.monotonic()  # as if it had just published
         assert pub._sender.must_check
-        pub.flush()  # checks, on another connection
+        pub.flush()  # checks for a loss, on a new connection
         assert (connection.connected, connection.readable) == (True, False)

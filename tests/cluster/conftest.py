@@ -1,4 +1,4 @@
-"""Clusters for the tests of this folder. A worker starts each cluster once, with its first test."""
+"""Cluster fixtures for this folder. A worker starts each cluster when a test first needs it."""
 
 from __future__ import annotations
 

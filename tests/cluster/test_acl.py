@@ -1,4 +1,4 @@
-"""The roles of docs/acl.md work on a cluster, with the changes that the page names."""
+"""The roles in docs/acl.md work on a cluster, with the changes that the page describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTING = ["+cluster|countkeysinslot", "+cluster|getkeysinslot"]
 
 
 def on_a_cluster(role: str, rules: list[str]) -> list[str]:
-    """Change the rules of a role as the page says."""
+    """Change a role's rules as the page describes."""
     outer, *selectors = re.split(r" (?=\()", " ".join(rules))
     parts = [outer, *(selector.strip("()") for selector in selectors)]
     for number, part in enumerate(parts):
@@ -31,7 +31,7 @@ def on_a_cluster(role: str, rules: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster whose nodes have the roles."""
+    """A cluster on which the roles are defined."""
     program = binaries().get(request.param)
     if program is None:
         pytest.skip("redis-server is not on PATH")
@@ -51,13 +51,13 @@ def connect(cluster: Cluster, role: str) -> meteor.Client:
     return meteor.connect(cluster.url.replace("://", f"://{role}:{role}-password@"))
 
 
-def test_the_page_names_every_change() -> None:
+def test_page_describes_every_change_to_the_roles() -> None:
     (section,) = re.findall(r"^## On a cluster\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.M)
     for rule in (GUARD, "+cluster|slots", *LISTING):
         assert rule in section
 
 
-def test_roles_publish_read_confirm_and_share(guarded: Cluster) -> None:
+def test_roles_can_publish_read_confirm_and_consume(guarded: Cluster) -> None:
     with connect(guarded, "publisher") as m, m.stream("orders", create=False).publisher() as pub:
         first = pub.publish(b"hello", key=b"k").result()
     for role in ("subscriber", "admin"):
@@ -77,7 +77,7 @@ def test_roles_publish_read_confirm_and_share(guarded: Cluster) -> None:
         record.ack()
 
 
-def test_peers_form_a_group(guarded: Cluster) -> None:
+def test_peer_can_join_a_group(guarded: Cluster) -> None:
     with connect(guarded, "admin") as admin:
         admin.peer_group("workers").close()
     with connect(guarded, "peer") as m, m.peer_group("workers") as group:
@@ -86,7 +86,7 @@ def test_peers_form_a_group(guarded: Cluster) -> None:
         member.leave()
 
 
-def test_an_admin_deletes_a_stream(guarded: Cluster) -> None:
+def test_admin_can_delete_a_stream(guarded: Cluster) -> None:
     with connect(guarded, "admin") as admin:
         stream = admin.stream("temporary", create=True)
         with stream.publisher() as pub:
@@ -95,7 +95,7 @@ def test_an_admin_deletes_a_stream(guarded: Cluster) -> None:
         assert "temporary" not in admin.streams()
 
 
-def test_a_role_without_the_guard_key_is_refused(guarded: Cluster) -> None:
+def test_role_without_access_to_the_guard_key_is_refused(guarded: Cluster) -> None:
     for node in guarded.nodes:
         rules = [word.replace("publisher-", "old-") for word in roles()["publisher"]]
         node.ask("ACL", "SETUSER", "old", "reset", *rules, "+cluster|slots")

@@ -1,4 +1,4 @@
-"""Failovers of a cluster: no acknowledged record is lost, or its loss is reported."""
+"""After a cluster failover, every acknowledged record is in the log or is reported as lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_planned_failover_loses_nothing(replicated: Cluster) -> None:
 
 
 @pytest.mark.parametrize("acks", [0, 1])
-def test_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated(
+def test_killed_primary_loses_no_replicated_record_and_every_loss_is_reported(
     replicated: Cluster, acks: int
 ) -> None:
     with meteor.connect(replicated.url) as m:
@@ -51,7 +51,7 @@ def test_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated
         primary = replicated.owner(SLOT)
         replicas = replicated.replicas_of(primary)
         for replica in [] if acks else replicas:
-            replica.pause()  # it lags behind
+            replica.pause()  # from here on, it lags
         assert publishing.continues()
         primary.kill()
         for replica in replicas:
@@ -66,7 +66,7 @@ def test_killed_primary_loses_nothing_unreported_and_nothing_that_was_replicated
     assert not acks or lost(publishing.acked, log) == []
 
 
-def test_a_slot_without_a_primary_is_an_error_until_it_is_back(cluster: Cluster) -> None:
+def test_stream_is_unavailable_until_its_primary_is_back(cluster: Cluster) -> None:
     with meteor.connect(cluster.url, timeout=1) as m:
         m.stream(STREAM, create=True)
         node = cluster.owner(SLOT)

@@ -23,7 +23,7 @@ SLOT = Cluster.slot(NAME)
 def calls(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> dict[str, ScriptCall]:
-    """One call of each script, and state that these calls would change."""
+    """One call to each script. The stream and the group have state that the calls would change."""
     recorded = record_every_script(client, monkeypatch, tmp_path)
     client.load_scripts()
     stream = client.stream(NAME, capacity=1_000, ordering_key="key")
@@ -35,20 +35,20 @@ def calls(
 
 
 def contents(*nodes: Node) -> dict[tuple[int, bytes, str], Any]:
-    """The serialized values and expiry times of the keys of the slot, by node."""
+    """Return the serialized values and expiry times of the slot's keys, by node."""
     found: dict[tuple[int, bytes, str], Any] = {}
     for node in nodes:
         with node.client(single_connection_client=True) as plain:
             names: list[bytes] = plain.execute_command("CLUSTER", "GETKEYSINSLOT", SLOT, 10_000)
             for name in names:
                 for command in ("DUMP", "PEXPIRETIME"):
-                    plain.execute_command("ASKING")  # for the node that imports the slot
+                    plain.execute_command("ASKING")  # the importing node requires it
                     found[node.port, name, command] = plain.execute_command(command, name)
     return found
 
 
 def reply(node: Node, command: tuple[Any, ...], *, asking: bool = False) -> str:
-    """The code of a node's error reply to a command, or "ran"."""
+    """Return the error code in a node's reply to a command; "ran" if there is no error."""
     with node.client(single_connection_client=True) as plain:
         try:
             if asking:
@@ -65,11 +65,11 @@ def reply(node: Node, command: tuple[Any, ...], *, asking: bool = False) -> str:
     return "ran"
 
 
-def test_the_workload_runs_every_script(calls: dict[str, ScriptCall]) -> None:
+def test_every_script_is_called(calls: dict[str, ScriptCall]) -> None:
     assert set(calls) == {script.name for script in scripts.ALL}
 
 
-def test_every_script_is_refused_as_a_whole_while_its_slot_moves(
+def test_no_script_runs_even_partly_while_its_slot_moves(
     cluster: Cluster, client: meteor.Client, calls: dict[str, ScriptCall]
 ) -> None:
     source = cluster.owner(SLOT)
@@ -93,8 +93,8 @@ def test_every_script_is_refused_as_a_whole_while_its_slot_moves(
 def test_without_the_guard_key_a_script_stops_in_the_middle(
     cluster: Cluster, client: meteor.Client
 ) -> None:
-    # This is why the guard key exists. If a server ever refuses such a script by itself, the guard
-    # key has become unnecessary.
+    # This is why the guard key exists. If this test ever fails because a server refuses such a
+    # script as a whole, the guard key is no longer needed for that server.
     stream = client.stream(NAME, create=True)
     with stream.publisher() as pub:
         pub.publish(b"x").result()
@@ -112,7 +112,7 @@ def test_without_the_guard_key_a_script_stops_in_the_middle(
     move.finish()
 
 
-def test_no_script_and_no_module_writes_the_guard_key() -> None:
+def test_neither_scripts_nor_modules_write_the_guard_key() -> None:
     package = Path(meteor.__file__).parent
     for path in (*package.rglob("*.lua"), *package.rglob("*.py")):
         found = re.findall(r"[^\n]*:guard['\"\b]", path.read_text())
@@ -120,7 +120,7 @@ def test_no_script_and_no_module_writes_the_guard_key() -> None:
 
 
 def test_guarded_scripts_see_only_their_own_keys(client: meteor.Client) -> None:
-    # discard_stages deletes every key from the third on. It must not count the guard key.
+    # A script such as discard_stages loops over its keys, and must not treat the guard key as one.
     for script in scripts.ALL:
         first, _, _ = script.source.partition(b"\n")
         flags = first + b"\n" if first.startswith(b"#!") else b""

@@ -1,4 +1,4 @@
-"""Commands reach the node that has their keys, in one round trip, even if the map is old."""
+"""Commands reach the node that has their keys, even if the client's slot map is out of date."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.waiting import eventually
 NAMES = [f"s{number}" for number in range(12)]
 
 
-def test_the_streams_of_the_tests_are_on_all_nodes(cluster: Cluster) -> None:
+def test_streams_in_these_tests_are_spread_over_all_nodes(cluster: Cluster) -> None:
     assert {cluster.owner(name).port for name in NAMES} == {n.port for n in cluster.primaries}
 
 
-def test_address_of_one_node_is_refused_and_the_error_names_the_right_address(
+def test_single_server_address_of_a_node_is_refused_and_the_cluster_address_suggested(
     cluster: Cluster,
 ) -> None:
     node = cluster.primaries[0]
@@ -39,13 +39,13 @@ def test_address_of_one_node_is_refused_and_the_error_names_the_right_address(
     assert not refused.value.retriable
 
 
-def test_address_of_a_cluster_is_refused_by_a_single_server(url: str) -> None:
+def test_cluster_address_of_a_single_server_is_refused(url: str) -> None:
     single = url.replace("redis://", "redis+cluster://").removesuffix("/0")
     with meteor.connect(single) as m, pytest.raises(meteor.ServerRefused, match="Write redis://"):
         m.streams()
 
 
-def test_node_whose_table_led_to_a_failure_is_asked_last(
+def test_node_whose_slot_map_led_to_a_failure_is_asked_last(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = SlotMap(parse(cluster.url))
@@ -57,13 +57,13 @@ def test_node_whose_table_led_to_a_failure_is_asked_last(
         return ask(slots, node, search, timeout_s)
 
     monkeypatch.setattr(SlotMap, "_ask", note)
-    for _ in range(3):  # each node in turn, if each table leads to a failure
+    for _ in range(3):  # each node's slot map leads to a failure
         slots.note_failed(slots.locate("orders", Search(5.0)))
-        slots._timer.reset()  # without waiting until it may ask again
+        slots._timer.reset()  # allow the next refresh at once
     assert asked[0] != asked[1]
 
 
-def test_streams_and_peer_groups_of_all_nodes_are_listed(
+def test_streams_and_peer_groups_on_all_nodes_are_listed(
     cluster: Cluster, client: meteor.Client
 ) -> None:
     for name in NAMES:
@@ -73,7 +73,7 @@ def test_streams_and_peer_groups_of_all_nodes_are_listed(
     assert client.peer_groups() == sorted(NAMES)
 
 
-def test_a_pipeline_over_all_nodes_costs_one_round_trip(
+def test_pipeline_to_all_nodes_takes_one_round_trip(
     cluster: Cluster, client: meteor.Client
 ) -> None:
     for name in NAMES:
@@ -82,7 +82,7 @@ def test_a_pipeline_over_all_nodes_costs_one_round_trip(
     with proxied(cluster) as (through, proxies):
         assert through._connector.pipeline(commands) == [b"0"] * len(NAMES)
         for proxy in proxies:
-            proxy.stall("replies")  # all requests are sent before the first reply is read
+            proxy.stall("replies")  # all requests must be sent before the first reply is read
         before = [proxy.counters.requests for proxy in proxies]
         with ExitStack() as stack:
             for proxy in proxies:
@@ -102,7 +102,9 @@ def test_a_pipeline_over_all_nodes_costs_one_round_trip(
         assert done == [[b"0"] * len(NAMES)]
 
 
-def test_replies_of_a_failed_pipeline_are_not_taken_for_later_ones(client: meteor.Client) -> None:
+def test_replies_to_a_failed_pipeline_are_not_mistaken_for_later_ones(
+    client: meteor.Client,
+) -> None:
     for name in NAMES:
         client.stream(name, create=True)
     commands = [("HGET", keys.meta(name), "next") for name in NAMES]
@@ -111,7 +113,7 @@ def test_replies_of_a_failed_pipeline_are_not_taken_for_later_ones(client: meteo
     assert client._connector.pipeline(commands) == [b"0"] * len(NAMES)
 
 
-def test_client_with_an_old_map_finds_every_stream(
+def test_client_with_an_outdated_slot_map_finds_every_stream(
     cluster: Cluster, client: meteor.Client, rng: random.Random
 ) -> None:
     streams = {name: client.stream(name, create=True) for name in NAMES}
@@ -150,7 +152,7 @@ def test_deleting_a_stream_deletes_all_its_keys_and_no_others(
     assert {key for node in cluster.primaries for key in all_keys(node)} == set()
 
 
-def test_deletion_during_a_move_waits_and_leaves_nothing(cluster: Cluster) -> None:
+def test_deleting_a_stream_waits_until_its_slot_has_moved(cluster: Cluster) -> None:
     with meteor.connect(cluster.url) as m:
         stream = m.stream(NAMES[0], create=True)
         with stream.publisher() as pub:
@@ -209,10 +211,10 @@ def test_client_works_in_a_forked_child(cluster: Cluster, client: meteor.Client)
     assert client.streams() == sorted(NAMES[:2])
 
 
-def test_a_lost_reply_on_a_cluster_does_not_duplicate_a_record(
+def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
     cluster: Cluster, client: meteor.Client
 ) -> None:
-    # Also a test of remap: the client reaches all nodes through proxies only.
+    # This also tests ``remap``: the client can reach the nodes only through proxies.
     stream = client.stream(NAMES[0], create=True)
     with (
         proxied(cluster) as (through, proxies),

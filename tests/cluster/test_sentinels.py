@@ -1,4 +1,4 @@
-"""A client of sentinels finds the primary, and follows it when it changes."""
+"""A client finds the primary through sentinels, and switches when another server is promoted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sentinels(program: Path) -> Iterator[Sentinels]:
 
 
 @pytest.mark.parametrize("how", ["planned", "killed"])
-def test_failover_loses_only_records_that_are_reported(sentinels: Sentinels, how: str) -> None:
+def test_every_record_lost_in_a_failover_is_reported(sentinels: Sentinels, how: str) -> None:
     with meteor.connect(sentinels.url) as m:
         stream = m.stream(STREAM, capacity=CAPACITY)
         publishing, group = Publishing(stream, window=5), GroupReading(stream)
@@ -59,7 +59,7 @@ def test_failover_loses_only_records_that_are_reported(sentinels: Sentinels, how
 
 
 def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels) -> None:
-    # The former primary still runs and accepts writes for seconds.
+    # The former primary keeps running and accepts writes for a few seconds.
     with meteor.connect(sentinels.url) as m, m.stream(STREAM, create=True).publisher() as pub:
         pub.publish(b"x").result()
         with sentinels.primary.client() as plain:  # otherwise the failover may lose the record
@@ -74,11 +74,11 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
         assert pub._sender._connection.node == after
 
 
-def test_sentinel_with_an_old_view_is_outvoted(sentinels: Sentinels) -> None:
+def test_sentinel_with_outdated_information_is_outvoted(sentinels: Sentinels) -> None:
     old = sentinels.kill_primary()
     new = sentinels.wait_for_failover(old)
     stale = Sentinel(sentinels.servers[0].program)
-    try:  # it watches the killed primary, and so never hears of the others
+    try:  # it monitors the killed primary, so it never learns of the other servers
         stale.configure([f"sentinel monitor {sentinels.service} {HOST} {old.port} 2", ""])
         stale.start()
         assert stale.primary_port(sentinels.service) == old.port
@@ -90,7 +90,7 @@ def test_sentinel_with_an_old_view_is_outvoted(sentinels: Sentinels) -> None:
         stale.close()
 
 
-def test_announcement_makes_the_client_ask_sentinels_that_were_silent(
+def test_announcement_makes_the_client_also_ask_unresponsive_sentinels(
     sentinels: Sentinels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = sentinels_module.Sentinels(parse(sentinels.url), 5.0)
@@ -114,7 +114,9 @@ def test_announcement_makes_the_client_ask_sentinels_that_were_silent(
         topology.close()
 
 
-def test_watcher_ends_with_the_client_and_a_forked_child_has_its_own(sentinels: Sentinels) -> None:
+def test_watcher_thread_ends_with_its_client_and_a_forked_child_starts_its_own(
+    sentinels: Sentinels,
+) -> None:
     def watchers() -> list[str]:
         names = [thread.name for thread in threading.enumerate()]
         return [name for name in names if name == "meteor-sentinels"]
@@ -132,7 +134,7 @@ def test_watcher_ends_with_the_client_and_a_forked_child_has_its_own(sentinels: 
     assert watchers() == []
 
 
-def test_unknown_name_of_a_primary_is_an_error_that_says_so(sentinels: Sentinels) -> None:
+def test_error_for_an_unknown_primary_contains_its_name(sentinels: Sentinels) -> None:
     url = sentinels.url.rpartition("/")[0] + "/nobody"
     with meteor.connect(url) as m, pytest.raises(meteor.ServerRefused, match="'nobody'"):
         m.streams()

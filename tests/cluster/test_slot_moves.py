@@ -1,4 +1,4 @@
-"""Streams stay exact while the cluster moves their slots."""
+"""Streams keep every record, once and in order, while the cluster moves their slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 SLOT = Cluster.slot(STREAM)
 
 
-def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
+def test_no_record_is_lost_duplicated_or_reordered_while_its_slot_moves(
     cluster: Cluster, rng: random.Random
 ) -> None:
     with meteor.connect(cluster.url) as m:
@@ -24,7 +24,7 @@ def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
             for number in range(4):
                 target = rng.choice(cluster.others(cluster.owner(SLOT)))
                 move = cluster.begin_move(SLOT, target)
-                if number % 2:  # slowly: clients meet the slot in every state
+                if number % 2:  # key by key, so that clients find the slot in every state
                     while move.migrate(1):
                         pass
                 move.finish()
@@ -33,7 +33,7 @@ def test_nothing_is_lost_doubled_or_reordered_while_the_slot_moves(
 
 
 @pytest.mark.parametrize("keys_moved", [1, 1000])
-def test_an_abandoned_move_delays_publishing_until_it_is_fixed(
+def test_abandoned_slot_move_delays_publishing_until_it_is_repaired(
     cluster: Cluster, keys_moved: int
 ) -> None:
     with meteor.connect(cluster.url) as m, m.stream(STREAM, create=True).publisher() as pub:
@@ -53,7 +53,7 @@ def test_an_abandoned_move_delays_publishing_until_it_is_fixed(
         assert ack.result(10) == 1
 
 
-def test_error_of_an_abandoned_move_names_the_slot_and_the_remedy(
+def test_error_after_an_abandoned_move_names_the_slot_and_the_remedy(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meteor_py.redis.connection.ABANDONED_S", 0.2)
@@ -67,7 +67,7 @@ def test_error_of_an_abandoned_move_names_the_slot_and_the_remedy(
     assert failed.value.redirected
 
 
-def test_valkey_moves_a_slot_atomically_under_load(cluster: Cluster, rng: random.Random) -> None:
+def test_atomic_slot_move_in_valkey_loses_nothing(cluster: Cluster, rng: random.Random) -> None:
     with cluster.nodes[0].client() as plain:
         if plain.info("server").get("server_name") != "valkey":
             pytest.skip("only Valkey 9 has CLUSTER MIGRATESLOTS")

@@ -31,7 +31,7 @@ def network(server: Server, url: str) -> Iterator[Proxy]:
 
 @pytest.fixture
 def far(network: Proxy, stream: meteor.Stream) -> Iterator[meteor.Stream]:
-    """The same stream, on the other side of that network."""
+    """The same stream, reached through that network."""
     with meteor.connect(network.url) as client:
         yield client.stream("orders", create=True)
 

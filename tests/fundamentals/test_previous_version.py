@@ -217,9 +217,9 @@ def test_shared_group_written_by_0_1_delivers_unsettled_records_once_and_in_key_
         records = process(sub, 9)
         assert offsets_by_key(records) == {
             b"cart-1": [2, 8],  # held by a consumer that died
-            b"cart-3": [3, 5],  # the first one held by the same consumer
+            b"cart-3": [3, 5],  # the first was held by the same consumer
             b"cart-2": [4],
-            b"cart-5": [9, 10],  # the first failed once, and was delayed
+            b"cart-5": [9, 10],  # the first had failed once and was delayed
             b"cart-6": [12],
             None: [11],
         }
@@ -281,7 +281,7 @@ class Died(Exception):
 
 
 def die_after(patch: pytest.MonkeyPatch, portions: int) -> list[int]:
-    """Make the conversion end after so many portions; the list tells whether it has."""
+    """Make the conversion stop after this many portions. The returned list is empty until then."""
     real, died, left = Connector.run, list[int](), portions
 
     def run(self: Connector, script: Script, *args: Any, **options: Any) -> Any:

@@ -32,7 +32,7 @@ def replicated(
 
 @pytest.fixture
 def any_replicated(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
-    """A primary with a replica: Redis if installed, whose replicas sync a second faster."""
+    """A primary with a replica, on Redis if installed: its replicas sync a second faster."""
     with ExitStack() as stack:
         yield ReplicatedStream(
             stack, private_server(kind="redis" if "redis" in binaries() else "valkey")

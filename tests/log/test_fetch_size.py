@@ -13,7 +13,7 @@ from meteor_py.redis import keys
 
 SMALL = 300
 BIG = bytes(8 * 1024 * 1024)
-BIG_FRAMES = 20  # together 160 MiB
+BIG_FRAMES = 20  # 160 MiB in total
 
 
 @pytest.fixture

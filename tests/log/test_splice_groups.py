@@ -182,7 +182,7 @@ def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_s
             if harness.owner == second.name:
                 first, second = second, first
             read(first, 3_000)
-            first.poll(20, 10)  # not confirmed
+            first.poll(20, 10)  # these records are not confirmed
             first.kill()
             read(second, 9_000)
             second.poll(20, 10)

@@ -85,7 +85,7 @@ def test_a_million_records_are_read_sequentially(million: meteor.Stream) -> None
     assert end == MILLION
 
 
-# Machines
+# State machines
 
 names = count()
 sizes = st.sampled_from([1, 1, 2, 5, 33, 40, 300])
@@ -99,7 +99,7 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.records: list[meteor.Record] = []
-        self.frames: list[tuple[int, int]] = []  # first and last offset, of those in the ring
+        self.frames: list[tuple[int, int]] = []  # frames in the ring: first and last offset
         self.archived = self.expired = 0
 
     @property
@@ -170,14 +170,14 @@ class Machine(RuleBasedStateMachine):
             columns["headers"] = [{"n": b"%d" % i} if i % 2 else None for i in span]
         if shape & 4:
             columns["timestamps"] = [stamp + i if i % 5 else None for i in span]
-        # A frame has no more records than the ring had when the publisher was opened.
+        # The ring's capacity when a publisher is opened limits the size of its frames.
         self.pub.close()
         self.pub = self.stream.publisher()
         ack = self.pub.publish_many([b"%d" % i * (i % 50) for i in span], **columns)
         assert ack.result() == first
         while self.tail.position < span.stop:
             batch = self.tail.poll(timeout=5)
-            self.model.records += batch  # as the ring returns them
+            self.model.records += batch  # as they were in the ring
         assert self.model.next == span.stop
         for i, record in zip(span, self.model.records[first:], strict=True):
             assert (record.offset, record.value) == (i, b"%d" % i * (i % 50))

@@ -1,4 +1,4 @@
-"""The testing kit's clusters and sentinels work, seen by redis-py alone."""
+"""The testing kit's clusters and sentinels work. These tests use only redis-py as a client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared_cluster(program: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
-    """A cluster in which the slot of NAME has KEYS keys."""
+    """A cluster with KEYS keys in the slot for NAME."""
     shared_cluster.repair()
     shared_cluster.flush()
     with shared_cluster.owner(NAME).client() as client:
@@ -44,14 +44,14 @@ def cluster(shared_cluster: Cluster) -> Cluster:
 
 
 def values(node: Node) -> list[int]:
-    """The values of all keys of the slot that a node holds."""
+    """Return the values of the slot's keys that a node holds."""
     with node.client() as client:
         keys = client.execute_command("CLUSTER", "GETKEYSINSLOT", SLOT, KEYS)
         return sorted(int(client.get(key)) for key in keys)
 
 
 def answer(node: Node, number: int) -> str:
-    """The code with which a node replies to GET of a key of the slot, or "OK"."""
+    """Return the error with which a node replies to GET for one of the slot's keys, or "OK"."""
     with node.client() as client:
         try:
             client.get(f"{{{NAME}}}:{number}")
@@ -72,14 +72,14 @@ def test_slots_are_divided_among_the_primaries_and_each_has_a_replica(cluster: C
         assert replica.info("replication")["master_port"] == primary.port
 
 
-def test_addresses_name_nodes_that_redis_py_can_use(cluster: Cluster) -> None:
+def test_cluster_address_contains_nodes_that_redis_py_can_use(cluster: Cluster) -> None:
     assert cluster.url.startswith("redis+cluster://127.0.0.1:")
     address = cluster.url.removeprefix("redis+cluster://").split(",")[0]
     with redis.RedisCluster.from_url(f"redis://{address}") as client:
         assert int(client.get(f"{{{NAME}}}:17")) == 17
 
 
-def test_a_moved_slot_takes_its_keys_along(cluster: Cluster) -> None:
+def test_moving_a_slot_moves_its_keys(cluster: Cluster) -> None:
     source = cluster.owner(SLOT)
     target = cluster.others(source)[0]
     steps: list[int] = []
@@ -88,11 +88,11 @@ def test_a_moved_slot_takes_its_keys_along(cluster: Cluster) -> None:
     assert values(target) == list(range(KEYS))
     assert answer(source, 0) == "MovedError"
     assert len(steps) == 1 + 3
-    cluster.move_slot(SLOT, target)  # changes nothing
+    cluster.move_slot(SLOT, target)  # the target already has the slot
     cluster.wait_until_stable()
 
 
-def test_a_move_can_be_abandoned_and_finished(cluster: Cluster) -> None:
+def test_abandoned_move_can_be_finished(cluster: Cluster) -> None:
     source = cluster.owner(SLOT)
     target = cluster.others(source)[0]
     move = cluster.begin_move(SLOT, target)
@@ -115,7 +115,7 @@ def test_repair_finishes_an_abandoned_move(cluster: Cluster) -> None:
     assert values(target) == list(range(KEYS))
 
 
-def test_a_move_can_be_finished_after_a_failover_of_its_source(cluster: Cluster) -> None:
+def test_move_can_be_finished_after_its_source_has_failed_over(cluster: Cluster) -> None:
     source = cluster.owner(SLOT)
     target = cluster.others(source)[0]
     move = cluster.begin_move(SLOT, target)
@@ -170,7 +170,7 @@ def values_of_replica(replica: Node) -> int:
         return int(client.dbsize())
 
 
-def test_a_node_joins_and_leaves_with_its_slots_given_away(cluster: Cluster) -> None:
+def test_removed_node_leaves_its_slots_to_other_nodes(cluster: Cluster) -> None:
     node = cluster.add_node()
     assert node not in cluster.primaries
     cluster.move_slots([SLOT, 0, 1], node)
@@ -183,7 +183,7 @@ def test_a_node_joins_and_leaves_with_its_slots_given_away(cluster: Cluster) -> 
     assert sum(len(each.own_slots()) for each in cluster.primaries) == 16384
 
 
-def test_a_replica_joins_and_leaves(cluster: Cluster) -> None:
+def test_replica_can_join_and_leave(cluster: Cluster) -> None:
     primary = cluster.owner(SLOT)
     replica = cluster.add_node(replica_of=primary)
     assert replica in cluster.replicas_of(primary)
@@ -191,7 +191,7 @@ def test_a_replica_joins_and_leaves(cluster: Cluster) -> None:
     assert replica not in cluster.replicas_of(primary)
 
 
-def test_wrong_use_of_a_cluster_raises(cluster: Cluster) -> None:
+def test_misusing_a_cluster_raises(cluster: Cluster) -> None:
     with pytest.raises(RuntimeError, match="has already been started"):
         cluster.start()
     with pytest.raises(ValueError, match="at least one primary"):
@@ -231,7 +231,7 @@ def test_sentinels_know_the_primary_and_replace_it_when_it_dies(sentinels: Senti
     assert new.client().set("key", "other")
 
 
-def test_addresses_name_sentinels_that_redis_py_can_use(sentinels: Sentinels) -> None:
+def test_sentinel_address_contains_sentinels_that_redis_py_can_use(sentinels: Sentinels) -> None:
     seeds, service = sentinels.url.removeprefix("redis+sentinel://").split("/")
     places = [(host, int(port)) for host, port in (seed.split(":") for seed in seeds.split(","))]
     assert service == "mymaster"
@@ -249,7 +249,7 @@ def test_a_planned_failover_promotes_a_replica(sentinels: Sentinels) -> None:
         sentinels.wait_until_stable(0.1)
 
 
-def test_a_killed_sentinel_remembers_the_primary(sentinels: Sentinels) -> None:
+def test_restarted_sentinel_learns_of_the_new_primary(sentinels: Sentinels) -> None:
     first, *others = sentinels.sentinels
     first.kill()
     old = sentinels.kill_primary()
@@ -289,6 +289,6 @@ def test_private_cluster_and_sentinels(meteor_private_cluster, meteor_private_se
         assert not directory.exists()
 
 
-def test_a_server_takes_no_part_in_a_cluster_unless_asked() -> None:
+def test_server_does_not_run_in_cluster_mode_by_default() -> None:
     with Server() as server:
         assert server.info("cluster") == {"cluster_enabled": 0}

@@ -1,4 +1,4 @@
-"""The setup scripts work on machines that lack programs, simulated with a short PATH."""
+"""The setup scripts work on machines that lack programs. A short PATH simulates such machines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A frame that would unpack to more than the limit is refused before it unpacks.
 
-A bomb can hide in the frame's own compression, in Arrow's compression inside a message (declared in
-any of three ways, old and new), and in lengths that MessagePack declares without data.
+A bomb can hide in the frame's own compression, in Arrow's compression inside a message, and in
+lengths that MessagePack declares without providing the data. Arrow's compression can be declared in
+three ways, old and new.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def test_an_arrow_message_without_metadata_is_corrupt() -> None:
 
 
 def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes:
-    """Literals, then a match given as (distance, length)."""
+    """Return an LZ4 sequence: literals, then a match given as (distance, length)."""
     length = len(literals)
     token = (min(length, 15) << 4) | (match[1] - 4 if match else 0)
     more = b"" if length < 15 else b"\xff" * ((length - 15) // 255) + bytes([(length - 15) % 255])
@@ -232,7 +233,8 @@ def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes
 def test_an_lz4_block_that_ends_early_is_refused_instead_of_padded_with_stale_memory() -> None:
     message = arrow_message({"value": pa.array([b"x" * 200] * 40)})
     size = len(message)
-    # Three bytes short: LZ4's rules for the end of a block hide that from a smaller buffer.
+    # The block is three bytes short. Decoding into a smaller buffer would not reveal that, because
+    # of LZ4's rules for the end of a block.
     block = lz4_sequence(message[: size - 12], (1, 4)) + lz4_sequence(b"LAST5")
     with pytest.raises(meteor.CorruptFrame, match="unpacks to"):
         decode("s", [raw_entry("1v.lz4", struct.pack("<I", size) + block, 40)])

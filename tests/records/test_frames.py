@@ -210,7 +210,7 @@ def mutate(rng: random.Random, payload: bytes, other: bytes) -> bytes:
             [b"", bytes(8), b"\xff" * 8, b"\xff\xff\xff\x7f", rng.randbytes(8)]
         )
     elif kind == 5 and len(data) >= 8:
-        # Where a length or an offset may be: Arrow aligns them, and puts the tables first.
+        # Overwrite what may be a length or an offset: Arrow aligns these, and puts tables first.
         at = 4 * rng.randrange(min(len(data) - 4, 400) // 4)
         struct.pack_into("<I", data, at, rng.choice([0, 1, 2**31 - 1, 2**31, 2**32 - 1, len(data)]))
     else:
@@ -226,7 +226,7 @@ def test_a_mutated_frame_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     for each in refused:
         assert (each.stream, each.first) == ("s", 100)
         assert f"{each.first} to {each.last}" in str(each)
-    assert refused or base == "1 of 0v"  # every byte of which belongs to the value
+    assert refused or base == "1 of 0v"  # all of its bytes are the value
 
 
 def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.CorruptFrame]:

@@ -1,7 +1,7 @@
-"""The profiles `cluster` and `sentinel` of docker-compose.yml work on real servers, without Docker.
+"""The `cluster` and `sentinel` profiles in docker-compose.yml work on real servers, without Docker.
 
-Each command runs as written, except that programs and ports are those of this machine, and that a
-temporary directory stands for /data.
+Each command runs as written, except that it uses this machine's programs and ports, and a temporary
+directory instead of /data.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 NODES = [f"cluster-{n}" for n in range(1, 7)]
 SERVERS = [f"sentinel-server-{n}" for n in range(1, 4)]
 SENTINELS = [f"sentinel-{n}" for n in range(1, 4)]
-#: The bus of a node, which Redis places this far above its port.
+#: Difference between a node's cluster bus port and its client port.
 BUS = 10_000
 
 
 def shell_line(service: str) -> str:
-    """The line that the service's shell runs, with its environment."""
+    """Return the line that the service's shell runs, with its variables replaced."""
     shell, option, line = SERVICES[service]["command"]
     assert (shell, option) == ("sh", "-c")
     line = line.replace("$$", "$")
@@ -45,7 +45,7 @@ def shell_line(service: str) -> str:
 
 
 class Place:
-    """Ports and programs of this machine instead of those of the containers."""
+    """Replaces the containers' ports and programs with this machine's."""
 
     def __init__(self, kind: str, services: list[str]) -> None:
         self._program = binaries()[kind]
@@ -65,7 +65,7 @@ class Place:
 
 
 class ComposeServer(Server):
-    """A service whose shell line starts a server."""
+    """A server started by a service's shell line."""
 
     def __init__(self, line: str, port: int) -> None:
         super().__init__(program="/bin/sh", port=port)
@@ -92,18 +92,18 @@ def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "redis":
         require_redis()
     if not shutil.which("redis-cli"):
-        require_redis()  # the same package: fails in CI, skips elsewhere
+        require_redis()  # redis-cli is in the same package
     return str(request.param)
 
 
 @pytest.fixture
 def cluster(kind: str) -> Iterator[dict[str, ComposeServer]]:
-    """The nodes, with the slots that `cluster-create` assigns."""
+    """The nodes, after `cluster-create` has assigned the slots."""
     place = Place(kind, NODES)
     with ExitStack() as stack:
         nodes = {name: stack.enter_context(place.server(name)) for name in NODES}
         create = place.here(shell_line("cluster-create"))
-        for _ in range(2):  # the second time as after `docker compose up` with data
+        for _ in range(2):  # it runs again at each `docker compose up`
             subprocess.run(["sh", "-c", create], check=True, timeout=60, stdout=subprocess.DEVNULL)
         yield nodes
 
@@ -122,7 +122,7 @@ def test_cluster_has_three_primaries_with_a_replica_each(
         rows = cluster["cluster-1"].ask("CLUSTER", "SLOTS")
         return [(host, port) for row in rows for host, port, *_ in row[2:]]
 
-    # Redis lists a replica when it has heard from it.
+    # Redis lists a replica only after hearing from it.
     eventually(lambda: len(places()) == len(NODES), 20, "a primary has no replica")
     assert {(HOST.encode(), server.port) for server in cluster.values()} == set(places())
     for server in cluster.values():
@@ -145,7 +145,7 @@ def test_sentinels_find_each_other_and_the_replicas(sentinel: dict[str, ComposeS
     assert {int(row[b"port"]) for row in found} == {sentinel[name].port for name in SERVERS[1:]}
 
 
-def test_a_restarted_sentinel_keeps_what_it_has_learned(
+def test_restarted_sentinel_keeps_its_identity(
     sentinel: dict[str, ComposeServer],
 ) -> None:
     one = sentinel["sentinel-1"]
@@ -154,7 +154,7 @@ def test_a_restarted_sentinel_keeps_what_it_has_learned(
     assert one.ask("SENTINEL", "MYID") == identity
 
 
-def test_a_primary_that_no_replica_follows_refuses_writes(
+def test_primary_without_replicas_refuses_writes(
     sentinel: dict[str, ComposeServer],
 ) -> None:
     primary = sentinel["sentinel-server-1"]
@@ -185,7 +185,7 @@ def test_health_checks_fail_for_a_dead_server(sentinel: dict[str, ComposeServer]
 @pytest.mark.parametrize(
     ("profile", "names"), [("cluster", NODES), ("sentinel", SERVERS + SENTINELS)]
 )
-def test_every_server_of_a_profile_has_a_published_port_and_its_own_volume(
+def test_every_server_in_a_profile_has_a_published_port_and_its_own_volume(
     profile: str, names: list[str]
 ) -> None:
     network = f"{profile}-network"
@@ -193,7 +193,7 @@ def test_every_server_of_a_profile_has_a_published_port_and_its_own_volume(
     for entry in SERVICES[network]["ports"]:
         host, outside, inside = entry.split(":")
         assert host == "127.0.0.1"
-        assert outside == inside, "an announced port must be the published one"
+        assert outside == inside, "servers announce the inside port, so it must be published as is"
         first, last = map(int, inside.split("-"))
         published += [str(port) for port in range(first, last + 1)]
     assert sorted(published) == sorted(SERVICES[name]["environment"]["PORT"] for name in names)
@@ -207,6 +207,6 @@ def test_every_server_of_a_profile_has_a_published_port_and_its_own_volume(
         assert f"{name}-data" in COMPOSE["volumes"]
 
 
-def test_slots_are_assigned_when_all_nodes_are_healthy() -> None:
+def test_slots_are_assigned_once_all_nodes_are_healthy() -> None:
     waits = SERVICES["cluster-create"]["depends_on"]
     assert waits == {name: {"condition": "service_healthy"} for name in NODES}

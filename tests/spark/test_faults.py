@@ -1,4 +1,4 @@
-"""Killed drivers: each row is in the target exactly once."""
+"""Each row is in the target stream exactly once, even if drivers are killed."""
 
 from __future__ import annotations
 

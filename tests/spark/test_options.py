@@ -157,11 +157,11 @@ def test_invalid_option_is_refused_by_name(
 
 
 def test_source_without_a_stream_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"streamsPattern or load\(\), not with none of them"):
+    with pytest.raises(ValueError, match=r"streamsPattern or load\(\)\. You used none of them"):
         parse_source({}, streaming=True)
 
 
-def test_unknown_option_is_refused_with_the_schema() -> None:
+def test_unknown_option_is_refused_when_the_schema_is_requested() -> None:
     with pytest.raises(ValueError, match=r"'streem'.*streamsPattern"):
         MeteorDataSource(CaseInsensitiveDict({"streem": "orders"})).schema()
     assert not parse_columns({"endingOffsets": "latest", "group": "g"}).headers
@@ -436,7 +436,7 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         assert engine.read() == [], "the planned records are gone, but the batch must end"
         kept.done += 1
         engine.batch()
-        assert engine.batch() == []  # and is not planned again
+        assert engine.batch() == []  # the batch is not planned again
 
 
 def test_lost_records_fail_the_query_or_are_skipped_and_logged(

@@ -41,7 +41,7 @@ def test_endpoint_that_the_reader_does_not_allow_is_refused(
         "hdfs://good:9000/d",
     ],
 )
-def test_default_and_allowed_endpoints_are_followed(
+def test_default_and_allowed_endpoints_are_accepted(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENDPOINTS_VARIABLE, "other:1, good:9000")

@@ -1,4 +1,4 @@
-"""A store's ``files()`` is complete or raises; ``segments()`` lists the files that exist."""
+"""A store's ``files()`` returns all files or raises; ``segments()`` lists those that exist."""
 
 from __future__ import annotations
 

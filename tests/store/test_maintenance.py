@@ -262,7 +262,7 @@ def test_segment_added_during_tidying_is_not_removed(untidy: ParquetStore, tmp_p
 def test_mending_after_a_failover_makes_the_file_list_exact(
     store: ParquetStore, tmp_path: Path
 ) -> None:
-    store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover back to 70
+    store.append(INCARNATION, 2, records(70, 100, branch=2))  # after a failover to offset 70
     with pytest.raises(StoreUnavailable, match=MERGING):
         store.files(INCARNATION, 0, 100)
     before = names(tmp_path)
@@ -301,7 +301,7 @@ def test_expiry_does_not_revive_a_lost_branch(empty: ParquetStore, tmp_path: Pat
     assert {name[:20] for name in names(tmp_path)} == {f"{80:020d}"}
 
 
-def test_segment_end_and_fitting_follow_file_boundaries(store: ParquetStore) -> None:
+def test_segment_end_and_fitting_return_file_boundaries(store: ParquetStore) -> None:
     assert [store.segment_end(INCARNATION, n) for n in (0, 39, 40, 79, 80, 119, 120, 500)] == [
         *(0, 0, 40, 40, 80, 80, 120, 120)
     ]

@@ -208,7 +208,7 @@ any_segment = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(any_segment, max_size=12, unique=True))
-def test_table_finds_the_spans_in_any_range(segments: list[Segment]) -> None:
+def test_segment_table_finds_the_spans_in_any_range(segments: list[Segment]) -> None:
     table = SegmentTable(segments)
     for end in (None, *range(0, 45, 3)):
         for start in range(0, 45, 7):

@@ -149,7 +149,7 @@ class MemoryLog(SegmentLog):
         return True
 
     def names(self, path: str) -> list[str]:
-        # Return them in no useful order, as a disk would.
+        # Return the names in an arbitrary order, as a disk would.
         return sorted(self.segments_by_name, key=lambda name: name[::-1])
 
     def entries(self) -> list[Entry]:

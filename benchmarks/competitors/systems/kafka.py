@@ -1,7 +1,7 @@
 """Apache Kafka through confluent-kafka, with one partition and no consumer group.
 
-The settings are the best of a sweep over linger, batch size and compression: a linger of 5 ms,
-batches of 1 MB, no compression, and ``consume(2000)``. For latency, a linger of 0 to 5 ms is
+The settings are the best ones from a sweep over linger, batch size and compression: a linger of 5
+ms, batches of 1 MB, no compression, and ``consume(2000)``. For latency, a linger of 0 to 5 ms is
 compared, and the consumer takes every record as soon as it arrives.
 """
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
-#: Valid names. A server may hold other names, which a shell could execute as part of a command.
+#: Matches valid names. The server may hold other names, and completing one of those could make the
+#: shell execute part of it.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 #: Message targets, and the prefix for a member whose id is also a target keyword.
 _TARGETS = ("any", "all", "leader")
@@ -42,21 +43,22 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         warnings.simplefilter("ignore")
         has_url = session.url or os.environ.get("METEOR_URL")
         if not has_url and not default_directory().exists():
-            return []  # connecting would start the user's server
+            return []  # connecting would start the user's personal server
         with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
             return find(m, above)
 
     def complete(
         context: click.Context, option: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # After an option without a value, such as -g, click has not parsed the arguments.
+        # While the user completes an option's value, such as the group after -g, click has not
+        # parsed the arguments.
         above = parent and (context.params.get(parent) or next(iter(context.args), None))
         if parent and above is None:
             return []
         try:
             names = find_names(context.find_object(Session) or Session(), above)
         except Exception:
-            return []  # the shell would print an error message on the command line
+            return []  # an error message would appear within the user's command line
         fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
         return [CompletionItem(name) for name in fitting]
 

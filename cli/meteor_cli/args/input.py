@@ -81,7 +81,7 @@ def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
     pairs = [header.partition("=") for header in given]
     for name, equals, _ in pairs:
         if not equals:
-            raise click.BadParameter(f"{name!r} is not NAME=VALUE.")
+            raise click.BadParameter(f"{name!r} does not have the form NAME=VALUE.")
     return {name: to_bytes(value) for name, _, value in pairs} or None
 
 

@@ -77,5 +77,5 @@ class KeyType(click.ParamType[bytes]):
 def parse_rule(text: str) -> str:
     """Validates an ``--ordering-key``: "key" or "header:NAME"."""
     if text != "key" and not re.fullmatch(r"header:.+", text, re.DOTALL):
-        raise ValueError(f"{sanitize(text)!r} is neither key nor header:NAME.")
+        raise ValueError(f"{sanitize(text)!r} is neither 'key' nor 'header:NAME'.")
     return text

@@ -27,7 +27,7 @@ class Option(click.Option):
 
 
 class Parsed(click.ParamType[T]):
-    """A parameter type based on a parser. The user sees the text of its ``ValueError``."""
+    """A parameter type based on a parser. Users see the text of the parser's ``ValueError``."""
 
     def __init__(self, name: str, parse: Callable[[str], T]) -> None:
         self.name = name

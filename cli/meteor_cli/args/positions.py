@@ -97,7 +97,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
 
 
 def _guess(text: str) -> str | None:
-    """Returns the position that the user probably meant by a typo or another tool's word."""
+    """Returns the position that the user probably meant, given a typo or another tool's word."""
     if text in _OTHER_WORDS:
         return _OTHER_WORDS[text]
     for candidate in (f"@{text}", text.replace(":", "..", 1)):

@@ -285,7 +285,9 @@ meteor archive expire orders --max-bytes 500GB --yes""",
     metavar="TIME",
     help="Delete records appended before a time: -30d, 2026-11-16, 2026-11-16T14:30:00Z.",
 )
-@options.size("--max-bytes", help="Delete until the files use at most SIZE: 500GB, 1TiB.")
+@options.size(
+    "--max-bytes", help="Delete the oldest files until the rest use at most SIZE: 500GB, 1TiB."
+)
 @options.count("--offset", min=0, help="Delete records below this offset.")
 @options.flag("--force", help="Also delete records that a group has not confirmed.")
 @options.confirmation("Show what would be deleted, and exit.")

@@ -23,8 +23,8 @@ _REPLY_S, _VOTE_S = 10.0, 5.0
 _GRACE_S = 15.0
 
 _BODY = """
-JSON: '{"id": 7}', 7, '"text"', null. Anything else is text, unless it starts
-with {, [ or ", which needs --text. The default is null.
+JSON: '{"id": 7}', 7, '"text"', null. Anything else is sent as text.
+To send text that starts with {, [ or ", use --text. The default is null.
 """.strip("\n")
 _TARGET = """
 any, all, leader, or a member id. If an id is one of these words, write
@@ -254,5 +254,5 @@ def _target(group: PeerGroup, to: str) -> Target:
 def _outcome_fields(group: str, outcome: Outcome) -> dict[str, Any]:
     fields = to_fields(outcome, group=group)
     fields |= {"decided": round(outcome.decided * 1000), "topic": writable(outcome.topic)}
-    del fields["action"], fields["at"]  # only proposals of actions have these fields
+    del fields["action"], fields["at"]  # only action proposals have these fields
     return fields

@@ -184,8 +184,8 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
     Either the receiver did not know the message's type, or the message was delivered too often
-    without being settled, or no member was left to receive it. The group keeps about a thousand
-    such messages, the most recent ones.
+    without being settled, or no member was left to receive it. The group keeps the most recent
+    messages of this kind, about a thousand.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()

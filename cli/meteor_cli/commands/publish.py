@@ -173,7 +173,8 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
     for lines in read_lines(fd, delimiter, limit if source == "lines" else 8 * limit):
         try:
             rows = make(lines, number)
-        except Unreadable as error:  # publish the lines before it, no matter how they were read
+        except Unreadable as error:
+            # Publish the lines before it, so that the result does not depend on how they were read.
             if error.index and (rows := make(lines[: error.index], number)).values:
                 yield rows
             raise

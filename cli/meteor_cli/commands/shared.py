@@ -127,7 +127,9 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
     when = "only if rejected"
     if config.max_deliveries:
         when = f"after {counted(config.max_deliveries, 'failure')}"
-    letters = "none; they stay at the head of their keys" if parks else "none; counted and logged"
+    letters = "none; counted and logged"
+    if parks:
+        letters = "none; records stay at the head of their keys"
     if config.dead_letter:
         letters = f"stream {config.dead_letter}"
     is_free = config.keyless == "free"

@@ -188,7 +188,7 @@ class Bounds:
 
     #: The offset at which to stop, exclusive.
     stop: int | None = None
-    #: The time at which to stop, as long as it is in the future.
+    #: The time at which to stop. Once it has passed, ``stop`` replaces it.
     until: datetime | None = None
     #: Number of records left to print.
     number: int | None = None
@@ -335,7 +335,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Once the time limit has passed, by our clock or the server's, turns it into an offset."""
+        """Replaces a time limit with an offset once the time has passed, here or on the server."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):

@@ -157,7 +157,7 @@ def _problems(
     for name, group in _groups(after).items():
         old = old_groups.get(name)
         first, done = after.stream.first, group.confirmed
-        # A shared group may have settled most of the records in between.
+        # A shared group settles records out of order, so it may have settled most of these records.
         dropped = first > done and group.kind == "exclusive"
         if dropped and not (before and old and before.stream.first > old.confirmed):
             text = f"records {done} to {first - 1} were dropped unread"

@@ -155,7 +155,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
 
 
 def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
-    # A shared group may have settled most of the records in between.
+    # A shared group settles records out of order, so it may have settled most of these records.
     lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
     owner = counted(group.consumers, "consumer") if group.consumers else group.owner
     return Row(
@@ -187,7 +187,8 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
     """Returns the rows that fit on the screen, and a line about those that do not."""
     chosen = blocks[:number]
     needed = sum(1 + len(block.parts) for block in chosen) + (len(chosen) < len(blocks))
-    room = needed if rows_max is None or needed <= rows_max else rows_max - 1  # one for "more"
+    # If some rows do not fit, the last line says how many.
+    room = needed if rows_max is None or needed <= rows_max else rows_max - 1
     # One stream with very many groups gets at most half of the screen.
     parts_max = needed if room == needed else room // 2
     rows: list[Row] = []

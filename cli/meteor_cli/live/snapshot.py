@@ -107,7 +107,7 @@ class Observer:
                 try:
                     return StreamSnapshot(opened.describe(), time.monotonic())
                 except LogTruncated:
-                    pass  # deleted and created again
+                    pass  # the stream was deleted and recreated
             opened = self._opened[name] = self._client.stream(name, create=False)
             return StreamSnapshot(opened.describe(), time.monotonic())
         except (StreamNotFound, LogTruncated):

@@ -163,7 +163,7 @@ def _keyboard() -> Iterator[int | None]:
         tty.setcbreak(fd)
         yield fd
     finally:
-        termios.tcsetattr(fd, termios.TCSAFLUSH, before)  # discards keys meant for us
+        termios.tcsetattr(fd, termios.TCSAFLUSH, before)  # discards unread keys
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:

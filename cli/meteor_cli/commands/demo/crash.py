@@ -20,10 +20,10 @@ RECORDS = 100_000
 _CALL = 500
 #: Kill the server after this many acknowledged publish_many calls.
 _KILL_AFTER = 50
-#: Make this many calls before then.
+#: Make this many calls before the kill, so that some of them are still in flight.
 _ON_THE_WAY = 100
-#: Maximum length of a directory name in bytes, which leaves room for the socket. If the name were
-#: longer, the server's address would change when it restarts.
+#: Maximum length of a directory name in bytes, so that the socket's path is short enough. With a
+#: longer name, the server's address would change when it restarts.
 _DIRECTORY_MAX = 50
 
 

@@ -28,7 +28,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    #: Seconds until the first row, and to read all rows after that.
+    #: Seconds until the first row, and seconds to read all rows after that.
     start_s: float
     read_s: float
     rows: int

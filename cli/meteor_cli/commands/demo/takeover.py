@@ -76,7 +76,7 @@ def take_over(
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
-        _wait(lambda: all(worker.lines for worker in workers))  # all are ready
+        _wait(lambda: all(worker.lines for worker in workers))  # all workers are ready
         with stream.publisher() as pub:
             carts = [b"cart-%d" % (n % CARTS) for n in range(RECORDS)]
             pub.publish_many([b"change %d" % n for n in range(RECORDS)], keys=carts)

@@ -234,7 +234,7 @@ class Tour:
     def _crash(self) -> None:
         with progress("killing a server while publishing", crash.RECORDS) as advance:
             outcome = crash.crash(advance)
-        if outcome.lost:  # possible if a slow disk had not synced the last second
+        if outcome.lost:  # possible if a slow disk had not synced the last second of writes
             self._report(
                 "Killed a server while publishing: the slow disk lost acknowledged records;",
                 f"the publisher got an error for {outcome.lost[0]} to {outcome.lost[-1]}",
