@@ -88,7 +88,7 @@ def _help(bench: Bench) -> Row:
 
 
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
-    """Returns the run time, in seconds, of a process whose input and output are pipes."""
+    """Return the run time, in seconds, of a process whose input and output are pipes."""
     environment = os.environ | {"METEOR_URL": bench.url}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode files
     start = time.perf_counter()
@@ -105,12 +105,12 @@ def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
 
 
 def _redis_cli(bench: Bench) -> list[str] | None:
-    """Returns the redis-cli command with the server's address; None if it is not installed."""
+    """Return the redis-cli command with the server's address; None if it is not installed."""
     found = shutil.which("redis-cli")
     return None if found is None else [found, "-s", unquote(urlsplit(bench.url).path)]
 
 
 def _command(line: bytes) -> bytes:
-    """Returns an XADD in wire format, which ``redis-cli --pipe`` takes as input."""
+    """Return an XADD in wire format, which ``redis-cli --pipe`` takes as input."""
     parts = [b"XADD", _PLAIN.encode(), b"*", b"v", line]
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)

@@ -108,7 +108,7 @@ class Bench:
     def best(
         self, cases: Mapping[str, Callable[[], float]], repeats: int | None = None
     ) -> dict[str, float]:
-        """Returns the highest rate of each case. Cases alternate, so noise affects all of them."""
+        """Return the highest rate of each case. Cases alternate, so noise affects all of them."""
         found: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(repeats or self.pick(5, 2)):
             for name, case in cases.items():
@@ -141,7 +141,7 @@ def plain_client(url: str) -> Any:
 
 @contextmanager
 def connected(url: str) -> Iterator[meteor.Client]:
-    """Yields a meteor_py client."""
+    """Yield a meteor_py client."""
     with warnings.catch_warnings():
         # The benchmark's server deliberately keeps nothing on disk.
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)

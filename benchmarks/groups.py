@@ -195,7 +195,7 @@ def idle_traffic(bench: Bench) -> list[Row]:
 
 
 def requests_per_s(plain: Any, seconds: float) -> float:
-    """Returns the rate of client requests: scripts and blocking reads.
+    """Return the rate of client requests: scripts and blocking reads.
 
     A blocking read counts as one request, together with the read of ``meta`` that is sent with it.
     Counts only commands that no script calls, because the statistics include calls from scripts.

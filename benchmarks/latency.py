@@ -34,7 +34,7 @@ SETTLE_S = 0.0005
 #: Seconds for which one read by the receiver blocks.
 BLOCK_S = 2.0
 BLOCK_MS = int(BLOCK_S * 1000)
-#: Consecutive records per client, where a single process measures both clients.
+#: Consecutive records per client before the other one's turn, if one process measures both.
 BLOCK_OF = 25
 #: Capacity of redis-py's stream, which is trimmed like ours.
 MAXLEN = 10_000
@@ -275,7 +275,7 @@ def round_trip(bench: Bench, url: str, name: str) -> list[Row]:
 def both_ways(
     url: str, source: str, target: str
 ) -> Iterator[list[tuple[Callable[[bytes], object], Callable[[], list[bytes]]]]]:
-    """Yields a function to publish and one to receive, for our client and for redis-py."""
+    """Yield a function to publish and one to receive, for our client and for redis-py."""
     with (
         connected(url) as client,
         plain_client(url) as plain,

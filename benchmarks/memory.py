@@ -79,7 +79,7 @@ def small_then_large(ready: Ready, url: str, read: Any, published: Any) -> None:
 
 
 def fetch(ready: Ready, url: str, read: Any, published: Any) -> tuple[float, float]:
-    """Returns the size of the records in one fetch, and the memory it took, both in MiB."""
+    """Return the size of the records in one fetch, and the memory it took, both in MiB."""
     with connected(url) as client:
         ready()
         stream = client.stream("memory", capacity=1_000)
@@ -123,7 +123,7 @@ def subscriber(ready: Ready, url: str, total: int, done: Any) -> tuple[float, fl
 
 
 def peak_mib() -> float:
-    """Returns the peak memory of this process in MiB."""
+    """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status")
     if status.exists():  # not ru_maxrss, which starts at the parent's peak
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))

@@ -54,7 +54,7 @@ def run(bench: Bench) -> list[Row]:
 
 @contextmanager
 def filled(bench: Bench) -> Iterator[tuple[meteor.Stream, Any]]:
-    """Yields a full stream, and a plain client whose stream has a tenth as many records."""
+    """Yield a full stream, and a plain client whose stream has a tenth as many records."""
     values = values_of(bench.pick(1_000_000, 300_000))
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:

@@ -68,7 +68,7 @@ def publishing(pub: meteor.Publisher) -> Callable[[], None]:
 
 
 def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
-    """Returns a function that reads a random record in the newer half of the ring."""
+    """Return a function that reads a random record in the newer half of the ring."""
     chooser = random.Random(SEED)
     found = ring.describe()
     first = found.first + found.length // 2  # publishing meanwhile drops the oldest records
@@ -83,7 +83,7 @@ def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
 
 
 def medians_us(calls: Mapping[Key, Callable[[], None]], count: int) -> dict[Key, float]:
-    """Returns the median time of each call. The calls alternate."""
+    """Return the median time of each call. The calls alternate."""
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UP + count):
         for name, call in calls.items():

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import shared_cost, shared_longest
 from benchmarks.common import SEED, Bench, Row, cheaper, connected, faster, plain_client, values_of
 
-PEER = "XREADGROUP + XACK, no order"
+PEER = "XREADGROUP + XACK, unordered"
 _KEYS = 1_000
 _CONSUMERS = 4
 _BATCH = 256
@@ -83,7 +83,7 @@ def keys_of(count: int) -> list[bytes]:
 
 
 def in_turn(bench: Bench, count: int) -> tuple[float, float]:
-    """Returns microseconds of server CPU per record, for our consumers and for the peer's."""
+    """Return microseconds of server CPU per record, for our consumers and for the peer's."""
     bench.step("shared: server CPU")
     bench.clear()
     publish(bench.url, count)
@@ -134,7 +134,7 @@ def used(plain: Any) -> float:
 
 
 def processes(bench: Bench, count: int, work: Any, fill: Callable[[str, int], None]) -> float:
-    """Returns the records per second handled by several consumers, each in its own process."""
+    """Return the records per second handled by several consumers, each in its own process."""
     bench.clear()
     fill(bench.url, count)
     context = multiprocessing.get_context("spawn")
@@ -256,6 +256,6 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
 
 
 def calls(plain: Any) -> float:
-    """Returns the number of commands so far, including those in scripts but not INFO itself."""
+    """Return the number of commands so far, including those in scripts but not INFO itself."""
     stats = plain.info("commandstats")
     return float(sum(stat["calls"] for name, stat in stats.items() if name != "cmdstat_info"))

@@ -41,7 +41,7 @@ _STUCK_S = 600.0
 
 
 def possible() -> bool:
-    """Returns whether Java is installed."""
+    """Return whether Java is installed."""
     home = os.environ.get("JAVA_HOME")
     return Path(home, "bin", "java").exists() if home else shutil.which("java") is not None
 
@@ -76,7 +76,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def measured(bench: Bench, count: int) -> dict[str, dict[str, float]]:
-    """Returns the figures that the Spark process measured."""
+    """Return the figures that the Spark process measured."""
     with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.spark", bench.url, str(count), str(bench.quick)],
@@ -124,7 +124,7 @@ def started() -> SparkSession:
 
 
 def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -> dict[str, float]:
-    """Returns rows per second when every column is read and discarded."""
+    """Return rows per second when every column is read and discarded."""
     from pyspark_meteor.source import MeteorDataSource
 
     spark.dataSource.register(memory_source())
@@ -152,7 +152,7 @@ def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -
 
 
 def memory_source() -> Any:
-    """Returns a minimal Python source, which yields batches built beforehand."""
+    """Return a minimal Python source, which yields batches built beforehand."""
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
     class Reader(DataSourceReader):
@@ -188,7 +188,7 @@ _made: dict[int, pa.RecordBatch] = {}
 
 
 def made(schema: Any, size: int) -> pa.RecordBatch:
-    """Returns a batch, built once per process, outside the measured time."""
+    """Return a batch, built once per process, outside the measured time."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     if size not in _made:
@@ -211,7 +211,7 @@ def made(schema: Any, size: int) -> pa.RecordBatch:
 
 
 def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """Returns the median duration of a one-row micro-batch, in milliseconds, for each source."""
+    """Return the median duration of a one-row micro-batch, in milliseconds, for each source."""
     spark.dataSource.register(nothing_source())
     stream = spark.readStream
     cases: dict[str, Callable[[], DataFrame]] = {
@@ -229,7 +229,7 @@ def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """Returns the figures for batches without rows: offsets have moved, but there are no records.
+    """Return the figures for batches without rows: offsets have moved, but there are no records.
 
     Our offsets move when a new, empty stream matches the pattern. The Python source moves its
     offsets as often. The rate source moves once a second, and ramps up too slowly to have rows.
@@ -263,7 +263,7 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
-    """Returns the duration, in milliseconds, of a trigger that finds nothing and runs no batch.
+    """Return the duration, in milliseconds, of a trigger that finds nothing and runs no batch.
 
     Takes the mean instead of the median, because Spark reports whole milliseconds.
     """
@@ -355,7 +355,7 @@ def check(query: StreamingQuery) -> None:
 
 
 def nothing_source() -> Any:
-    """Returns a Python streaming source that generates one row per batch.
+    """Return a Python streaming source that generates one row per batch.
 
     With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds.
     """

@@ -23,7 +23,7 @@ ITEMS = ("book", "pen", "tea", "lamp")
 
 
 def make_changes() -> list[tuple[str, dict[str, str]]]:
-    """Returns random changes to carts. An item is removed only after it has been added."""
+    """Return random changes to carts. An item is removed only after it has been added."""
     inside: defaultdict[str, list[str]] = defaultdict(list)
     changes: list[tuple[str, dict[str, str]]] = []
     for _ in range(CHANGES):

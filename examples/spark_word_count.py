@@ -65,7 +65,7 @@ def require_spark() -> None:
 
 
 def start_spark() -> SparkSession:
-    """Returns a quiet Spark session on this machine."""
+    """Return a quiet Spark session on this machine."""
     from pyspark.sql import SparkSession
 
     # Spark's worker processes need this Python, which has meteor_py.

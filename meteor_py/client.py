@@ -102,7 +102,7 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
 
 
 class Client(Closeable):
-    """A server and the streams on it. Thread-safe, and usable after a fork."""
+    """Gives access to a server and its streams. Thread-safe, and usable after a fork."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._connector = Connector(address, timeout_s)

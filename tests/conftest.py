@@ -93,7 +93,7 @@ def any_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def private_server() -> Iterator[ServerFactory]:
-    """Starts servers for one test: `private_server("--appendonly", "yes", kind="redis")`."""
+    """Start servers for one test: `private_server("--appendonly", "yes", kind="redis")`."""
     with ExitStack() as servers:
 
         def start(

@@ -17,7 +17,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def common_options(*, hidden: bool) -> list[click.Option]:
-    """Returns the options that every command accepts; subcommands do not list them."""
+    """Return the options that every command accepts; subcommands do not list them."""
 
     def store(context: click.Context, option: click.Parameter, value: Any) -> None:
         name = option.name or ""
@@ -128,7 +128,7 @@ _ALIASES = {
 
 
 def section(module: ModuleType) -> str:
-    """Returns the indented paragraph in a module's docstring."""
+    """Return the indented paragraph in a module's docstring."""
     paragraphs = (module.__doc__ or "").split("\n\n")
     return dedent(next(part for part in paragraphs if part.startswith("    ")))
 

@@ -8,7 +8,7 @@ from meteor_cli.render.text import counted
 
 
 def explain(error: Exception) -> str:
-    """Returns the problem, and what to do about it at a shell."""
+    """Return the problem, and what to do about it at a shell."""
     match error:
         case meteor_py.GroupNotFound():
             return (

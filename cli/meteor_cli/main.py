@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM: leave all ``with`` blocks, so that leases are released."""
+    """Handle SIGTERM: raise SystemExit, so that ``with`` blocks exit and leases are released."""
     raise SystemExit(128 + number)
 
 

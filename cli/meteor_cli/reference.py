@@ -49,7 +49,7 @@ Results go to stdout, everything else to stderr. `--debug` shows an error's trac
 
 
 def reference() -> str:
-    """Returns the whole page."""
+    """Return the whole page."""
     parts = [_HEAD, *_describe(meteor, click.Context(meteor, info_name="meteor"))]
     parts += ["## Positions and times\n\n" + _prose(positions)]
     parts += ["## JSON\n\n" + _prose(jsonl), _prose(schema), *_schema()]
@@ -58,7 +58,7 @@ def reference() -> str:
 
 
 def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Yields a command's section, then its subcommands' sections."""
+    """Yield a command's section, then its subcommands' sections."""
     help_text = inspect.cleandoc(command.help or "").replace("\b\n", "")
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [
@@ -86,7 +86,7 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _schema() -> Iterator[str]:
-    """Yields tables of the fields that ``--json`` prints."""
+    """Yield tables of the fields that ``--json`` prints."""
     for titles, table in (
         ("| command | fields |", schema.FIELDS),
         ("| in `groups` of | fields |", schema.GROUP_FIELDS),
@@ -105,7 +105,7 @@ def _cell(text: str) -> str:
 
 
 def _prose(module: ModuleType) -> str:
-    """Returns a module's docstring as Markdown; indented paragraphs become code blocks."""
+    """Return a module's docstring as Markdown; indented paragraphs become code blocks."""
     paragraphs = (module.__doc__ or "").strip().replace("``", "`").split("\n\n")
     parts = [f"```\n{dedent(part)}\n```" if part[:4].isspace() else part for part in paragraphs]
     return "\n\n".join(parts) + "\n"

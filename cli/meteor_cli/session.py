@@ -27,7 +27,7 @@ class Session:
         self.verbose = 0
 
     def connect(self, *, writing: bool = False, url: str | None = None) -> meteor_py.Client:
-        """Returns a client.
+        """Return a client.
 
         Args:
             writing: Whether the command stores records. If so, warns that the server may lose data.
@@ -43,12 +43,12 @@ class Session:
     def stream(
         self, name: str, *, writing: bool = False, **settings: Any
     ) -> Iterator[meteor_py.Stream]:
-        """Opens an existing stream."""
+        """Open an existing stream."""
         with self.connect(writing=writing) as m:
             yield m.stream(name, create=False, **settings)
 
     @contextmanager
     def peer_group(self, name: str) -> Iterator[meteor_py.PeerGroup]:
-        """Opens an existing peer group (NAME or NAME/INSTANCE) without joining it."""
+        """Open an existing peer group (NAME or NAME/INSTANCE) without joining it."""
         with self.connect() as m, m.peer_group(name, create=False) as group:
             yield group

@@ -19,7 +19,7 @@ _AGAIN_S = 0.01
 
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Lets Ctrl-C end the block, and keeps a second Ctrl-C from interrupting the cleanup."""
+    """Let Ctrl-C end the block, and keep a second Ctrl-C from interrupting the cleanup."""
     interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -41,7 +41,7 @@ def cleaning_up() -> Iterator[None]:
 
 
 def _is_fragile(frame: FrameType | None) -> bool:
-    """Returns whether an exception raised in this frame would be lost or leak resources.
+    """Return whether an exception raised in this frame would be lost or leak resources.
 
     Python prints and ignores an exception in a finalizer. In the ``__enter__`` of a
     ``@contextmanager``, an exception delays the cleanup of resources until garbage collection.
@@ -79,7 +79,7 @@ def _repeat(number: int) -> None:
 
 @contextlib.contextmanager
 def ended_once() -> Iterator[Callable[[bool], None]]:
-    """Lets the first SIGINT or SIGTERM end the block, but only while signals are enabled.
+    """Let the first SIGINT or SIGTERM end the block, but only while signals are enabled.
 
     Yields a function that enables and disables signals. A signal that arrives while the
     terminal is being set up or restored, such as an impatient user's second Ctrl-C, must not leave
@@ -114,7 +114,7 @@ def ended_once() -> Iterator[Callable[[bool], None]]:
 
 @contextlib.contextmanager
 def resizing(react: Callable[[], None]) -> Iterator[None]:
-    """Calls ``react`` whenever the terminal is resized."""
+    """Call ``react`` whenever the terminal is resized."""
     before = signal.signal(signal.SIGWINCH, lambda number, frame: react())
     try:
         yield

@@ -115,7 +115,10 @@ class StreamHandle:
         return reply
 
     def reopen(self) -> StreamHandle:
-        """Return a handle for the stream's current incarnation, with the same open store."""
+        """Return a handle for the stream's current incarnation.
+
+        It shares the open store, unless the stream now has another store.
+        """
         handle = StreamHandle(
             self.connector, self.name, find_stream(self.connector, self.name), self._store
         )

@@ -60,7 +60,7 @@ class RingReader:
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
         self._large_field = b""  # the field from which ``_large`` was parsed
         self._sequential = 0  # fetches since the last seek
-        self._ahead: int | None = None  # the offset of a fetch that was sent ahead
+        self._ahead: int | None = None  # the offset of the fetch that was sent in advance, if any
 
     def guard(self, group_key: str, nonce: bytes) -> None:
         """Let each read check that a group's owner still has this nonce."""

@@ -105,7 +105,7 @@ class Messaging:
         delivery: Delivery | None = None,
         include_dead: bool = False,
     ) -> Producer:
-        """Returns a producer.
+        """Return a producer.
 
         By default, a producer for one member uses ``Execution.REQUEST_REPLY``. A producer for the
         group broadcasts with ``Execution.SYNC``.
@@ -126,7 +126,7 @@ class Messaging:
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
-        """Returns a consumer for one of a local member's queues."""
+        """Return a consumer for one of a local member's queues."""
         if self._membership is None:
             raise ValueError(
                 "Only the process in which a member joined can receive that member's messages. "
@@ -166,7 +166,7 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Returns access to this member's queues, and to producers that name it as the sender."""
+        """Return access to this member's queues, and to producers that name it as the sender."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:
@@ -241,7 +241,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Returns the codec. Use it to register types: ``register(User)`` or with an ``id``."""
+        """Return the codec. Use it to register types: ``register(User)`` or with an ``id``."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class PeerCodec:
         self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)
 
     def encode(self, value: Any) -> tuple[str, bytes]:
-        """Returns a value's type and its encoded bytes.
+        """Return a value's type and its encoded bytes.
 
         Raises:
             TypeError, ValueError: The format, or the registered function, cannot encode the value.
@@ -138,7 +138,7 @@ class PeerCodec:
         return kind == "" or kind in _DECODERS
 
     def decode(self, kind: str, data: bytes) -> Any:
-        """Decodes bytes as the given type, and returns the value.
+        """Decode bytes as the given type, and return the value.
 
         Raises:
             UnknownType: The type is not registered here, or the bytes do not match it.
@@ -171,7 +171,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def find_codec(codec: Format | PeerCodec) -> PeerCodec:
-    """Returns the codec with this name, or the object itself."""
+    """Return the codec with this name. A ``PeerCodec`` is returned unchanged."""
     if isinstance(codec, PeerCodec):
         return codec
     if not isinstance(codec, str):

@@ -62,7 +62,7 @@ class PeerGroup(Sender):
         return self._handle.view.in_order
 
     def find(self, member: str) -> Member | None:
-        """Returns the member with this id; None if there is no such member."""
+        """Return the member with this id; None if there is no such member."""
         return self._handle.view.members.get(member)
 
     @property
@@ -82,7 +82,7 @@ class PeerGroup(Sender):
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """Returns the view number, members, leader and term, all from the same moment.
+        """Return the view number, members, leader and term, all from the same moment.
 
         ``watch(since=snapshot.number)`` continues from there.
         """
@@ -90,7 +90,7 @@ class PeerGroup(Sender):
             return View(self.view, self.members, self.leader, self.term)
 
     def guarded(self, name: str) -> bytes | None:
-        """Returns the value that a leader wrote with ``term.guard``; None if there is none."""
+        """Return the value that a leader wrote with ``term.guard``; None if there is none."""
         self._check_open()
         protocol = self._handle.protocol
         value: bytes | None = protocol.connector.call("HGET", protocol.key("guarded"), name)
@@ -129,7 +129,7 @@ class PeerGroup(Sender):
         self._handle.catch_up()
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
-        """Returns the newest messages that could not be delivered, oldest first.
+        """Return the newest messages that could not be delivered, oldest first.
 
         A message becomes a dead letter if its receiver does not know the message's type, if it was
         delivered ``max_deliveries`` times and never settled, or if no member was left to receive
@@ -142,7 +142,7 @@ class PeerGroup(Sender):
         return [read_letter(*entry) for entry in reversed(protocol.connector.call(*command))]
 
     def now(self) -> float:
-        """Returns the time on the group's clock (its server's), in seconds since 1970."""
+        """Return the time on the group's clock (its server's), in seconds since 1970."""
         return self._handle.now()
 
     def join(

@@ -161,7 +161,7 @@ class GroupHandle:
     # -- the view ----------------------------------------------------------------------------------
 
     def moment(self) -> Moment:
-        """Returns the view's moment, read under the lock."""
+        """Return the view's moment, read under the lock."""
         with self.lock:
             return self.view.moment
 

@@ -44,7 +44,7 @@ class Term:
     """
 
     def __init__(self, member: MemberHandle, number: int) -> None:
-        #: Higher than the number of every earlier term. Fence writes with it.
+        #: Increases with every election. Use it as a fencing token for writes.
         self.number = number
         #: Set as soon as this process knows that the member no longer leads.
         self.lost = SignalSafeEvent()

@@ -130,7 +130,7 @@ class PeerProtocol:
         return _read_config(flat)
 
     def settings(self, connection: Connection | None = None) -> PeersConfig:
-        """Returns the settings of an existing group.
+        """Return the settings of an existing group.
 
         Raises:
             PeerGroupNotFound: The group does not exist.
@@ -205,7 +205,7 @@ class PeerProtocol:
         )
 
     def look(self, connection: Connection | None = None) -> Look:
-        """Returns the group's current state.
+        """Return the group's current state.
 
         Raises:
             PeerGroupNotFound: The group does not exist.

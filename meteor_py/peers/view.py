@@ -1,4 +1,4 @@
-"""A process's view of a group: its members, its leader, and the last event it has seen."""
+"""A group as one process sees it: the members, the leader, and the last event seen."""
 
 from __future__ import annotations
 

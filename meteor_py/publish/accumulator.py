@@ -384,8 +384,8 @@ class Accumulator:
         elif not (batch.observed or batch.awaited or self._warned):
             self._warned = True
             _log.warning(
-                "Publishing %d records to stream %r failed, and the application has not checked "
-                "their Acks: %s",
+                "Publishing %d records to stream %r failed: %s (The application has not checked "
+                "their Acks.)",
                 *(records, self._stream, batch.error),
             )
 

@@ -58,7 +58,7 @@ class FastPath:
         self.work = work
 
     def put(self, value: bytes, size: int) -> Ack:
-        """Accept one record of ``size`` bytes that has only a value."""
+        """Accept one record of ``size`` bytes, without a key, headers or timestamp."""
         if self._is_owned():
             self.check_reentry()  # raises; the check above saves a call per record
         with self._lock:

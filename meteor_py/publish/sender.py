@@ -67,7 +67,7 @@ SOCKET_TIMEOUT_S = 5.0
 _REPLICATION_ID_S = 1.0
 #: Maximum seconds for a check for lost records, and for each reply within it.
 _CHECK_MAX_S, _CHECK_S = 3.0, 1.0
-#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
+#: First and longest pause between attempts, in seconds. The pause doubles after each failure.
 _BACKOFF_S = (0.02, 0.5)
 
 

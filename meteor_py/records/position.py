@@ -50,12 +50,12 @@ class _Epoch(NamedTuple):
 def diverged_at(position: Position, epochs: str, end: int) -> int | None:
     """Return the first offset below ``position`` that the server lost, or None.
 
-    If the position is on another branch and its path does not show where the branches split,
-    returns 0, which may be too low but is never too high.
+    If the position is on another branch and its path does not show where the branches split, the
+    result is 0, which may be too low but is never too high.
 
     Args:
         position: The position of a reader or publisher.
-        epochs: The stream's epochs on the server, as in meta.
+        epochs: The stream's epochs on the server, in the format of its meta hash.
         end: The stream's next offset on the server.
 
     >>> diverged_at(Position("i", 1, 200), "1:0,+2:100", 300)

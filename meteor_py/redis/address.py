@@ -292,7 +292,7 @@ def _remote(url: str, scheme: str, kind: str = "") -> Address:
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed:
             if name in _TLS_OPTIONS:
-                raise ValueError(f"{name!r} is a TLS option. Write rediss{kind}:// to use TLS.")
+                raise ValueError(f"{name!r} is a TLS option. Use rediss{kind}:// for TLS.")
             raise ValueError(
                 f"{name[:64]!r} cannot be set in the URL, because delivery guarantees depend on "
                 f"connection options. The URL can set {', '.join(allowed)}; set the timeout with "

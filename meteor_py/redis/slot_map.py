@@ -41,7 +41,7 @@ class _Table(NamedTuple):
 class SlotMap(Topology):
     """The slots of a cluster, as its nodes report them. Thread-safe, and usable after a fork.
 
-    A MOVED reply corrects one slot at once, and makes the next lookup refresh the whole map.
+    A MOVED reply corrects one slot at once, and marks the whole map for a refresh.
     """
 
     is_movable = True
@@ -204,7 +204,8 @@ class SlotMap(Topology):
             )
         if isinstance(failure, ServerRefused):
             return ServerRefused(
-                f"{failure}. The server is not a cluster node. Write redis:// or rediss://.",
+                f"{failure}. The server does not seem to be a cluster node. For a single server, "
+                "use a redis:// or rediss:// address.",
                 code=failure.code,
             )
         why = failure or "The timeout is too short."

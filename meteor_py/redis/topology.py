@@ -155,7 +155,7 @@ class Topology:
         return {tag: self.locate(tag, search) for tag in tags}
 
     def primaries(self, search: Search) -> Sequence[Node]:
-        """Return all nodes that hold keys. Returns none for a single server."""
+        """Return all primary nodes. A single server has none."""
         return ()
 
     def on_departure(self, keep_only: Callable[[Collection[Node]], None]) -> None:

@@ -1,9 +1,9 @@
 """The socket of one connection: sends encoded commands, and parses replies.
 
-redis-py opens the connection, including TLS and authentication. After that, redis-py's layers would
-take longer for a single record than the server does. For example, they change the socket's timeout
-twice per reply, with a system call each time. A wire therefore uses the socket directly, with its
-own hiredis reader, and changes the timeout only if it differs from the last one.
+redis-py opens the connection, including TLS and authentication. From then on, redis-py's layers
+would spend more time on a single record than the server does. For example, they change the socket's
+timeout twice per reply, with a system call each time. ``Wire`` therefore uses the socket directly,
+with its own hiredis reader, and changes the timeout only if it differs from the last one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ class Gaps:
         (first, last, cause), *others = sorted(self._gaps, key=attrgetter("first"))
         self._gaps = []
         for gap in others:
-            # Another consumer may hold records in the middle of an unreadable frame.
+            # Merge gaps that have the same cause even if they are not adjacent: another consumer
+            # may hold records in the middle of an unreadable frame.
             if gap.cause is cause and (cause is not None or gap.first <= last + 1):
                 last = max(last, gap.last)
             else:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from meteor_py.records.ordering_index import unpack_keys
 
-#: The stored owner of an ordering key that has no owner.
+#: Stored as the owner of an ordering key that no consumer owns.
 NOBODY = b"......"
 
 _PROGRESS = struct.Struct("<16d6s6s")

@@ -192,7 +192,7 @@ class Holdings:
         for batch in self._dirty:
             if size and size + len(batch.open) > _ACKS_MAX:
                 break
-            size += len(batch.open)  # the server reads the whole batch
+            size += len(batch.open)  # the server reads the whole batch, even to ack a part of it
             if len(batch.acked) == len(batch.open):
                 acks.append(batch.number)
             else:

@@ -42,7 +42,7 @@ class Cluster(ServerGroup):
         program: str | Path | None = None,
         node_timeout_s: float = 2.0,
     ) -> None:
-        """Describe the cluster. ``start()`` or ``with`` starts it.
+        """Configure the cluster. ``start()`` or ``with`` starts it.
 
         Args:
             primaries: Number of primaries. A failover needs three, because the primaries vote.

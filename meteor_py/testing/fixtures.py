@@ -83,7 +83,7 @@ def meteor_client(meteor_server: Server) -> Iterator[meteor_py.Client]:
 
 @pytest.fixture
 def meteor_private_server() -> Iterator[ServerFactory]:
-    """Starts servers for this test only: ``meteor_private_server("--appendonly", "yes")``.
+    """Start servers for this test only: ``meteor_private_server("--appendonly", "yes")``.
 
     Takes the same arguments as ``meteor_py.testing.Server``. The servers are closed after the test.
     """
@@ -117,7 +117,7 @@ def meteor_cluster(_meteor_session_cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def meteor_private_cluster() -> Iterator[ClusterFactory]:
-    """Starts clusters for this test only: ``meteor_private_cluster(replicas=1)``.
+    """Start clusters for this test only: ``meteor_private_cluster(replicas=1)``.
 
     Takes the arguments of ``meteor_py.testing.Cluster``. The clusters are closed after the test.
     """
@@ -131,7 +131,7 @@ def meteor_private_cluster() -> Iterator[ClusterFactory]:
 
 @pytest.fixture
 def meteor_private_sentinels() -> Iterator[SentinelsFactory]:
-    """Starts a primary with replicas and sentinels for this test only.
+    """Start a primary with replicas and sentinels for this test only.
 
     Takes the arguments of ``meteor_py.testing.Sentinels``. They are closed after the test.
     """

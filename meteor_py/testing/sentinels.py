@@ -73,7 +73,7 @@ class Sentinels(ServerGroup):
         service: str = "mymaster",
         down_after_s: float = 1.0,
     ) -> None:
-        """Describe the servers. ``start()`` or ``with`` starts them.
+        """Configure the servers. ``start()`` or ``with`` starts them.
 
         Args:
             replicas: Number of replicas.

@@ -216,7 +216,7 @@ class Server:
         self._paused = True
 
     def resume(self) -> None:
-        """Send SIGCONT after a ``pause()``. A second call does nothing.
+        """Resume a paused server (SIGCONT). Does nothing if the server is not paused.
 
         Raises:
             RuntimeError: The server is not running.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def source_schema(options: ColumnOptions) -> StructType:
-    """Returns all columns, in order."""
+    """Return all columns, in order."""
     fields = [
         StructField("stream", StringType()),
         StructField("offset", LongType()),
@@ -61,11 +61,11 @@ class Columns:
         self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
     def of_records(self) -> list[str]:
-        """Returns the columns that come from records: all but the stream name."""
+        """Return the columns that come from records: all but the stream name."""
         return [name for name in self._schema.names if name != "stream"]
 
     def combine(self, stream: str, tables: Sequence[pa.Table]) -> list[pa.RecordBatch]:
-        """Returns a stream's records as Arrow batches: usually one, and none of them empty.
+        """Return a stream's records as Arrow batches: usually one, and none of them empty.
 
         Spark needs time for each Arrow batch, so this copies records from many frames into one.
         """

@@ -64,7 +64,7 @@ class LagListener(StreamingQueryListener):
         self.lags: dict[str, Lag] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
-        """Does nothing: there is no lag to report before the first batch."""
+        """Do nothing: there is no lag to report before the first batch."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Report a query's lag after a batch."""
@@ -79,7 +79,7 @@ class LagListener(StreamingQueryListener):
             self._report(lag)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:
-        """Does nothing: an idle query has read all records, and its last lag is already 0."""
+        """Do nothing: an idle query has read all records, and its last lag is already 0."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
         """Forget the lag when a query has ended."""
@@ -87,7 +87,7 @@ class LagListener(StreamingQueryListener):
 
 
 def _lag_of(end: Any, latest: Any) -> dict[str, int]:
-    """Returns the lag for each stream in a source; empty if it is not a meteor source."""
+    """Return the lag for each stream in a source; empty if it is not a meteor source."""
     known, ends = _positions(end), _positions(latest)
     return {
         name: max(stop["offset"] - known[name]["offset"], 0)

@@ -26,7 +26,7 @@ _CLOSE_S = 2.0
 
 
 def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
-    """Returns the group's position. Creates a missing group at the offset from ``resolve()``.
+    """Return the group's position. Create a missing group at the offset from ``resolve()``.
 
     As a result, a query keeps its start even if it crashes before its first batch.
     """

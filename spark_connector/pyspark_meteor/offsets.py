@@ -31,7 +31,7 @@ INITIAL: dict[str, Any] = {"phase": _NEW, "streams": {}, "version": _VERSION}
 
 
 def to_spark(offsets: Offsets) -> dict[str, Any]:
-    """Converts offsets to the form that Spark writes to the checkpoint as JSON."""
+    """Convert offsets to the form that Spark writes to the checkpoint as JSON."""
     return {
         "streams": {
             name: {
@@ -47,22 +47,22 @@ def to_spark(offsets: Offsets) -> dict[str, Any]:
 
 
 def start_to_spark(offsets: Offsets) -> dict[str, Any]:
-    """Returns the end of a query's first batch: the positions at which the query starts."""
+    """Return the end of a query's first batch: the positions at which the query starts."""
     return {"phase": _START, **to_spark(offsets)}
 
 
 def is_initial(stored: dict[str, Any]) -> bool:
-    """Returns whether this is the offset before the first batch."""
+    """Return whether this is the offset before the first batch."""
     return stored.get("phase") == _NEW
 
 
 def is_start(stored: dict[str, Any]) -> bool:
-    """Returns whether this is the end of a first batch, which reads nothing."""
+    """Return whether this is the end of a first batch, which reads nothing."""
     return stored.get("phase") == _START
 
 
 def from_spark(stored: dict[str, Any]) -> Offsets:
-    """Returns the offsets that Spark passes back, perhaps from an old checkpoint.
+    """Return the offsets that Spark passes back, perhaps from an old checkpoint.
 
     Raises:
         ValueError: A different version of this package, or a different source, wrote them.

@@ -199,7 +199,7 @@ class RawOptions:
         return text.lower() == "true"
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        """Returns one of the choices; the first is the default."""
+        """Return one of the choices; the first is the default."""
         text = self.text(name) or choices[0]
         for choice in choices:
             if choice.lower() == text.lower():
@@ -207,7 +207,7 @@ class RawOptions:
         raise ValueError(f"The option {name} must be one of {', '.join(choices)}, not {text!r}.")
 
     def seconds(self, name: str, default: float, most: float = math.inf) -> float:
-        """Parses a duration in Spark's format: 500ms, 30s, 15m, or a number of ms."""
+        """Parse a duration in Spark's format: 500ms, 30s, 15m, or a number of ms."""
         text = self.text(name)
         if text is None:
             return default
@@ -336,7 +336,7 @@ def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:
 
 
 def _rank(spec: OffsetSpec) -> tuple[str, float]:
-    """Returns a scale, and a rank on that scale. Specs on different scales are not comparable.
+    """Return a scale, and a rank on that scale. Specs on different scales are not comparable.
 
     >>> _rank(OffsetSpec("before", 10)) < _rank(OffsetSpec("before", 5))
     True

@@ -41,7 +41,7 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Returns the streams to read: the given names, or those that matched when last listed."""
+        """Return the streams to read: the given names, or those that matched when last listed."""
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -52,7 +52,7 @@ class Planner:
         return self._listed
 
     def open(self, name: str) -> Stream:
-        """Returns a stream.
+        """Return a stream.
 
         Raises:
             StreamNotFound: The stream does not exist.
@@ -62,7 +62,7 @@ class Planner:
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Returns the ends of all existing streams."""
+        """Return the ends of all existing streams."""
         ends: Offsets = {}
         names = self.names()
         for start in range(0, len(names), _STREAMS_PER_REQUEST):
@@ -79,14 +79,14 @@ class Planner:
         return ends
 
     def first(self, name: str) -> int:
-        """Returns the offset of a stream's first record; 0 if there is no such stream."""
+        """Return the offset of a stream's first record; 0 if there is no such stream."""
         try:
             return self.open(name).bounds()[0]
         except (StreamNotFound, LogTruncated):
             return 0
 
     def resolve(self, name: str, spec: OffsetSpec) -> Position:
-        """Resolves a spec to its current position in the stream.
+        """Resolve a spec to its current position in the stream.
 
         Raises:
             ValueError: The offset is beyond the stream's end.
@@ -153,7 +153,7 @@ class Planner:
         ]
 
     def record_bytes(self, streams: Iterable[str]) -> int:
-        """Returns the average size of the records currently in the rings."""
+        """Return the average size of the records currently in the rings."""
         size = count = 0
         for name in streams:
             try:

@@ -30,7 +30,7 @@ class Range(InputPartition):
 
 
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
-    """Returns the records between two of a query's offsets.
+    """Return the records between two of a query's offsets.
 
     A new or recreated stream has no records in this batch. The query first stores the stream's
     beginning as its offset. The records belong to the next batch.
@@ -68,7 +68,7 @@ def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
 
 
 def bounded(ranges: list[Range], end: Offsets, max_records: int) -> Offsets:
-    """Returns ``end``, or lower offsets so that the batch has at most ``max_records`` records.
+    """Return ``end``, or lower offsets so that the batch has at most ``max_records`` records.
 
     Each stream gets one record and its share of the rest. If there are more streams than records,
     they take turns. Whose turn it is depends only on where the ranges begin, so the same batch is

@@ -71,7 +71,7 @@ class BatchReader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Returns the ranges that tasks read.
+        """Return the ranges that tasks read.
 
         Raises:
             StreamNotFound: A stream that the query names does not exist.
@@ -94,7 +94,7 @@ class BatchReader(DataSourceReader):
         return planner.divide(ranges)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yields the records of a partition as Arrow batches."""
+        """Yield the records of a partition as Arrow batches."""
         if isinstance(partition, Range):  # if there are no ranges, Spark passes another partition
             yield from read_range(self._options, self._schema, partition)
 
@@ -124,12 +124,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- called by the engine on the driver ----------------------------------------------------
 
     def initialOffset(self) -> dict[str, Any]:
-        """Returns a fixed placeholder. The first batch determines where the query begins."""
+        """Return a fixed placeholder. The first batch determines where the query begins."""
         _ = self._options  # raises if the options are wrong
         return INITIAL
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Returns the end of the next batch, or ``start`` if there are too few records."""
+        """Return the end of the next batch, or ``start`` if there are too few records."""
         return self._outlast(lambda: self._find_latest(start, limit))
 
     def _find_latest(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
@@ -152,12 +152,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return start if found == known else to_spark(found)
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Returns the record limit for Spark to report. ``latestOffset`` applies all limits."""
+        """Return the record limit for Spark to report. ``latestOffset`` applies all limits."""
         limits = self._options.limits
         return ReadMaxRows(limits.max_records or _UNLIMITED) if limits else ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Returns the streams' last known ends, from which the engine computes the lag."""
+        """Return the streams' last known ends, from which the engine computes the lag."""
         return to_spark(self._ends) if self._ends else None
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -165,7 +165,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._outlast(self._find_ends)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Returns the ranges for a batch's tasks to read."""
+        """Return the ranges for a batch's tasks to read."""
         return self._outlast(lambda: self._find_partitions(start, end))
 
     def _find_partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Range]:
@@ -192,7 +192,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- called by the engine in a task --------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yields the records of a partition as Arrow batches."""
+        """Yield the records of a partition as Arrow batches."""
         if isinstance(partition, Range):
             yield from read_range(self._options, self._schema, partition)
 
@@ -226,7 +226,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             sys.exit(0)
 
     def _find_ends(self) -> Offsets:
-        """Returns the streams' ends. Warns once if a stream is missing, perhaps misspelled."""
+        """Return the streams' ends. Warn once if a stream is missing, perhaps misspelled."""
         ends = self._planner.ends()
         if not self._missing_logged:
             for name in self._options.streams:
@@ -240,7 +240,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ends
 
     def _find_start(self) -> Offsets:
-        """Returns where the query begins. Streams found later are read from their first record."""
+        """Return where the query begins. Streams found later are read from their first record."""
         return {
             name: end._replace(offset=self._resolve_start(name))
             for name, end in self._ends.items()
@@ -263,7 +263,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return resolve()
 
     def _find_new(self, known: Offsets) -> Offsets:
-        """Returns the beginnings of streams that are new to the query or were recreated."""
+        """Return the beginnings of streams that are new to the query or were recreated."""
         return {
             name: end._replace(offset=self._find_beginning(name, end.offset))
             for name, end in self._ends.items()
@@ -341,7 +341,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 _log.warning("The query could not leave its group for stream %r: %s", name, error)
 
     def _apply_limits(self, start: Offsets, end: Offsets) -> Offsets:
-        """Returns ``end`` within the batch limits, or ``start`` if there are too few records."""
+        """Return ``end`` within the batch limits, or ``start`` if there are too few records."""
         limits = self._options.limits
         ranges = ranges_between(start, end)
         available = sum(map(len, ranges))
@@ -360,7 +360,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Returns ``end``, but ``start`` for streams in which only the epoch has changed.
+    """Return ``end``, but ``start`` for streams in which only the epoch has changed.
 
     A new epoch alone must not cause a batch.
     """
@@ -374,7 +374,7 @@ def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
 
 
 def _cap(end: Offsets, target: Offsets, start: Offsets) -> Offsets:
-    """Returns ``end``, limited to the run's target, but never before ``start``."""
+    """Return ``end``, limited to the run's target, but never before ``start``."""
     capped: Offsets = {}
     for name, position in end.items():
         known, goal = start.get(name), target.get(name)

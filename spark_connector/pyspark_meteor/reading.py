@@ -40,7 +40,7 @@ _POLL_S = 1.0
 def read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the records in a range, from the ring or, if the ring has dropped them, the store.
+    """Yield the records in a range, from the ring or, if the ring has dropped them, the store.
 
     Raises:
         RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and
@@ -69,7 +69,7 @@ def read_range(
 def _poll(
     sub: Subscriber, options: SourceOptions, wanted: Range, stop: int
 ) -> Iterator[RecordBatch]:
-    """Yields the records up to ``stop`` in batches, as they arrive."""
+    """Yield the records up to ``stop`` in batches, as they arrive."""
     timeout_s = max(options.server.timeout_s, _POLL_S)
     size = _FIRST_RECORDS
     while sub.position < stop:
@@ -91,7 +91,7 @@ def _poll(
 
 
 def _groups(batches: Iterator[RecordBatch]) -> Iterator[list[pa.Table]]:
-    """Yields the first batch alone, and the others together until there are enough records."""
+    """Yield the first batch alone, and the others together until there are enough records."""
     tables: list[pa.Table] = []
     records = size = 0
     enough = 1
@@ -119,7 +119,7 @@ def _subscribe(options: SourceOptions, columns: Columns, wanted: Range) -> Subsc
 
 
 def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
-    """Returns the offset up to which the planned records still exist.
+    """Return the offset up to which the planned records still exist.
 
     If failOnDataLoss is false, this never raises ``LogTruncated``: a batch that Spark repeats must
     succeed even if its records no longer exist.

@@ -78,7 +78,7 @@ class ServerOptions:
         return cls(url, env, file, options.seconds("serverTimeout", _AWAY_S, most=_AWAY_MAX_S))
 
     def connect(self) -> meteor_py.Client:
-        """Returns this process's client, which stays open for the next task.
+        """Return this process's client, which stays open for the next task.
 
         Raises:
             ValueError: The password cannot be read from where the options say it is.
@@ -151,7 +151,7 @@ class ServerOptions:
 
 
 def _default_url() -> str | None:
-    """Returns the address that ``connect()`` would use; None if it contains a password."""
+    """Return the address that ``connect()`` would use; None if it contains a password."""
     named = os.environ.get(address.URL_VARIABLE)
     if named and _has_password(named):
         return None
@@ -159,7 +159,7 @@ def _default_url() -> str | None:
 
 
 def _has_password(url: str) -> bool:
-    """Returns whether a URL contains a password, or something that could be one."""
+    """Return whether a URL contains a password, or something that could be one."""
     try:
         parts = urlsplit(url)
         if parts.password is not None:

@@ -46,11 +46,11 @@ class MeteorDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Returns the name for ``format("meteor")``."""
+        """Return the name for ``format("meteor")``."""
         return "meteor"
 
     def schema(self) -> StructType:
-        """Returns the columns, some of which depend on options."""
+        """Return the columns, some of which depend on options."""
         check_version()
         from pyspark_meteor.columns import source_schema
         from pyspark_meteor.options import NO_TABLES, parse_columns
@@ -60,7 +60,7 @@ class MeteorDataSource(DataSource):
         return source_schema(parse_columns(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Returns the reader for ``spark.read``."""
+        """Return the reader for ``spark.read``."""
         check_version()
         from pyspark_meteor.options import parse_source
         from pyspark_meteor.readers import BatchReader
@@ -68,14 +68,14 @@ class MeteorDataSource(DataSource):
         return BatchReader(parse_source(self.options, streaming=False), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Returns the reader for ``spark.readStream``."""
+        """Return the reader for ``spark.readStream``."""
         check_version()
         from pyspark_meteor.readers import StreamReader
 
         return StreamReader(dict(self.options.items()), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Returns the writer for ``df.write``."""
+        """Return the writer for ``df.write``."""
         check_version()
         from pyspark_meteor.sink_options import parse_sink
         from pyspark_meteor.writers import BatchWriter
@@ -84,7 +84,7 @@ class MeteorDataSource(DataSource):
         return BatchWriter(parse_sink(self.options, schema, streaming=False))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Returns the writer for ``df.writeStream``."""
+        """Return the writer for ``df.writeStream``."""
         check_version()
         from pyspark_meteor.sink_options import parse_sink
         from pyspark_meteor.writers import StreamWriter

@@ -159,7 +159,7 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
-    """Returns whether the stream has a version, so that a task need not stage its rows.
+    """Return whether the stream has a version, so that a task need not stage its rows.
 
     Returns False if a column names the streams, because they are not known until the rows arrive.
     """
@@ -261,7 +261,7 @@ def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
 def _divide(
     options: SinkOptions, written: list[Written], some_done: bool
 ) -> list[tuple[StreamHandle, list[Staged], int]]:
-    """Returns each stream in a batch, with its stages and its record count."""
+    """Return each stream in a batch, with its stages and its record count."""
     by_stream = _stages_by_stream(written)
     if some_done:
         assert options.stream is not None, "stream_has is false without it"

@@ -112,7 +112,7 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None
 def _by_stream(
     options: SinkOptions, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yields rows for one stream at a time, in the order in which they arrive."""
+    """Yield rows for one stream at a time, in the order in which they arrive."""
     from pyarrow import compute
 
     for batch in batches:
@@ -133,7 +133,7 @@ def _by_stream(
 
 
 def _arguments(rows: pa.Table) -> dict[str, Any]:
-    """Returns the columns as arguments for ``publish_many``."""
+    """Return the columns as arguments for ``publish_many``."""
     values = rows.column("value")
     if values.null_count:
         raise ValueError(

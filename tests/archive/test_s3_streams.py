@@ -24,7 +24,7 @@ def s3() -> Iterator[S3]:
 
 
 def value(offset: int) -> bytes:
-    """Returns an incompressible value, so that an upload takes some time."""
+    """Return an incompressible value, so that an upload takes some time."""
     return hashlib.sha256(b"%d" % offset).digest()
 
 

@@ -25,7 +25,7 @@ def check(
     capacity: int | None = None,
     max_unarchived: int | None = None,
 ) -> list[Violation]:
-    """Returns the violations in a history.
+    """Return the violations in a history.
 
     Args:
         events: Events of all processes, in any order.
@@ -67,7 +67,7 @@ def check(
 
 
 def read_log(history: Sequence[Event], findings: Findings) -> dict[int, str]:
-    """Returns the value at each offset, as readers without a group saw it."""
+    """Return the value at each offset, as readers without a group saw it."""
     log: dict[int, str] = {}
     for event in history:
         if event.kind in ("log", "seen"):

@@ -189,7 +189,7 @@ class Trial:
 
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 @pytest.mark.parametrize("acks", [0, 1])
-def test_killed_primary_loses_no_replicated_record_and_every_loss_is_reported(
+def test_killing_a_primary_loses_no_replicated_record_and_every_other_loss_is_reported(
     kind: str, acks: int, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acked = gone = 0

@@ -117,13 +117,13 @@ class Writer:
 
 
 def read(directory: Path) -> list[Event]:
-    """Returns all events from the files in a directory, sorted by time."""
+    """Return all events from the files in a directory, sorted by time."""
     events = [event for path in sorted(directory.glob("*.jsonl")) for event in read_file(path)]
     return by_time(events)
 
 
 def read_file(path: Path) -> list[Event]:
-    """Returns the events of one process."""
+    """Return the events of one process."""
     decoder = msgspec.json.Decoder(Event)
     lines = path.read_bytes().split(b"\n")
     # The last line is empty, or torn if the process was killed.
@@ -141,13 +141,13 @@ _LARGE_BYTES = 20_000
 
 
 def payload(publisher: str, counter: int) -> bytes:
-    """Returns a unique value. One in a hundred is large, and one in a hundred has no padding."""
+    """Return a unique value. One in a hundred is large, and one in a hundred has no padding."""
     name = f"{publisher}-{counter}".encode()
     return name + b"." * _padding(counter)
 
 
 def value_of(data: bytes) -> str:
-    """Returns the name in a payload; for damaged bytes, a name that was never published."""
+    """Return the name in a payload; for damaged bytes, a name that was never published."""
     name = data.rstrip(b".").decode(errors="replace")
     publisher, _, counter = name.rpartition("-")
     if counter.isdecimal() and len(data) == len(name) + _padding(int(counter)):
@@ -156,7 +156,7 @@ def value_of(data: bytes) -> str:
 
 
 def author(value: str) -> tuple[str, int]:
-    """Returns a value's publisher and counter."""
+    """Return a value's publisher and counter."""
     publisher, _, counter = value.rpartition("-")
     return publisher, int(counter) if counter.isdecimal() else -1
 

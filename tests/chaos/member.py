@@ -222,7 +222,7 @@ class Member(threading.Thread):
         time.sleep(0.05)
 
     def _handle(self, silence_s: float) -> None:
-        """Simulate handling: take some time, sometimes too much, and rarely die."""
+        """Simulate handling: take some time, sometimes too much, and occasionally die."""
         time.sleep(self._rng.uniform(0, HANDLE_S))
         if self._signals.calm():
             return
@@ -255,7 +255,7 @@ class Member(threading.Thread):
         self._delivered = (term, first + len(values))
 
     def _term(self, subscriber: meteor.Subscriber, first: int = -1) -> int:
-        """Returns the term of the last delivery; -1 if it is unknown.
+        """Return the term of the last delivery; -1 if it is unknown.
 
         The subscriber may already know that the term has ended.
         """

@@ -229,7 +229,7 @@ class FunctionText:
 
 
 def text_of(name: str) -> Text:
-    """Returns the text that a mutant alters."""
+    """Return the text that a mutant alters."""
     where = (MUTANTS | CLUSTER_MUTANTS)[name].where
     return FunctionText(where) if ":" in where else ScriptText(where)
 

@@ -183,7 +183,7 @@ def record_store(stream: meteor.Stream, writer: Writer) -> None:
 
 
 def is_in_order(stream: meteor.Stream) -> bool:
-    """Returns whether the files can be listed, which a merge may prevent for a while."""
+    """Return whether the files can be listed, which a merge may prevent for a while."""
     try:
         stream.store.files()
     except meteor.StoreUnavailable:

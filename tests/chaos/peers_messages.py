@@ -218,5 +218,5 @@ def check(
 
 
 def _key(body: dict[str, Any]) -> tuple[int, str, int]:
-    """Identifies a message."""
+    """Return what identifies a message."""
     return body["s"], body["to"], body["n"]

@@ -59,7 +59,7 @@ class Process:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns whether the process ended by itself within this time."""
+        """Return whether the process ended by itself within this time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -137,6 +137,6 @@ class Reading:
 
 
 def span_of(path: str) -> str:
-    """Returns the first and last offset of a file, from its name."""
+    """Return the first and last offset of a file, from its name."""
     first, last, *_ = PurePath(path).name.split("-")
     return f"{int(first)}-{int(last)}"

@@ -33,7 +33,7 @@ TOTALS = (
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """Returns a run as JSON data."""
+    """Return a run as JSON data."""
     return {
         "seed": result.plan.seed,
         "published": result.records["publish"],
@@ -59,7 +59,7 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def lines(result: Result) -> list[str]:
-    """Returns a line about a run, then its violations."""
+    """Return a line about a run, then its violations."""
     facts = figures(result)
     counts = ", ".join(f"{facts[name]} {name.replace('_', '-')}" for name in TOTALS)
     faults = ", ".join(f"{kind} {count}" for kind, count in facts["faults"].items())
@@ -77,7 +77,7 @@ def lines(result: Result) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Returns the totals of all runs."""
+    """Return the totals of all runs."""
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for result in results:

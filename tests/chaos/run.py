@@ -116,7 +116,7 @@ class Plan:
 
 
 def mutant_plan(name: str, seed: int) -> Plan:
-    """Returns the plan of a run that soon reveals a planted bug."""
+    """Return the plan of a run that soon reveals a planted bug."""
     return Plan(seed, mutant=name, **MUTANTS[name].plan)
 
 

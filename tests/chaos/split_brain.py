@@ -76,7 +76,7 @@ class Clients:
         TOTALS["records acknowledged"] += count
 
     def losses(self, checkpoint: Position, last: int) -> dict[str, tuple[int, int]]:
-        """Returns the range of lost records that each client reports."""
+        """Return the range of lost records that each client reports."""
         told: dict[str, meteor.LogTruncated] = {}
         with pytest.raises(meteor.LogTruncated) as reader:
             eventually(lambda: self.reader.poll(timeout=1))
@@ -92,7 +92,7 @@ class Clients:
 
 
 def has_written_its_log(replica: Replica) -> bool:
-    """Returns whether the replica has rewritten its log after a sync, so a kill loses nothing."""
+    """Return whether the replica has rewritten its log after a sync, so a kill loses nothing."""
     info = replica.info("persistence")
     return not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]
 

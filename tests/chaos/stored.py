@@ -163,7 +163,7 @@ def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
     for event in history:
         if event.kind != "unavailable":
             continue
-        # when the store was last hidden before this event
+        # index of the last time before this event at which the store was hidden
         number = bisect_right(hidden, event.t) - 1
         back = shown[number] if 0 <= number < len(shown) else event.t
         away = number >= 0 and event.began - KEPT_NS <= back

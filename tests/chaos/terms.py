@@ -78,7 +78,7 @@ def check_dense(term: Sequence[Event], findings: Findings) -> None:
 
 
 def end_of(event: Event) -> int:
-    """Returns the offset after a delivery or a gap."""
+    """Return the offset after a delivery or a gap."""
     return event.last + 1 if event.last >= 0 else event.first + len(event.values)
 
 

@@ -68,7 +68,7 @@ class Findings:
             self._found.append(Violation(kind, text, group, t, self._around(group, t)))
 
     def report(self) -> list[Violation]:
-        """Returns violations by time, then the counts of those that were not kept."""
+        """Return violations by time, then the counts of those that were not kept."""
         counted = [
             Violation(kind, f"{count - KEPT} more of this kind", t=self._end + 1)
             for kind, count in self._counts.items()
@@ -81,7 +81,7 @@ class Findings:
         return self._events[-1].t if self._events else 0
 
     def _around(self, group: str, t: int) -> tuple[str, ...]:
-        """Returns related events around a moment."""
+        """Return related events around a moment."""
         place = bisect_left(self._events, t, key=lambda event: event.t)
         before = _related(reversed(self._events[:place]), group, BEFORE)
         after = _related(self._events[place:], group, AFTER)

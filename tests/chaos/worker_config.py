@@ -43,15 +43,15 @@ class RunSignals:
         self._end = directory / "end"
 
     def calm(self) -> bool:
-        """Returns whether publishers must stop, and members drain without causing faults."""
+        """Return whether publishers must stop, and members drain without causing faults."""
         return self._calm.exists()
 
     def end(self) -> bool:
-        """Returns whether members must close and exit."""
+        """Return whether members must close and exit."""
         return self._end.exists()
 
     def stop(self, slot: str) -> bool:
-        """Returns whether an archiver must stop at its next commit, and clears the signal."""
+        """Return whether an archiver must stop at its next commit, and clear the signal."""
         try:
             self._stop(slot).unlink()
         except FileNotFoundError:

@@ -40,7 +40,7 @@ def filled(stored: StoredStream) -> StoredStream:
 
 
 def state(stored: StoredStream) -> tuple[Any, ...]:
-    """Returns everything that a command could change."""
+    """Return everything that a command could change."""
     return everything(stored.redis), stored.files()
 
 

@@ -37,7 +37,7 @@ def top(url: str, *arguments: str, columns: int = 80, rows: int = 24) -> Termina
 
 
 def line_of(terminal: Terminal, name: str) -> str:
-    """Returns the line for a stream or group."""
+    """Return the line for a stream or group."""
     return next((line for line in terminal.lines if line.split()[:1] == [name]), "")
 
 
@@ -275,7 +275,7 @@ def test_unknown_server_properties_are_left_out() -> None:
 
 
 def colours(shown: Snapshot) -> dict[str, str]:
-    """Returns the coloured texts."""
+    """Return the coloured texts."""
     server = meteor.ServerDescription(memory=95, memory_max=100)
     view = View(server, "", datetime.now(), shown)
     return {

@@ -245,7 +245,7 @@ def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> No
 
 @pytest.fixture
 def stored(guarded: Server, tmp_path: Path) -> Path:
-    """Returns the directory of a store that the admin configured. No archiver is running."""
+    """Return the directory of a store that the admin configured. No archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, store=tmp_path, archive=False)

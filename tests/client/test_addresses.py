@@ -71,7 +71,7 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
         ("redis+cluster://a?db=1", "a cluster has only database 0"),
         ("redis+cluster://a/name/0", "must be a database number"),
         ("redis+cluster://a?sentinel_password=x", "is for redis+sentinel:// addresses only"),
-        ("redis+cluster://a?ssl_cert_reqs=none", "Write rediss+cluster:// to use TLS"),
+        ("redis+cluster://a?ssl_cert_reqs=none", "Use rediss+cluster:// for TLS"),
         ("redis+cluster://a?socket_timeout=1", "cannot be set in the URL"),
         ("redis+sentinel://a", "the name of the primary is missing"),
         ("redis+sentinel://a/name/x", "must be a database number"),

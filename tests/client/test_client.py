@@ -240,7 +240,7 @@ def test_a_server_that_hides_its_settings_causes_no_warning() -> None:
 
 
 def whole_text(error: BaseException) -> str:
-    """Returns everything that a log might show about an error."""
+    """Return everything that a log might show about an error."""
     return "".join(traceback.format_exception(error)) + repr(error)
 
 
@@ -372,7 +372,9 @@ def test_a_late_reply_is_never_mistaken_for_the_reply_to_the_next_command(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_replica_can_be_read_but_not_written(private_server: ServerFactory, kind: Any) -> None:
+def test_a_replica_can_be_read_from_but_not_written_to(
+    private_server: ServerFactory, kind: Any
+) -> None:
     master = private_server(kind=kind)
     with meteor.connect(master.url) as m:
         end = fill(m.stream("s", create=True), 1, 50)

@@ -70,7 +70,7 @@ class StreamScripts:
         return tuple(x.decode() if isinstance(x, bytes) else x for x in reply)
 
     def snapshot(self) -> dict[bytes, Any]:
-        """Returns the contents of all keys, without their times to live."""
+        """Return the contents of all keys, without their times to live."""
         found: dict[bytes, Any] = {}
         names: Any = self.plain.keys("*")
         for key in names:

@@ -266,7 +266,7 @@ def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
         meteor.connect("rediss://host:6380/0?ssl_cacert=/ca.pem")
     with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain};"):
         meteor.connect("redis://host:6379/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is a TLS option\. Write rediss://"):
+    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is a TLS option\. Use rediss://"):
         meteor.connect("redis://host:6379/0?ssl_ca_certs=/ca.pem")
 
 

@@ -14,12 +14,12 @@ def publish(stream: meteor.Stream, numbers: Iterable[int]) -> None:
 
 
 def values(stream: meteor.Stream) -> list[bytes]:
-    """Returns all values, whose offsets must be 0, 1, 2..."""
+    """Return all values, whose offsets must be 0, 1, 2..."""
     records = [record for batch in stream.read(0) for record in batch]
     assert [record.offset for record in records] == list(range(len(records)))
     return [record.value for record in records]
 
 
 def numbers(stream: meteor.Stream) -> list[int]:
-    """Returns all values in a stream of numbers."""
+    """Return all values in a stream of numbers."""
     return [int(value) for value in values(stream)]

@@ -205,7 +205,7 @@ def process(sub: meteor.SharedSubscriber, count: int) -> list[meteor.SharedRecor
 
 
 def offsets_by_key(records: list[meteor.SharedRecord]) -> dict[bytes | None, list[int]]:
-    """Returns each key's offsets in delivery order."""
+    """Return each key's offsets in delivery order."""
     return {key: [r.offset for r in records if r.key == key] for key in {r.key for r in records}}
 
 

@@ -54,7 +54,7 @@ def segment(tmp_path: Path, stream: meteor.Stream) -> Path:
 
 
 def reported_range(error: type[Exception], call: Callable[[], object]) -> tuple[int, int]:
-    """Returns the first and last offset that an error reports."""
+    """Return the first and last offset that an error reports."""
     with pytest.raises(error) as caught:
         call()
     found: Any = caught.value

@@ -82,7 +82,7 @@ def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iter
 
 
 def has_written_its_log(replica: Replica) -> bool:
-    """Returns whether the replica has rewritten its log after a sync, so a kill loses nothing."""
+    """Return whether the replica has rewritten its log after a sync, so a kill loses nothing."""
     info = replica.info("persistence")
     return not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]
 

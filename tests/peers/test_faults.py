@@ -42,7 +42,7 @@ Start = Callable[..., Peer]
 
 @pytest.fixture
 def start(url: str) -> Iterator[Start]:
-    """Starts processes that open the group, and stops them after the test."""
+    """Start processes that open the group, and stop them after the test."""
     with ExitStack() as stack:
 
         def started(at: str = "", **settings: Any) -> Peer:

@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """Keeps a handler of the member running; yields the handler and the future of its reply."""
+    """Keep a handler of the member running; yield the handler and the future of its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)

@@ -23,7 +23,7 @@ PART = 500
 
 @pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Uses real servers only: a thousand scripts take seconds on the fake server."""
+    """Use real servers only: a thousand scripts take seconds on the fake server."""
     with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
         yield lambda **settings: Peers(client, **settings)
 

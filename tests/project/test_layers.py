@@ -52,7 +52,7 @@ def modules(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imported(path: Path, package: str) -> Iterator[tuple[str, bool]]:
-    """Yields each imported module, and whether the import is for type checkers only."""
+    """Yield each imported module, and whether the import is for type checkers only."""
     tree = ast.parse(path.read_text())
     typed = {
         id(inner)
@@ -73,7 +73,7 @@ def imported(path: Path, package: str) -> Iterator[tuple[str, bool]]:
 
 
 def resolve(name: str, known: set[str]) -> str:
-    """Returns the module that an imported name denotes or belongs to."""
+    """Return the module that an imported name denotes or belongs to."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name or "__init__"

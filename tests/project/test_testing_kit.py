@@ -142,7 +142,7 @@ def test_is_alone(meteor_server, meteor_client, _):
     assert all(is_gone(pid) for pid, _ in servers)
 
 
-def test_killed_pytest_leaves_neither_servers_nor_directories(tmp_path: Path) -> None:
+def test_killed_pytest_leaves_no_servers_or_directories_behind(tmp_path: Path) -> None:
     program = """
 import time
 

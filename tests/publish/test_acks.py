@@ -95,7 +95,7 @@ def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    words = "the application has not checked their Acks"
+    words = "The application has not checked their Acks"
     return [r.message for r in caplog.records if r.levelname == "WARNING" and words in r.message]
 
 

@@ -39,7 +39,7 @@ def wait_until_lent(pub: meteor.Publisher) -> None:
         pub.publish(b"first").result(10)
         return False
 
-    eventually(is_lent, message="the sender does not lend its connection")
+    eventually(is_lent, message="the sender did not lend its connection")
 
 
 def lent_publisher(proxied: ProxiedStream, **options: Any) -> meteor.Publisher:

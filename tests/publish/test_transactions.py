@@ -40,7 +40,7 @@ def stream(any_url: str) -> Iterator[meteor.Stream]:
 
 @pytest.fixture
 def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each call move one frame."""
+    """Make each script call of a commit move only one frame."""
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
 
 

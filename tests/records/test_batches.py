@@ -26,7 +26,7 @@ MS = pa.timestamp("ms", tz="UTC")
 
 
 def expected(offset: int) -> Record:
-    """Returns the record that all batches here have at this offset."""
+    """Return the record that all batches here have at this offset."""
     appended = APPENDED + offset // 50
     explicit = None if offset % 3 == 0 else APPENDED - offset
     return Record(
@@ -40,7 +40,7 @@ def expected(offset: int) -> Record:
 
 
 def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
-    """Returns a frame with these records, appended at the first record's time."""
+    """Return a frame with these records, appended at the first record's time."""
     records = [expected(offset) for offset in range(first, first + n)]
     times = [None if r.offset % 3 == 0 else r.timestamp for r in records]
     columns = Columns(
@@ -70,7 +70,7 @@ def make(sizes: Sequence[int], codec: Codec | None = None) -> RecordBatch:
 
 
 def as_sliced(batch: RecordBatch) -> RecordBatch:
-    """Returns an equal batch that is a slice of a larger one."""
+    """Return an equal batch that is a slice of a larger one."""
     whole = make([*MAKES["both"], 50, 50, 50])
     part = whole[: len(batch)]
     assert isinstance(part, RecordBatch)

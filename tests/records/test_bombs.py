@@ -52,7 +52,7 @@ def arrow_bomb(compression: str, **options: Any) -> bytes:
 
 
 def masked_arrow_bomb(compression: str) -> bytes:
-    """Returns a bomb in the layout before Arrow 0.15, disguised as a harmless message.
+    """Return a bomb in the layout before Arrow 0.15, disguised as a harmless message.
 
     pyarrow still reads the old layout. It has padding where today's layout has a pointer to its
     tables. Here that padding points to harmless tables appended at the end.
@@ -69,7 +69,7 @@ def masked_arrow_bomb(compression: str) -> bytes:
 
 
 def experimental_arrow_bomb(compression: str) -> bytes:
-    """Returns a bomb whose compression is declared in the message metadata, as in Arrow 0.17."""
+    """Return a bomb whose compression is declared in the message metadata, as in Arrow 0.17."""
     message = bytearray(
         arrow_bomb(
             compression,
@@ -84,7 +84,7 @@ def experimental_arrow_bomb(compression: str) -> bytes:
 
 
 def flatbuffer_table(data: bytearray, pointer: int) -> tuple[int, list[int]]:
-    """Returns the positions of the vtable and of the fields in the table at ``pointer``."""
+    """Return the positions of the vtable and of the fields in the table at ``pointer``."""
     table = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = table - struct.unpack_from("<i", data, table)[0]
     (size,) = struct.unpack_from("<H", data, vtable)

@@ -47,7 +47,7 @@ def batch_of(*entries: Entry) -> RecordBatch:
 
 
 def sample(n: int, *, c: bool = False, h: bool = False, k: bool = False) -> Columns:
-    """Returns columns with occasional nulls, and values that compress well."""
+    """Return columns with occasional nulls, and values that compress well."""
     return Columns(
         [b"value-%d" % i * 5 for i in range(n)],
         [None if i % 3 == 2 else b"key-%d" % (i % 7) for i in range(n)] if k else None,

@@ -54,7 +54,7 @@ class RepeatingThread:
 
 @contextmanager
 def fuzzing(rng: Random) -> Iterator[tuple[Interrupts, Callable[[], bool]]]:
-    """Yields an ``Interrupts``, and a function that returns whether there is time for more."""
+    """Yield an ``Interrupts``, and a function that returns whether there is time for more."""
     deadline = time.monotonic() + SECONDS
     with Interrupts(rng) as interrupts:
         yield interrupts, lambda: time.monotonic() < deadline

@@ -24,7 +24,7 @@ class _Signal(Exception):
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Returns a function that runs a blocking call and interrupts it with a signal."""
+    """Return a function that runs a blocking call and interrupts it with a signal."""
 
     def raises(*_: object) -> None:
         raise _Signal

@@ -62,7 +62,7 @@ def test_servers_accept_every_flag_and_the_replica_follows(services: dict[str, S
     eventually(lambda: services["replica"].client().get("key") == b"value")
 
 
-def test_no_acknowledged_record_is_evicted_and_all_are_on_disk_within_a_second() -> None:
+def test_compose_settings_prevent_eviction_and_sync_to_disk_every_second() -> None:
     for service in ("redis", "replica"):
         given = settings(flags(service))
         assert given["appendonly"] == "yes"

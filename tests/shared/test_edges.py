@@ -127,7 +127,7 @@ def test_other_consumers_get_unstarted_records_when_all_handlers_hang(url: str) 
         assert begun == [0, 4]
 
 
-def test_lost_records_end_run_once_and_the_next_run_continues(any_url: str) -> None:
+def test_run_raises_records_lost_once_and_the_next_run_continues(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 10}) as queue:
         c1 = queue.consumer()
         for _ in range(3):

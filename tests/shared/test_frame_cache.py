@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def in_order(records: list[meteor.SharedRecord]) -> bool:
-    """Returns whether each key's records are in order and have the right values."""
+    """Return whether each key's records are in order. Assert that their values are right."""
     last: dict[bytes, int] = {}
     for record in records:
         assert record.value == record.ordering_key

@@ -53,7 +53,7 @@ def open_queue(served: str) -> Iterator[Callable[..., Queue]]:
 def woken(
     queue: Queue, consumer: meteor.SharedSubscriber, work: Callable[[], object], waiting: int = 1
 ) -> list[int]:
-    """Returns the offsets that a waiting consumer gets once ``work`` has run."""
+    """Return the offsets that a waiting consumer gets once ``work`` has run."""
 
     def later(stop: threading.Event) -> None:
         blocked(queue.client.redis, waiting)

@@ -31,7 +31,7 @@ Bounded = Callable[[Callable[[], object]], Work]
 
 @pytest.fixture
 def bounded(url: str) -> Bounded:
-    """Runs a function and checks that each call that it makes to the server is bounded."""
+    """Run a function and check that each call that it makes to the server is bounded."""
 
     def run(work: Callable[[], object]) -> Work:
         with counted(url) as done:

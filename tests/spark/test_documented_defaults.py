@@ -17,7 +17,7 @@ GIVEN = {"url": "redis://127.0.0.1:6379", "stream": "orders"}
 
 
 def documented(kind: str) -> dict[str, str]:
-    """Returns the options whose documented default is a single value, with that value."""
+    """Return the options whose documented default is a single value, with that value."""
     found: dict[str, str] = {}
     for names, default in rows("spark.md", f"option of the {kind}"):
         value = default.strip("`").replace(",", "")

@@ -51,7 +51,7 @@ spark.stop()
 
 
 def count(python: Path, folder: Path) -> tuple[int, Path]:
-    """Returns Spark's record count under a given Python, and the data source's file there."""
+    """Return Spark's record count under a given Python, and the data source's file there."""
     url = f"embedded://{folder}/server"
     settings = SPARK_ENVIRONMENT | SPARK_PYTHON | {"METEOR_TEST_PYTHON": str(python)}
     with meteor.connect(url) as m:
@@ -115,7 +115,7 @@ def test_spark_finds_the_format_in_a_wheel(tmp_path: Path) -> None:
 
 
 def installed(folder: Path) -> Path:
-    """Returns a virtual environment with our package from a wheel, and links to all other packages.
+    """Return a virtual environment with our package from a wheel, and links to all other packages.
 
     This needs no network, and the source tree is not on the environment's path.
     """

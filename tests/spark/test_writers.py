@@ -49,7 +49,7 @@ def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> Sink
 
 
 def some(stream: str, size: int = 1, rows: int = 2) -> pa.RecordBatch:
-    """Returns rows with values of this size."""
+    """Return rows with values of this size."""
     return pa.RecordBatch.from_pydict({"value": [b"x" * size] * rows, "stream": [stream] * rows})
 
 

@@ -247,7 +247,7 @@ def test_archiver_merges_its_own_segments(stored: StoredStream) -> None:
     assert stored.harm() == []
 
 
-def test_merged_segments_are_removed_after_a_while(tmp_path: Path) -> None:
+def test_source_segments_of_a_merge_are_removed_after_the_grace_period(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     end = fill(store, 64)
     merge_all(store, end)

@@ -79,7 +79,7 @@ def proxied(s3: S3) -> Iterator[ProxiedStore]:
 
 
 def large(rng: random.Random, first: int, n_bytes: int) -> pa.Table:
-    """Returns incompressible records."""
+    """Return incompressible records."""
     values = [b"", rng.randbytes(n_bytes), b"last"]
     table = records(first, first + len(values))
     return table.set_column(4, ARROW_SCHEMA.field("value"), pa.array(values))

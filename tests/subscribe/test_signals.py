@@ -29,7 +29,7 @@ def stream(url: str) -> Iterator[meteor.Stream]:
 
 
 def works(sub: meteor.Subscriber) -> bool:
-    """Returns whether the member gets and confirms a record; False if it has lost its lease."""
+    """Return whether the member gets and confirms a record; False if it has lost its lease."""
     try:
         batch = sub.poll(1, 1)
         return bool(batch) and sub.confirm().result(5) == batch.last_offset + 1

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "acl.md"
 
 
 def roles() -> dict[str, list[str]]:
-    """Returns the ACL rules for each role in docs/acl.md."""
+    """Return the ACL rules for each role in docs/acl.md."""
     block = re.search(r"```acl\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
     lines = [line.split() for line in block[1].splitlines()]
@@ -28,7 +28,7 @@ def roles() -> dict[str, list[str]]:
 
 
 def dead_letter_rules() -> list[str]:
-    """Returns the additional rules that docs/acl.md gives for dead letters."""
+    """Return the additional rules that docs/acl.md gives for dead letters."""
     block = re.search(r"`(\([^`]*\{dead\}[^`]*\))`", PAGE.read_text())
     assert block is not None
     return re.findall(r"\([^)]*\)", block[1])

@@ -60,7 +60,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 
 def _may_mount() -> bool:
-    """Returns whether this process can mount directories. Root can, except in some containers."""
+    """Return whether this process can mount directories. Root can, except in some containers."""
     try:
         tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10)
     except OSError:
@@ -109,7 +109,7 @@ class StoredStream(GroupHarness):
     # -- state ---------------------------------------------------------------------------------
 
     def fields(self, *names: str) -> list[bytes | None]:
-        """Returns fields from the stream's meta key."""
+        """Return fields from the stream's meta key."""
         found: Any = self.redis.hmget(keys.meta(STREAM), names)
         return list(found)
 
@@ -127,16 +127,16 @@ class StoredStream(GroupHarness):
         return [int(last) - int(count) + 1 for last, count in ids]
 
     def files(self) -> list[str]:
-        """Returns the paths of all files in the store."""
+        """Return the paths of all files in the store."""
         return files_in(self.root)
 
     def segments(self) -> list[str]:
-        """Returns the names of all visible segments."""
+        """Return the names of all visible segments."""
         names = (name.rpartition("/")[2] for name in self.files())
         return sorted(name for name in names if name.endswith(".parquet"))
 
     def stored(self) -> list[int]:
-        """Returns the offsets in the stream's segment files, after checking the record values."""
+        """Return the offsets in the stream's segment files, after checking the record values."""
         offsets: list[int] = []
         for path in self.stream.store.files():
             table = pq.ParquetFile(path).read()
@@ -160,12 +160,12 @@ class StoredStream(GroupHarness):
 
 
 def offsets_of(stream: meteor.Stream) -> list[int]:
-    """Returns the offsets of all records, after checking their values."""
+    """Return the offsets of all records, after checking their values."""
     return [offset for batch in stream.read() for offset in check_values(batch)]
 
 
 def harm_of(stream: meteor.Stream) -> list[meteor.Flaw]:
-    """Returns the harmful flaws in a store."""
+    """Return the harmful flaws in a store."""
     return [flaw for flaw in stream.store.verify() if not flaw.harmless]
 
 
@@ -270,7 +270,7 @@ class _Child:
         return self.refusals
 
     def error(self) -> str | None:
-        """Returns the class name of the last error, if any."""
+        """Return the class name of the last error, if any."""
         assert self.archiver is not None
         return type(self.archiver.error).__name__ if self.archiver.error else None
 

@@ -101,7 +101,7 @@ class RunningCommand:
         self.process.stdin.flush()
 
     def line(self, source: str = "stdout") -> str:
-        """Returns the next output line."""
+        """Return the next output line."""
         pipe = getattr(self.process, source)
         deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self._seen[source]:

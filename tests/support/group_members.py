@@ -87,7 +87,7 @@ class Process:
         self._process.stdin.write(line.encode() + b"\n")
 
     def read(self, within_s: float = ANSWER_S) -> str:
-        """Returns the next output line."""
+        """Return the next output line."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + within_s
         while b"\n" not in self._received:
@@ -179,7 +179,7 @@ class Member(Process):
         return offsets
 
     def step(self, number: int = 1) -> list[int]:
-        """Returns the offsets of the next ``number`` records in the member's loop."""
+        """Return the offsets of the next ``number`` records in the member's loop."""
         offsets: list[int] = self.ask("step", number)
         return offsets
 
@@ -292,7 +292,7 @@ class GroupHarness:
         return int(seconds * 1000 + micros // 1000)
 
     def events(self, *what: str) -> list[Event]:
-        """Returns this group's events, of all kinds or only of the given ones."""
+        """Return this group's events, of all kinds or only of the given ones."""
         found: Any = self.redis.xrange(keys.events(STREAM))
         events: list[Event] = []
         for entry_id, raw in found:

@@ -148,7 +148,7 @@ class GroupScripts(StreamScripts):
         return [{k.decode(): v.decode() for k, v in fields.items()} for _, fields in found]
 
     def snapshot(self) -> dict[bytes, Any]:
-        """Returns the contents of all keys, without their times to live."""
+        """Return the contents of all keys, without their times to live."""
         looks: dict[Any, Any] = {
             b"hash": self.plain.hgetall,
             b"stream": self.plain.xrange,

@@ -97,7 +97,7 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Returns whether a finalizer is running. Python drops exceptions that handlers raise there."""
+    """Return whether a finalizer is running. Python drops exceptions that handlers raise there."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

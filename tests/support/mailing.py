@@ -109,7 +109,7 @@ def abandon(group: PeerGroup) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException:
-    """Returns the error of a future that must fail."""
+    """Return the error of a future that must fail."""
     error = future.exception(SOON_S)
     assert error is not None, "the request did not fail"
     return error

@@ -36,7 +36,7 @@ def filled(root: Path) -> ParquetStore:
 
 
 def names(root: Path) -> set[str]:
-    """Returns all file names in the folder, including files that are not part of the log."""
+    """Return all file names in the folder, including files that are not part of the log."""
     return set(os.listdir(root / "s" / INCARNATION))
 
 
@@ -71,5 +71,5 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
 
 
 def everything_said(error: BaseException) -> str:
-    """Returns everything that a log could show of an error, including its causes."""
+    """Return everything that a log could show of an error, including its causes."""
     return "".join(traceback.format_exception(error, chain=True)) + repr(error)

@@ -111,7 +111,7 @@ def ask_all(
 
 
 def plain(event: Event) -> dict[str, Any]:
-    """Returns an event in a form that can be compared between processes."""
+    """Return an event in a form that can be compared between processes."""
     found = asdict(event)
     found["fields"] = {name: value.decode() for name, value in event.fields.items()}
     return found
@@ -286,7 +286,7 @@ _FACTS = ("member", "body", "sender", "from_leader", "queue")
 
 
 def outcome(future: Future[Any]) -> tuple[str, Any]:
-    """Returns the outcome of a request: replies by member, or the error name."""
+    """Return the outcome of a request: replies by member, or the error name."""
     try:
         value = future.result(2 * PATIENCE_S)
     except MeteorError as error:

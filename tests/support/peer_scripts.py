@@ -34,7 +34,7 @@ def send(
 
 
 def inbox(peers: Peers, member: str) -> list[str]:
-    """Returns the ids of a member's messages, in order."""
+    """Return the ids of a member's messages, in order."""
     return [fields[b"id"].decode() for fields in entries(peers, f"inbox:{member}")]
 
 
@@ -84,5 +84,5 @@ def commands(peers: Peers, name: str) -> int:
 
 
 def leftovers(peers: Peers) -> list[str]:
-    """Returns the names of the group's keys, except for the clock."""
+    """Return the names of the group's keys, except for the clock."""
     return sorted(name.removeprefix(peers.prefix) for name in peers.everything())

@@ -93,7 +93,7 @@ class Panel:
         return self.peer_group._handle.protocol.run(script, list(args))
 
     def votes(self) -> str:
-        """Returns the votes in the only open poll."""
+        """Return the votes in the only open poll."""
         found: Any = self.redis.hvals(self.key(f"votes:{self.open_poll()}"))
         return b"".join(found).decode()
 

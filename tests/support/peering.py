@@ -63,7 +63,7 @@ PEERS_SCRIPTS = [
 
 
 def rebuilt(script: Script, clock: bytes) -> Script:
-    """Returns a script with a different clock."""
+    """Return a script with a different clock."""
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
@@ -170,7 +170,7 @@ class Peers:
         ]
 
     def events(self, since: int = 0) -> list[tuple[str, str]]:
-        """Returns the kind and member of each event, starting at index ``since``."""
+        """Return the kind and member of each event, starting at index ``since``."""
         return [(fields["kind"], fields["member"]) for _, fields in self.entries()[since:]]
 
     def members(self) -> set[str]:
@@ -178,7 +178,7 @@ class Peers:
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
-        """Returns the contents of all the group's keys, except for the clock."""
+        """Return the contents of all the group's keys, except for the clock."""
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
@@ -215,7 +215,7 @@ def peers(build: Build) -> Peers:
 
 @pytest.fixture
 def open_group(url: str) -> Iterator[Open]:
-    """Opens handles to one group, each with its own client. The first chooses the settings."""
+    """Open handles to one group, each with its own client. The first chooses the settings."""
     with ExitStack() as stack:
 
         def opened(at: str = "", name: str = GROUP, **settings: Any) -> PeerGroup:
@@ -226,7 +226,7 @@ def open_group(url: str) -> Iterator[Open]:
 
 
 def peer_groups(group: PeerGroup) -> list[str]:
-    """Returns the names of all peer groups on a group's server."""
+    """Return the names of all peer groups on a group's server."""
     connector = group._handle.protocol.connector
     return list_names(connector, keys.PEERS, lambda name: keys.peers(name, "config"))
 
@@ -283,7 +283,7 @@ class Heard:
 
 @contextmanager
 def watching(group: PeerGroup) -> Iterator[list[Event]]:
-    """Yields a list that receives all events from now on."""
+    """Yield a list that receives all events from now on."""
     events: list[Event] = []
     group.on_event(events.append)
     yield events

@@ -82,7 +82,7 @@ class PreloadedProcess:
         self.wait(_PATIENCE_S)
 
     def poll(self) -> int | None:
-        """Returns the exit code if the process has ended; negative if a signal ended it."""
+        """Return the exit code if the process has ended; negative if a signal ended it."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
@@ -187,7 +187,7 @@ def _write(file: int, data: memoryview) -> int:
 
 
 def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, int]:
-    """Returns our end of a new pipe, or None, and the file descriptor for the child."""
+    """Return our end of a new pipe, or None, and the file descriptor for the child."""
     if wanted is None:
         return None, number
     if wanted == subprocess.DEVNULL:
@@ -241,7 +241,7 @@ class _ForkServer:
 
 @cache
 def _fork_server() -> _ForkServer:
-    """Returns the fork server of this test process."""
+    """Return the fork server of this test process."""
     server = _ForkServer()
     atexit.register(server.close)
     return server

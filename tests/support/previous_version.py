@@ -75,7 +75,7 @@ class PreviousVersion:
 
 
 def dump(client: redis.Redis, *, store_uri: str) -> list[Json]:
-    """Returns all keys on a server by name, with a placeholder for the store's URI."""
+    """Return all keys on a server by name, with a placeholder for the store's URI."""
     found: list[Json] = []
     names: Any = client.keys("*")
     for name in sorted(names):

@@ -178,7 +178,7 @@ def discard(publisher: meteor.Publisher) -> None:
 
 
 def failure(ack: meteor.Ack | meteor.ManyAck, timeout: float = 10) -> Exception:
-    """Returns the error of an ack that must fail."""
+    """Return the error of an ack that must fail."""
     error = ack.exception(timeout)
     assert error is not None, f"The ack did not fail: {ack!r}"
     return error
@@ -187,7 +187,7 @@ def failure(ack: meteor.Ack | meteor.ManyAck, timeout: float = 10) -> Exception:
 def poll_until(
     subscriber: meteor.Subscriber, enough: Callable[[list[bytes]], bool], timeout_s: float = 20
 ) -> list[bytes]:
-    """Polls until there are enough values, and returns them."""
+    """Poll until there are enough values, and return them."""
     values: list[bytes] = []
 
     def more() -> bool:

@@ -212,7 +212,7 @@ class Proxy:
                             link.read(half, self._faults)
 
     def _interests(self) -> tuple[select.poll, dict[int, tuple[Link, Half]]]:
-        """Returns a poll object, and the link and direction of each descriptor."""
+        """Return a poll object, and the link and direction of each descriptor."""
         readers: dict[int, tuple[Link, Half]] = {}
         events = {self._bell.fileno(): select.POLLIN, self._listener.fileno(): select.POLLIN}
         for link in self._links:

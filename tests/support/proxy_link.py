@@ -41,7 +41,7 @@ class Faults:
     chaos: tuple[Fault, ...] = ()
 
     def on_request(self, request: bytes) -> Literal["before", "after"] | None:
-        """Returns where to cut if `cut_before/after_request` waits for this request."""
+        """Return where to cut if `cut_before/after_request` waits for this request."""
         if self.cut_request is None or self.match not in request:
             return None
         self.countdown -= 1
@@ -51,7 +51,7 @@ class Faults:
         return cut
 
     def on_reply(self) -> Fault | None:
-        """Returns the random fault for this piece of a reply, if any."""
+        """Return the random fault for this piece of a reply, if any."""
         if self.chaos and self.rng.random() < self.probability:
             return self.rng.choice(self.chaos)
         return None

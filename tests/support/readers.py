@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 
 def value(offset: int) -> bytes:
-    """Returns the value at an offset, which is the same in all test streams."""
+    """Return the value at an offset, which is the same in all test streams."""
     return b"value %d" % offset
 
 
@@ -32,7 +32,7 @@ def fill(stream: meteor.Stream, *sizes: int) -> int:
 
 
 def later_than_all(stream: meteor.Stream) -> int:
-    """Returns a time in ms that is later than all records; 0 if the clock has not advanced yet."""
+    """Return a time in ms that is later than all records; 0 if the clock has not advanced yet."""
     now = int(datetime.now(UTC).timestamp() * 1000)
     is_later = stream.offset_at(datetime.fromtimestamp(now / 1000, UTC)) == stream.bounds()[1]
     return now if is_later else 0
@@ -53,19 +53,19 @@ def drain(sub: meteor.Subscriber, **options: Any) -> list[int]:
 
 
 def everything(client: redis.Redis) -> dict[bytes, tuple[Any, ...]]:
-    """Returns all keys on a server, with their contents and whether they expire."""
+    """Return all keys on a server, with their contents and whether they expire."""
     found: Any = client.keys("*")
     return {key: (client.dump(key), client.pttl(key) >= 0) for key in sorted(found)}
 
 
 def entries(client: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Returns the entries in a stream's log."""
+    """Return the entries in a stream's log."""
     answer: Any = client.xrange(keys.log(stream))
     return list(answer)
 
 
 def frame_name(fields: dict[bytes, bytes]) -> bytes:
-    """Returns the format of an entry's frame."""
+    """Return the format of an entry's frame."""
     return next(name for name in fields if name not in (b"t", b"crc"))
 
 

@@ -59,7 +59,7 @@ class Gate:
 
 
 def fails_for(*offsets: int) -> Callable[[meteor.Record], None]:
-    """Returns a handler that raises ``ValueError`` for these records."""
+    """Return a handler that raises ``ValueError`` for these records."""
 
     def work(record: meteor.Record) -> None:
         if record.offset in offsets:
@@ -74,26 +74,26 @@ def right_values(record: meteor.Record) -> None:
 
 
 def confirmed(stream: meteor.Stream, group: str = "g") -> int:
-    """Returns a group's confirmed offset on the server."""
+    """Return a group's confirmed offset on the server."""
     (found,) = (each for each in stream.groups() if each.name == group)
     return found.confirmed
 
 
 def owner(stream: meteor.Stream, group: str = "g") -> str | None:
-    """Returns the owner of a group's lease."""
+    """Return the owner of a group's lease."""
     (found,) = (each for each in stream.groups() if each.name == group)
     return found.owner
 
 
 def is_free(stream: meteor.Stream, group: str = "g") -> bool:
-    """Returns whether the group's lease was released, as opposed to expired."""
+    """Return whether the group's lease was released, as opposed to expired."""
     plain = stream.client.redis
     released = plain.hget(keys.group(stream.name, group), "owner") == b""
     return released and not plain.exists(keys.lease(stream.name, group))
 
 
 def next_of(stream: meteor.Stream, group: str = "g") -> list[int]:
-    """Returns the offsets that the next member of a group gets."""
+    """Return the offsets that the next member of a group gets."""
     with stream.subscriber(group=group) as sub:
         return list(sub.poll(timeout=20).offsets)
 

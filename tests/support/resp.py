@@ -14,7 +14,7 @@ class Splitter:
         self._out_of_band = False  # inside a push message, which is not a reply
 
     def feed(self, data: bytes) -> list[int]:
-        """Returns the positions in `data` just after each message that ends in it."""
+        """Return the positions in `data` just after each message that ends in it."""
         ends = []
         position = 0
         while position < len(data):

@@ -52,7 +52,7 @@ class S3:
         self._server.stop()
 
     def uri(self, port: int | None = None, folder: str | None = None) -> str:
-        """Returns the address of a new folder, through a proxy if its port is given."""
+        """Return the address of a new folder, through a proxy if its port is given."""
         endpoint = f"{HOST}:{port or self.port}"
         os.environ[ENDPOINTS_VARIABLE] = endpoint  # allows readers to use this address
         return (
@@ -61,7 +61,7 @@ class S3:
         )
 
     def filesystem(self, port: int | None = None) -> fs.FileSystem:
-        """Returns a client that does not retry."""
+        """Return a client that does not retry."""
         return fs.S3FileSystem(
             access_key=ACCESS_KEY,
             secret_key=SECRET,
@@ -72,5 +72,5 @@ class S3:
         )
 
     def proxy(self) -> Proxy:
-        """Returns a fault proxy, which the caller closes."""
+        """Return a fault proxy, which the caller closes."""
         return Proxy(HOST, self.port, plain=True)

@@ -57,7 +57,7 @@ class Work:
         return sum(call.name.startswith("EVAL") for call in self.calls)
 
     def most(self, what: str) -> Call:
-        """Returns the call with the most commands or arguments."""
+        """Return the call with the most commands or arguments."""
         return max(self.calls, key=lambda call: int(getattr(call, what)), default=Call(""))
 
     @property

@@ -73,7 +73,7 @@ class Checker:
 
 
 def generate(row: Row, sender: int, rng: random.Random) -> Iterator[tuple[bytes, bytes]]:
-    """Yields keys and values, alternating between ``interleave`` keys."""
+    """Yield keys and values, alternating between ``interleave`` keys."""
     left, made = row.messages, 0
     turns: list[Iterator[tuple[bytes, bytes]]] = []
 

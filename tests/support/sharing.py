@@ -97,7 +97,7 @@ class Queue:
         return name
 
     def record(self, consumer: meteor.SharedSubscriber, name: str) -> meteor.SharedRecord:
-        """Returns the consumer's last record with that name."""
+        """Return the consumer's last record with that name."""
         return self._held[consumer][name]
 
     def ack(self, consumer: meteor.SharedSubscriber, *names: str) -> None:
@@ -132,7 +132,7 @@ class Queue:
         return {state.key.decode(): state for state in self.shared.keys(look_ahead=True)}
 
     def browse(self) -> list[str]:
-        """Returns the records that a plain reader sees, from the beginning."""
+        """Return the records that a plain reader sees, from the beginning."""
         return [self._names[record.offset] for batch in self.stream.read() for record in batch]
 
     def check(self) -> None:

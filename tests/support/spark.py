@@ -67,7 +67,7 @@ def session() -> Iterator[SparkSession]:
 
 
 def stream_of(spark: SparkSession, url: str, **options: str | int) -> DataFrame:
-    """Returns a stream as a streaming DataFrame, by default from its beginning."""
+    """Return a stream as a streaming DataFrame, by default from its beginning."""
     defaults: dict[str, str | int] = {"url": url, "startingOffsets": "earliest"}
     if "startingTimestamp" in options:
         del defaults["startingOffsets"]
@@ -89,18 +89,18 @@ def run(frame: DataFrame, folder: Path) -> StreamingQuery:
 
 
 def failure(query: StreamingQuery) -> str:
-    """Returns the error from a query that must fail."""
+    """Return the error from a query that must fail."""
     with pytest.raises(StreamingQueryException) as caught:
         query.awaitTermination(END_S)
     return str(caught.value)
 
 
 def offsets(spark: SparkSession, folder: Path) -> list[int]:
-    """Returns the offsets that the queries in a folder have written, sorted."""
+    """Return the offsets that the queries in a folder have written, sorted."""
     rows = spark.read.parquet(str(folder / "rows")).select("offset").collect()
     return sorted(row.offset for row in rows)
 
 
 def batches(query: StreamingQuery) -> list[int]:
-    """Returns the number of rows in each micro-batch that had any."""
+    """Return the number of rows in each micro-batch that had any."""
     return [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]

@@ -51,7 +51,7 @@ def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
 
 
 def read_all(stream: meteor.Stream, *span: Any) -> list[int]:
-    """Returns the offsets from ``stream.read``, after checking the values."""
+    """Return the offsets from ``stream.read``, after checking the values."""
     return list(chain.from_iterable(check_values(batch) for batch in stream.read(*span)))
 
 
@@ -60,12 +60,12 @@ def records_of(stream: meteor.Stream, *span: Any) -> list[meteor.Record]:
 
 
 def segments(root: Path) -> list[Path]:
-    """Returns the files with records, in offset order."""
+    """Return the files with records, in offset order."""
     return sorted(root.rglob("*.parquet"))
 
 
 def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
-    """Returns a subscriber's store reader."""
+    """Return a subscriber's store reader."""
     store = sub._fetcher.buffer._log._store
     assert store is not None, "the stream has no store"
     return store._batches

@@ -24,7 +24,7 @@ def stage(
 
 
 def contents(stream: meteor.Stream) -> str:
-    """Returns all values, after checking that their offsets are dense from 0."""
+    """Return all values, after checking that their offsets are dense from 0."""
     batches = list(stream.read())
     assert [offset for batch in batches for offset in batch.offsets] == list(
         range(stream.end().offset)
@@ -47,7 +47,7 @@ def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) 
 
 
 def lasting(stream: meteor.Stream) -> set[bytes]:
-    """Returns the keys that do not expire."""
+    """Return the keys that do not expire."""
     plain = stream.client.redis
     found: Any = plain.keys("*")
     return {key for key in found if plain.pttl(key) == -1}

@@ -17,7 +17,7 @@ def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
 
 
 def running_threads() -> int:
-    """Returns the number of running threads. Makes ``threading`` forget those that never started.
+    """Return the number of running threads. Makes ``threading`` forget those that never started.
 
     Otherwise, ``threading`` would count a thread whose start was interrupted.
     """

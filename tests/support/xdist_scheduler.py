@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def workers(config: pytest.Config, log: Any) -> Any:
-    """Returns the scheduler for pytest-xdist, which starts with the largest groups."""
+    """Return the scheduler for pytest-xdist, which starts with the largest groups."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
@@ -54,7 +54,7 @@ def workers(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str, root: Path) -> str:
-    """Returns a test's group, which one process runs. Most groups have only one test."""
+    """Return a test's group, which one process runs. Most groups have only one test."""
     if "spark" not in nodeid:
         return nodeid
     return "shared" if shares(root / nodeid.partition("::")[0]) else "own"
@@ -62,5 +62,5 @@ def group_of(nodeid: str, root: Path) -> str:
 
 @cache
 def shares(path: Path) -> bool:
-    """Returns whether a file's tests use the ``spark`` fixture."""
+    """Return whether a file's tests use the ``spark`` fixture."""
     return path.exists() and "spark: SparkSession" in path.read_text()

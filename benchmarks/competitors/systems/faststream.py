@@ -57,7 +57,7 @@ class FastStreamPublisher:
         self.send_all(values)
 
     def flush(self) -> None:
-        """Does nothing, because every call waits for its reply."""
+        """Do nothing, because every call waits for its reply."""
 
     def close(self) -> None:
         self._loop.run(self._broker.stop())

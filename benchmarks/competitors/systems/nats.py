@@ -88,7 +88,7 @@ class NatsPublisher:
         self.send_all(values)
 
     def flush(self) -> None:
-        """Does nothing, because every call waits for its acknowledgement."""
+        """Do nothing, because every call waits for its acknowledgement."""
 
     def close(self) -> None:
         self._client.close()

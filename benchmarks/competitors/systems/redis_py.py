@@ -53,7 +53,7 @@ class RedisPublisher:
         self.send_all(values)
 
     def flush(self) -> None:
-        """Does nothing, because every call waits for its reply."""
+        """Do nothing, because every call waits for its reply."""
 
     def close(self) -> None:
         self._client.close()

@@ -29,7 +29,7 @@ _PATIENCE_S = 1.0
 
 
 def _completer(find: Callable[[Client, str | None], list[str]], parent: str | None) -> Completer:
-    """Returns a completer that offers the names returned by ``find``.
+    """Return a completer that offers the names returned by ``find``.
 
     Args:
         find: Called with a client and the value of ``parent``.
@@ -86,7 +86,7 @@ member = _completer(_members, "group")
 def target(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Completes a message target."""
+    """Complete a message target."""
     ids = [item.value for item in member(context, option, "")]
     names = [f"{BY_ID}{name}" if name in _TARGETS else name for name in ids]
     return [CompletionItem(name) for name in (*_TARGETS, *names) if name.startswith(incomplete)]

@@ -20,7 +20,7 @@ _QUOTED_MAX = 60
 
 
 def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
-    """Yields lists of lines, without line ends, as soon as they are available.
+    """Yield lists of lines, without line ends, as soon as they are available.
 
     Args:
         fd: A file descriptor.
@@ -50,7 +50,7 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
 
 
 def read_whole(fd: int, limit: int) -> bytes:
-    """Returns the whole input; raises ``ValueError`` if it is longer than ``limit`` bytes."""
+    """Return the whole input; raise ``ValueError`` if it is longer than ``limit`` bytes."""
     found = bytearray()
     while block := _read(fd):
         found += block
@@ -62,7 +62,7 @@ def read_whole(fd: int, limit: int) -> bytes:
 
 
 def _read(fd: int) -> bytes:
-    """Waits for input and returns the available bytes; empty at the end."""
+    """Wait for input and return the available bytes; empty at the end."""
     blocks = [os.read(fd, BLOCK)]
     size = len(blocks[0])
     while blocks[-1] and size < BLOCK and select.select([fd], [], [], 0)[0]:
@@ -72,12 +72,12 @@ def _read(fd: int) -> bytes:
 
 
 def to_bytes(text: str) -> bytes:
-    """Returns a command-line argument as bytes, which may be invalid UTF-8."""
+    """Return a command-line argument as bytes, which may be invalid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 
 def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
-    """Parses headers written as NAME=VALUE."""
+    """Parse headers written as NAME=VALUE."""
     pairs = [header.partition("=") for header in given]
     for name, equals, _ in pairs:
         if not equals:
@@ -86,7 +86,7 @@ def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
 
 
 def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
-    """Parses a message body or a topic: as JSON if it is valid JSON, otherwise as text.
+    """Parse a message body or a topic: as JSON if it is valid JSON, otherwise as text.
 
     Raises:
         click.BadParameter: The text starts like JSON but is invalid, probably because of a typo.
@@ -136,7 +136,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """Converts values or lines. ``number`` is the number of the first one, for errors."""
+        """Convert values or lines. ``number`` is the number of the first one, for errors."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:
@@ -151,7 +151,7 @@ class RecordParser:
         return self._jsonl.Columns(values, keys, headers, None)
 
     def records(self, lines: list[bytes], number: int) -> Columns:
-        """Converts the output of ``meteor tail --json``. ``number`` is the first line's number."""
+        """Convert the output of ``meteor tail --json``. ``number`` is the first line's number."""
         return self._jsonl.decode(lines, number, self._check)
 
     def _encode(self, values: list[bytes], number: int) -> list[bytes]:
@@ -166,7 +166,7 @@ class RecordParser:
         return encoded
 
     def _encode_one(self, value: bytes) -> bytes:
-        """Validates a value. For msgpack, which users cannot type, converts it from JSON."""
+        """Validate a value. For msgpack, which users cannot type, convert it from JSON."""
         if self._codec != "msgpack":
             self._check(value)
             return value

@@ -18,7 +18,7 @@ _SHORT = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
 
 
 def show_key(key: bytes) -> str:
-    r"""Formats a key on one line; the inverse of ``parse_key``.
+    r"""Format a key on one line; the inverse of ``parse_key``.
 
     >>> show_key(b"customer 7"), show_key(b"\xff\x00C:\\")
     ('customer 7', '\\xff\\x00C:\\\\')
@@ -35,7 +35,7 @@ def show_key(key: bytes) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    r"""Parses a key; raises ``ValueError`` if a backslash does not start an escape.
+    r"""Parse a key; raise ``ValueError`` if a backslash does not start an escape.
 
     >>> parse_key(r"a\x00\\")
     b'a\x00\\'
@@ -75,7 +75,7 @@ class KeyType(click.ParamType[bytes]):
 
 
 def parse_rule(text: str) -> str:
-    """Validates an ``--ordering-key``: "key" or "header:NAME"."""
+    """Validate an ``--ordering-key``: "key" or "header:NAME"."""
     if text != "key" and not re.fullmatch(r"header:.+", text, re.DOTALL):
         raise ValueError(f"{sanitize(text)!r} is neither 'key' nor 'header:NAME'.")
     return text

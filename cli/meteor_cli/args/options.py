@@ -45,7 +45,7 @@ class Parsed(click.ParamType[T]):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Combines options and arguments in the given order."""
+    """Combine options and arguments in the given order."""
 
     def decorate(function: Any) -> Any:
         for each in reversed(decorators):

@@ -41,7 +41,7 @@ class Position:
     time: datetime | None = None
 
     def resolve(self, stream: meteor_py.Stream) -> int:
-        """Resolves the position to an offset. +N and -N stay within the stream's bounds."""
+        """Resolve the position to an offset. +N and -N stay within the stream's bounds."""
         if self.time is not None:
             return stream.offset_at(self.time)
         first, end = stream.bounds()
@@ -63,7 +63,7 @@ class Span:
 
 
 def parse_span(text: str, now: datetime | None = None) -> Span:
-    """Parses a position or a range; raises ``ValueError`` for anything else.
+    """Parse a position or a range; raise ``ValueError`` for anything else.
 
     >>> parse_span("5..-1").stop
     Position(kind='-', number=1, time=None)
@@ -97,7 +97,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
 
 
 def _guess(text: str) -> str | None:
-    """Returns the position that the user probably meant, given a typo or another tool's word."""
+    """Return the position that the user probably meant, given a typo or another tool's word."""
     if text in _OTHER_WORDS:
         return _OTHER_WORDS[text]
     for candidate in (f"@{text}", text.replace(":", "..", 1)):
@@ -111,7 +111,7 @@ def _guess(text: str) -> str | None:
 
 
 def parse_position(text: str) -> Position:
-    """Parses a position; raises ``ValueError`` for a range or anything else."""
+    """Parse a position; raise ``ValueError`` for a range or anything else."""
     span = parse_span(text)
     if span.is_range:
         raise ValueError(f"{text!r} is a range; write a single position: {_FORMS}.")

@@ -21,7 +21,7 @@ _FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h
 
 
 def parse_time(text: str, now: datetime | None = None, since: datetime | None = None) -> datetime:
-    """Parses ms (13 digits) or seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
+    """Parse ms (13 digits) or seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
 
     Args:
         text: The time; local time if it has no zone.
@@ -48,7 +48,7 @@ def parse_time(text: str, now: datetime | None = None, since: datetime | None = 
 
 
 def parse_duration(text: str) -> float:
-    """Parses a number of seconds, or a duration such as 90s, 12h or 1d12h, into seconds.
+    """Parse a number of seconds, or a duration such as 90s, 12h or 1d12h, into seconds.
 
     >>> parse_duration("90"), parse_duration("1d12h")
     (90.0, 129600.0)

@@ -98,7 +98,7 @@ def _archiver(m: Client, name: str, store: str | None, settings: dict[str, Any])
 
 
 def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Archiver]:
-    """Returns an archiver for each stream whose store can be reached; reports the others."""
+    """Return an archiver for each stream whose store can be reached; report the others."""
 
     def make(stream: Stream) -> list[Archiver]:
         has_store = stream.describe().archived is not None
@@ -121,7 +121,7 @@ class _ArchiverReport:
         self._owner: str | None = None
 
     def update(self) -> bool:
-        """Reports changes; returns whether the archiver is alive."""
+        """Report changes; return whether the archiver is alive."""
         from meteor_py import MeteorError
 
         alive = self.archiver.alive  # read first, so that the archiver's last progress is reported
@@ -168,7 +168,7 @@ class _ArchiverReport:
 
 
 def _follow(reports: list[_ArchiverReport]) -> None:
-    """Reports on the archivers until all of them have stopped."""
+    """Report on the archivers until all of them have stopped."""
     while reports := [report for report in reports if report.update()]:
         time.sleep(_REPORT_S)
     say("all archivers have stopped.")
@@ -176,7 +176,7 @@ def _follow(reports: list[_ArchiverReport]) -> None:
 
 
 def _flush(archiver: Archiver) -> None:
-    """Waits until this or another archiver has archived all records of the stream.
+    """Wait until this or another archiver has archived all records of the stream.
 
     Raises:
         StoreUnavailable: There was no progress for ``_PATIENCE_S`` seconds.
@@ -357,7 +357,7 @@ def _print_segments(segments: Sequence[SegmentDescription]) -> None:
 
 
 def _name(file: str) -> str:
-    """Returns the last part of a path or URI. A URI's query may also contain slashes."""
+    """Return the last part of a path or URI. A URI's query may also contain slashes."""
     return (file.partition("?")[0] if "://" in file else file).rpartition("/")[2]
 
 

@@ -92,7 +92,7 @@ for member in (list_groups, describe_group, remove_group):
 
 
 def active(stream: Stream, group: GroupDescription) -> GroupActive:
-    """Returns the error that the library raises if a command changes an active group."""
+    """Return the error that the library raises if a command changes an active group."""
     from meteor_py import GroupActive
 
     owner, is_shared = group.owner or "", group.kind == "shared"
@@ -105,7 +105,7 @@ def active(stream: Stream, group: GroupDescription) -> GroupActive:
 
 
 def print_groups(found: Sequence[tuple[str, GroupDescription]]) -> None:
-    """Prints a table of groups, each with its stream's name."""
+    """Print a table of groups, each with its stream's name."""
     rows = []
     for stream, group in found:
         owner = group.owner

@@ -21,7 +21,7 @@ Found = tuple[list[T], bool]
 def read_streams(
     m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """Calls ``read`` for each stream on a server, or only for ``only``; returns all results."""
+    """Call ``read`` for each stream on a server, or only for ``only``; return all results."""
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:
@@ -37,7 +37,7 @@ def read_streams(
 
 
 def read_all(what: str, names: Iterable[str], read: Callable[[str], Iterable[T]]) -> Found[T]:
-    """Calls ``read`` for each name, and returns all results.
+    """Call ``read`` for each name, and return all results.
 
     If an item cannot be read, for example because another program wrote its keys, reports it and
     continues.
@@ -65,7 +65,7 @@ def print_list(
     print_for_people: Callable[[Sequence[T]], None],
     if_none: str,
 ) -> None:
-    """Prints the results. Exits with 1 if they are incomplete."""
+    """Print the results. Exit with 1 if they are incomplete."""
     things, is_complete = found
     if as_json:
         for thing in things:
@@ -79,5 +79,5 @@ def print_list(
 
 
 def stream_fields(found: tuple[str, Any]) -> dict[str, Any]:
-    """Returns the JSON fields of a (stream name, description) pair."""
+    """Return the JSON fields of a (stream name, description) pair."""
     return to_fields(found[1], stream=found[0])

@@ -141,7 +141,7 @@ def _deliver(
     as_text: bool,
     **settings: Any,
 ) -> Any:
-    """Delivers a message and returns the reply. If none arrives, the error suggests a reason."""
+    """Deliver a message and return the reply. If none arrives, the error suggests a reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
     value = parse_body(body, "BODY", as_text=as_text)
@@ -158,7 +158,7 @@ def _deliver(
 
 
 def _is_silent(error: Exception) -> bool:
-    """Returns whether no reply arrived; False if a member refused an expired message."""
+    """Return whether no reply arrived; False if a member refused an expired message."""
     from meteor_py import MessageExpired
 
     return isinstance(error, MessageExpired) and error.timeout is not None

@@ -243,7 +243,7 @@ def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) 
 
 @command("delete", example="meteor peers delete workers --dry-run")
 @options.peer_group_name
-@options.flag("--force", help="Delete the group even if it has live members. They recreate it.")
+@options.flag("--force", help="Delete the group even if live members would recreate it.")
 @options.confirmation("Show what would be deleted, and exit.")
 def delete(session: Session, group: str, force: bool, dry_run: bool, yes: bool) -> None:
     """Delete a group with its members, messages and guarded values."""

@@ -147,7 +147,7 @@ def _publish(pub: meteor_py.Publisher, rows: Columns) -> ManyAck:
 
 @contextmanager
 def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
-    """Archives a stream that has a store, so that the input does not fill the stream."""
+    """Archive a stream that has a store, so that the input does not fill the stream."""
     from meteor_py import StoreMismatch, StoreUnavailable
 
     with ExitStack() as stack:
@@ -160,7 +160,7 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
 
 
 def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> Iterator[Columns]:
-    """Yields batches of records from standard input."""
+    """Yield batches of records from standard input."""
     from meteor_cli.render.jsonl import Unreadable
 
     fd = sys.stdin.fileno()
@@ -184,7 +184,7 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
 
 
 def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
-    """Splits rows before the first record that is too large.
+    """Split rows before the first record that is too large.
 
     The publisher then refuses only the second part, so the result does not depend on how the input
     was split into reads.
@@ -217,13 +217,13 @@ class Tally:
         self.count = 0
 
     def add(self, ack: ManyAck, records: int, *, at_once: bool) -> None:
-        """Adds records, and counts earlier records that are done. Raises if one has failed."""
+        """Add records, and count earlier records that are done. Raises if one has failed."""
         self._waiting.append((ack, records))
         while self._waiting and (at_once or self._waiting[0][0].done()):
             self._settle()
 
     def finish(self) -> None:
-        """Waits for all outcomes."""
+        """Wait for all outcomes."""
         while self._waiting:
             self._settle()
 
@@ -246,7 +246,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Counts an unsettled batch; returns the number of unknown outcomes."""
+        """Count an unsettled batch; return the number of unknown outcomes."""
         from meteor_py import OutcomeUnknown
 
         before = self.count
@@ -255,7 +255,7 @@ class Tally:
         return 0 if is_known else records - (self.count - before)
 
     def report(self, *, quiet: bool) -> None:
-        """Prints how many records were published, even after an error."""
+        """Print how many records were published, even after an error."""
         unknown = sum(self._count_unknown(ack, records) for ack, records in self._waiting)
         if not quiet or sys.exc_info()[0] is not None:
             took_s = max(time.monotonic() - self._since, 1e-6)

@@ -68,7 +68,7 @@ def server(session: Session, directory: Path | None, private: bool, tcp: bool) -
         finally:
             running.close()
             if is_alive(running.pid):
-                say("other processes are using the server; it stops when the last of them ends.")
+                say("other processes still use the server; it stops when the last of them ends.")
 
 
 def _introduce(

@@ -279,7 +279,7 @@ def _opened(session: Session, stream: str, group: str) -> Iterator[SharedGroup]:
 
 
 def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns the reasons why a shared group does not deliver all records, most urgent first.
+    """Return the reasons why a shared group does not deliver all records, most urgent first.
 
     The sentences contain untrusted names and are not sanitized.
     """
@@ -326,7 +326,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
 
 
 def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns sentences about parked and delayed keys and unpublished dead letters."""
+    """Return sentences about parked and delayed keys and unpublished dead letters."""
     why: list[str] = []
     for state, then in (
         ("parked", f"Resume one with `meteor shared resume {stream} {found.name} KEY`."),
@@ -347,7 +347,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
 
 
 def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Returns sentences about consumers that hold keys with waiting records."""
+    """Return sentences about consumers that hold keys with waiting records."""
     owned = [key for key in keys if key.state == "owned"]
     owners = {key.owner or "a consumer" for key in owned}
     why: list[str] = []

@@ -212,7 +212,7 @@ def configure_stream(
 
 
 def _tightens(found: Description, given: dict[str, Any]) -> bool:
-    """Returns whether a ring limit is new or lower than before."""
+    """Return whether a ring limit is new or lower than before."""
     return any(
         0 < (given.get(name) or 0) < (getattr(found.config, name) or float("inf"))
         for name in ("max_age", "max_bytes")

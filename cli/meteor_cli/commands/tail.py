@@ -159,7 +159,7 @@ def _renderer(
 
 
 def matching(keys: Sequence[str], headers: Sequence[str]) -> Match | None:
-    """Returns a filter for records with one of the keys and all headers; None matches all."""
+    """Return a filter for records with one of the keys and all headers; None matches all."""
     if not keys and not headers:
         return None
     wanted_keys = set(map(to_bytes, keys))
@@ -215,7 +215,7 @@ class Tailer:
         self.lost = 0
 
     def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Reads without a group."""
+        """Read without a group."""
         end = self._stream.bounds()[1]
         bounds = Bounds(stop=None if follow else end)
         if span is None:
@@ -227,13 +227,13 @@ class Tailer:
         self._loop(bounds, start)
 
     def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Reads as a member of a group, and confirms printed records."""
+        """Read as a member of a group, and confirm printed records."""
         bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
         initial = "auto" if span is None else span.start.kind
         self._loop(bounds, group=group, initial_offset=initial)
 
     def _start(self, end: int, number: int | None, *, follow: bool) -> int | str:
-        """Returns the default start: the last few records, or all with ``--exit-at-end``."""
+        """Return the default start: the last few records, or all with ``--exit-at-end``."""
         if number is None and not follow:
             return "earliest"
         number = LAST if number is None else number
@@ -242,7 +242,7 @@ class Tailer:
         return self._last_matching(end, number)
 
     def _resolve(self, position: Position) -> int | str:
-        """Resolves a position to an offset.
+        """Resolve a position to an offset.
 
         A relative position that reaches the oldest record becomes "earliest". Records that
         the ring drops before we read them then do not count as lost: the user did not ask for them.
@@ -252,7 +252,7 @@ class Tailer:
         return "earliest" if is_relative and offset <= self._stream.bounds()[0] else offset
 
     def _last_matching(self, end: int, number: int) -> int | str:
-        """Scans backwards until ``number`` records match, and returns the offset of the first."""
+        """Scan backwards until ``number`` records match, and return the offset of the first."""
         start, step, found = end, _SCAN, 0
         while found < number:
             first = self._stream.bounds()[0]
@@ -267,7 +267,7 @@ class Tailer:
         return end
 
     def _matching(self, start: int, stop: int) -> list[int]:
-        """Returns the offsets of matching records in a range."""
+        """Return the offsets of matching records in a range."""
         assert self._match is not None
         offsets: list[int] = []
         with self._stream.subscriber(codec="bytes", on_gap="skip") as sub:
@@ -310,7 +310,7 @@ class Tailer:
                 return
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
-        """Polls once; returns None after an error that may be temporary."""
+        """Poll once; return None after an error that may be temporary."""
         from meteor_py import ConnectionFailed, LeaseLost
 
         most = _BATCH
@@ -335,7 +335,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Replaces a time limit with an offset once the time has passed, here or on the server."""
+        """Replace a time limit with an offset once the time has passed, here or on the server."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
@@ -357,7 +357,7 @@ class Tailer:
             self._confirm(sub, done)
 
     def _write(self, records: RecordBatch | list[Record]) -> None:
-        """Writes in chunks, because escapes can make the text much larger than the records."""
+        """Write in chunks, because escapes can make the text much larger than the records."""
         start = 0
         while start < len(records):
             part = records[start : start + self._chunk]
@@ -376,7 +376,7 @@ class Tailer:
             _report_lost_lease(sub)
 
     def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
-        """Returns whether other members have read up to our stop offset. Reports the owner once."""
+        """Return whether other members have read up to our stop offset. Report the owner once."""
         from meteor_py import ConnectionFailed
 
         if sub.is_assigned:

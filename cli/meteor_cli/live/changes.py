@@ -29,7 +29,7 @@ class Change:
 
 
 def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None) -> list[Change]:
-    """Returns the changes between two snapshots, by stream and group.
+    """Return the changes between two snapshots, by stream and group.
 
     Args:
         before: The earlier snapshot. With None, reports only problems that need attention.
@@ -48,7 +48,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
 
 
 def _unreadable(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Reports streams that became unreadable, or readable again; other changes are unknown."""
+    """Report streams that became unreadable, or readable again; other changes are unknown."""
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
         if name not in before.unreadable:
@@ -82,7 +82,7 @@ def _stream(
 
 
 def _history(before: Description, after: Description) -> Iterator[Change]:
-    """Reports a server restart or failover, and the records lost in it."""
+    """Report a server restart or failover, and the records lost in it."""
     kept = after.next
     if before.epoch != after.epoch:
         kept = min(kept, after.epoch_first)
@@ -145,7 +145,7 @@ def _group(
 def _problems(
     before: StreamSnapshot | None, after: StreamSnapshot, lag_max: int | None
 ) -> Iterator[Change]:
-    """Reports conditions that need attention, once when they begin."""
+    """Report conditions that need attention, once when they begin."""
     stream, waiting = after.stream.name, after.unarchived
     if _lacks_archiver(after) and not (before and _lacks_archiver(before)):
         text = f"no archiver, {counted(waiting, 'record')} waiting"

@@ -58,7 +58,7 @@ class PeerWatcher:
         self._ping_at = time.monotonic() + _PING_S
 
     def begin(self) -> None:
-        """Prints the current state of the group; ``step`` prints all events after it."""
+        """Print the current state of the group; ``step`` prints all events after it."""
         group = self._group
         with group._handle.lock:  # so that no event arrives between the two calls
             group.on_event(self._events.put)
@@ -75,7 +75,7 @@ class PeerWatcher:
                 self._sink.write(line.encode())
 
     def step(self) -> None:
-        """Prints the next event, if any. Raises ``BrokenPipeError`` if the pipe has no reader."""
+        """Print the next event, if any. Raises ``BrokenPipeError`` if the pipe has no reader."""
         try:
             event = self._events.get(timeout=_CHECK_S)
         except queue.Empty:
@@ -86,7 +86,7 @@ class PeerWatcher:
         self._print(event.view, event.kind, *describe_event(event), at_ms=event.at)
 
     def _ping(self) -> None:
-        """Reports that the server went away or came back. A monitor must survive its server."""
+        """Report that the server went away or came back. A monitor must survive its server."""
         from meteor_py import ConnectionFailed, MeteorError
 
         reason = None
@@ -104,7 +104,7 @@ class PeerWatcher:
         self._ping_at = time.monotonic() + _PING_S
 
     def _print(self, view: int, event: str, text: str, facts: Fields, at_ms: int = 0) -> None:
-        """Prints an event that happened at ``at_ms``, or now if that is 0."""
+        """Print an event that happened at ``at_ms``, or now if that is 0."""
         at = datetime.fromtimestamp(at_ms / 1000 if at_ms else time.time()).astimezone()
         if self._as_json:
             head = {"time": at.isoformat(timespec="milliseconds"), "group": self._group.name}
@@ -115,14 +115,14 @@ class PeerWatcher:
 
 
 def member_fields(member: Member, leader: str | None) -> Fields:
-    """Returns the JSON fields of a member."""
+    """Return the JSON fields of a member."""
     settings = ("persistent", "priority", "joined", "metadata")
     state = {"id": member.id, "status": member.status.value, "leads": member.id == leader}
     return state | {name: getattr(member, name) for name in settings}
 
 
 def describe(view: View) -> str:
-    """Summarizes the state of a group in one line."""
+    """Summarize the state of a group in one line."""
     alive = sum(member.alive for member in view.members)
     dead = len(view.members) - alive
     text = counted(alive, "member") + (f" and {dead:,} dead" if dead else "")
@@ -132,7 +132,7 @@ def describe(view: View) -> str:
 
 
 def describe_event(event: Event) -> tuple[str, Fields]:
-    """Returns a human-readable description and the JSON fields of an event."""
+    """Return a human-readable description and the JSON fields of an event."""
     member, why = event.member, event.reason
     seen = {"resync": event.resync}
     match event.kind:
@@ -192,7 +192,7 @@ def _shorten(text: str) -> str:
 
 
 def _topic(event: Event) -> str:
-    """Returns the topic as shortened JSON, or for other encodings only its size and type."""
+    """Return the topic as shortened JSON, or for other encodings only its size and type."""
     kind, _, data = event.fields.get("topic", b"").partition(b":")
     if kind == b"json":
         return _shorten(data.decode(errors="replace"))

@@ -85,7 +85,7 @@ _NAME, _OWNER = 0, len(_COLUMNS) - 1
 def draw(
     view: View, sort: Sort, *, width: int | None, height: int | None, number: int | None = None
 ) -> list[Text]:
-    """Returns the lines of a screen.
+    """Return the lines of a screen.
 
     Args:
         view: The data to show.
@@ -109,7 +109,7 @@ def draw(
 
 
 def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
-    """Returns the streams in the given order. Numbers are sorted largest first."""
+    """Return the streams in the given order. Numbers are sorted largest first."""
 
     def key(item: tuple[str, StreamSnapshot]) -> tuple[float, str]:
         name, seen = item
@@ -184,7 +184,7 @@ def _owner(owner: str | None, lag: int) -> Cell:
 
 
 def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple[list[Row], str]:
-    """Returns the rows that fit on the screen, and a line about those that do not."""
+    """Return the rows that fit on the screen, and a line about those that do not."""
     chosen = blocks[:number]
     needed = sum(1 + len(block.parts) for block in chosen) + (len(chosen) < len(blocks))
     # If some rows do not fit, the last line says how many.
@@ -207,7 +207,7 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
 
 
 def _head(view: View, width: int | None) -> list[Text]:
-    """Returns two lines: one with the server and the time, one with totals."""
+    """Return two lines: one with the server and the time, one with totals."""
     from rich.text import Text
 
     server, found = view.server, view.snapshot
@@ -232,7 +232,7 @@ def _head(view: View, width: int | None) -> list[Text]:
     if found.left_off:
         parts.append(Cell(f"{found.left_off:,} not shown", "yellow"))
     if found.unreadable:
-        parts.append(Cell(f"{len(found.unreadable):,} unreadable", "red"))
+        parts.append(Cell(f"{counted(len(found.unreadable), 'stream')} unreadable", "red"))
     if server.uptime is not None:
         parts.append(Cell(f"up {show_span(server.uptime)}"))
     totals = Text(" \u00b7 ", "dim").join(Text(*part) for part in parts)
@@ -264,7 +264,7 @@ def _table(rows: list[Row], width: int | None) -> list[Text]:
 
 
 def _widths(rows: list[Row], chosen: list[int], width: int | None) -> dict[int, int]:
-    """Returns the column widths. Names and owners share the space left by numbers."""
+    """Return the column widths. Names and owners share the space left by numbers."""
     from rich.cells import cell_len
 
     widths = {i: max(_COLUMNS[i].width, *(cell_len(row[i].text) for row in rows)) for i in chosen}

@@ -64,7 +64,7 @@ class Observer:
         self._has_succeeded = False
 
     def snapshot(self) -> Snapshot:
-        """Takes a snapshot.
+        """Take a snapshot.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -98,7 +98,7 @@ class Observer:
         return Snapshot(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 
     def _see(self, name: str) -> StreamSnapshot | None:
-        """Returns the state of a stream, or None if it does not exist."""
+        """Return the state of a stream, or None if it does not exist."""
         from meteor_py import LogTruncated, StreamNotFound
 
         opened = self._opened.get(name)
@@ -115,7 +115,7 @@ class Observer:
 
 
 def rates_between(before: StreamSnapshot | None, after: StreamSnapshot) -> Rates:
-    """Returns the rates between two snapshots of a stream.
+    """Return the rates between two snapshots of a stream.
 
     If an offset decreased, after a seek or a loss of records, its rate is None.
     """

@@ -37,7 +37,7 @@ class Gauge:
         self._before = Snapshot()
 
     def measure(self) -> View:
-        """Takes a measurement; raises ``ConnectionFailed`` if the server does not reply."""
+        """Take a measurement; raise ``ConnectionFailed`` if the server does not reply."""
         server = self._client.describe()
         found = self._observer.snapshot()
         before, self._before = self._before.streams, found
@@ -68,7 +68,7 @@ class Display:
         self._silent_since: float | None = None
 
     def run(self, interval_s: float, patience_s: float) -> None:
-        """Shows the table until the user presses q.
+        """Show the table until the user presses q.
 
         Raises:
             ConnectionFailed: The server has not replied for ``patience_s`` seconds.
@@ -112,7 +112,7 @@ class Display:
             self._view = replace(self._view, problem=problem)
 
     def _draw(self) -> None:
-        """Draws the table at the current screen size. Also handles the resize signal."""
+        """Draw the table at the current screen size. Also handle the resize signal."""
         if self._drawing:
             self._outdated = True  # the interrupted call draws again
             return
@@ -138,7 +138,7 @@ class Display:
 
 
 def open_console() -> Console:
-    """Returns a console to draw on; raises ``click.UsageError`` if there is none."""
+    """Return a console to draw on; raise ``click.UsageError`` if there is none."""
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -150,7 +150,7 @@ def open_console() -> Console:
 
 @contextmanager
 def _keyboard() -> Iterator[int | None]:
-    """Yields a descriptor from which single keys can be read, or None without a terminal."""
+    """Yield a descriptor from which single keys can be read, or None without a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -167,7 +167,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
-    """Waits, and returns whether the user pressed q."""
+    """Wait, and return whether the user pressed q."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([] if keyboard is None else [keyboard], [], [], left)

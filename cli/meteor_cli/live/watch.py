@@ -28,7 +28,7 @@ class Watcher:
         self._is_gone = False
 
     def begin(self, named: tuple[str, ...]) -> None:
-        """Prints existing problems. Raises if the server cannot be reached."""
+        """Print existing problems. Raises if the server cannot be reached."""
         self._before = self._observer.snapshot()
         say(f"watching {counted(len(self._before.streams), 'stream')}.")
         for name in named:
@@ -40,7 +40,7 @@ class Watcher:
         self._print(changes(None, self._before, self._lag_max))
 
     def step(self) -> None:
-        """Prints the changes. Raises ``BrokenPipeError`` if the pipe no longer has a reader."""
+        """Print the changes. Raises ``BrokenPipeError`` if the pipe no longer has a reader."""
         from meteor_py import ConnectionFailed
 
         self._sink.check_reader()
@@ -56,7 +56,7 @@ class Watcher:
         self._print(changes(before, after, self._lag_max))
 
     def _note_gone(self, error: MeteorError) -> None:
-        """Reports once that the server is gone. A monitor must survive its server."""
+        """Report once that the server is gone. A monitor must survive its server."""
         if not self._is_gone:
             self._is_gone = True
             reason = str(error)
@@ -69,13 +69,13 @@ class Watcher:
 
 
 def to_text(change: Change, at: datetime) -> str:
-    """Formats a change for people."""
+    """Format a change for people."""
     names = [name for name in (change.stream, change.group) if name is not None]
     where = f"{'/'.join(names)}: " if names else ""
     return f"{at.isoformat(timespec='seconds')} {sanitize(where + change.text)}"
 
 
 def to_json(change: Change, at: datetime) -> str:
-    """Formats a change as JSON: time, stream, group, event, and the event's facts."""
+    """Format a change as JSON: time, stream, group, event, and the event's facts."""
     where = {"stream": change.stream, "group": change.group, "event": change.event}
     return encode({"time": at.isoformat(timespec="milliseconds")} | where | change.facts)

@@ -10,19 +10,19 @@ from meteor_cli.render.sanitize import sanitize_json
 
 
 def print_json(fields: object) -> None:
-    """Prints one object on a line, safe for a terminal."""
+    """Print one object on a line, safe for a terminal."""
     click.echo(to_json(fields))
 
 
 def to_json(fields: object) -> str:
-    """Returns JSON on one line, safe for a terminal."""
+    """Return JSON on one line, safe for a terminal."""
     import msgspec
 
     return sanitize_json(msgspec.json.encode(fields).decode())
 
 
 def to_fields(found: object, **first: object) -> dict[str, Any]:
-    """Returns ``first``, the fields of a description, and its settings, as one flat dict."""
+    """Return ``first``, the fields of a description, and its settings, as one flat dict."""
     import msgspec
 
     fields: dict[str, Any] = first | msgspec.to_builtins(found, builtin_types=(bytes,))
@@ -31,7 +31,7 @@ def to_fields(found: object, **first: object) -> dict[str, Any]:
 
 
 def writable(value: object) -> object:
-    """Converts bytes to the form used in records. Returns other values unchanged."""
+    """Convert bytes to the form used in records. Return other values unchanged."""
     from meteor_cli.render.jsonl import to_data
 
     return to_data(value) if isinstance(value, bytes) else value

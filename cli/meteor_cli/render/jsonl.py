@@ -24,7 +24,7 @@ from meteor_py.records.times import check_ms
 
 
 class Binary(msgspec.Struct, forbid_unknown_fields=True):
-    """Bytes that are not text."""
+    """Bytes that are not valid UTF-8, encoded as base64."""
 
     b64: str
 
@@ -71,7 +71,7 @@ _decoder = msgspec.json.Decoder(InputLine)
 
 
 def encode(stream: str, records: Iterable[Record]) -> bytes:
-    """Returns a line for each record."""
+    """Return a line for each record."""
     lines = [
         Line(
             stream,
@@ -90,7 +90,7 @@ def encode(stream: str, records: Iterable[Record]) -> bytes:
 def decode(
     lines: Sequence[bytes], number: int = 1, accept: Callable[[bytes], object] | None = None
 ) -> Columns:
-    """Parses lines into records, skipping empty lines.
+    """Parse lines into records, skipping empty lines.
 
     Args:
         lines: The lines, without line ends.
@@ -141,7 +141,7 @@ def _each(convert: Callable[[Any], Any], headers: dict[str, Any] | None) -> dict
 
 
 def _some(column: list[Any]) -> list[Any] | None:
-    """Returns the column, or None if it holds only None."""
+    """Return the column, or None if it holds only None."""
     return None if column.count(None) == len(column) else column
 
 

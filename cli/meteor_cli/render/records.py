@@ -42,7 +42,7 @@ def as_template(template: Template) -> Render:
 
 
 def as_text(codec: str, *, colour: bool) -> Render:
-    """Renders offset, time, key, value and headers on one line."""
+    """Render offset, time, key, value and headers on one line."""
     show = _show_msgpack if codec == "msgpack" else sanitize
 
     def style(text: str, **how: Any) -> str:
@@ -59,7 +59,7 @@ def as_text(codec: str, *, colour: bool) -> Render:
 
 
 def _show_msgpack(value: bytes) -> str:
-    """Shows MessagePack as JSON, or as bytes if JSON cannot express the value."""
+    """Show MessagePack as JSON, or as bytes if JSON cannot express the value."""
     import msgspec
 
     try:

@@ -19,7 +19,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def sanitize(data: bytes | str) -> str:
-    """Returns the text on one line, with unsafe characters escaped. Not reversible.
+    """Return the text on one line, with unsafe characters escaped. Not reversible.
 
     >>> sanitize(b"caf\\xc3\\xa9 \\x1b[2J \\xff")
     'café \\\\x1b[2J \\\\xff'
@@ -31,7 +31,7 @@ def sanitize(data: bytes | str) -> str:
 
 
 def sanitize_json(text: str) -> str:
-    r"""Replaces unsafe characters in encoded JSON with ``\u`` escapes. Keeps newlines."""
+    r"""Replace unsafe characters in encoded JSON with ``\u`` escapes. Keep newlines."""
     if text.isascii() and "\x7f" not in text:
         return text  # the encoder has escaped the other control characters
     return _UNSAFE.sub(_escape_json, text)

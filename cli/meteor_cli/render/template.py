@@ -94,14 +94,14 @@ class Template:
 
 
 def show_headers(record: Record) -> str:
-    """Returns the headers as NAME=VALUE on one line."""
+    """Return the headers as NAME=VALUE on one line."""
     pairs = (record.headers or {}).items()
     return " ".join(f"{sanitize(name)}={sanitize(value)}" for name, value in pairs)
 
 
 @lru_cache(4096)  # records in a frame share a time, and converting to local time is slow
 def local_time(ms: int, form: str | None = None) -> str:
-    """Returns a time in the user's zone, as RFC 3339 or in the given strftime format."""
+    """Return a time in the user's zone, as RFC 3339 or in the given strftime format."""
     time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
     return time.isoformat(timespec="milliseconds") if form is None else time.strftime(form)
 

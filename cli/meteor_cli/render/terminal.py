@@ -22,19 +22,19 @@ class Sink:
         self._fd = sys.stdout.fileno()
 
     def write(self, data: bytes) -> None:
-        """Writes all bytes; raises ``BrokenPipeError`` if the reader has closed the pipe."""
+        """Write all bytes; raise ``BrokenPipeError`` if the reader has closed the pipe."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._fd, left) :]
 
     def check_reader(self) -> None:
-        """Raises ``BrokenPipeError`` if the reader has closed the pipe."""
+        """Raise ``BrokenPipeError`` if the reader has closed the pipe."""
         if is_cut_off(self._fd):
             raise BrokenPipeError
 
 
 def is_cut_off(fd: int) -> bool:
-    """Returns whether the other end of a pipe or terminal is closed."""
+    """Return whether the other end of a pipe or terminal is closed."""
     poll = select.poll()
     poll.register(fd, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -50,7 +50,7 @@ class Refused(click.ClickException):
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Asks the user to confirm something destructive.
+    """Ask the user to confirm something destructive.
 
     Raises:
         Refused: There is no terminal, and ``--yes`` was not given.
@@ -66,7 +66,7 @@ def ask(question: str, *, yes: bool) -> None:
 
 
 def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
-    """Asks for confirmation. With ``--dry-run``, reports what would happen and returns False.
+    """Ask for confirmation. With ``--dry-run``, reports what would happen and return False.
 
     >>> confirm("stream 'a'", "deleted: 7 records", dry_run=False, yes=True)
     True
@@ -82,7 +82,7 @@ def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
 def progress(
     what: str, total: int | None, *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on stderr if that is a terminal.
+    """Show a progress bar on stderr if that is a terminal.
 
     Yields a function to call with the number of units done so far. Without a total, the bar pulses
     and shows the elapsed time instead of the remaining time.

@@ -18,12 +18,12 @@ _GAP, _NARROW = 2, 6
 
 
 def say(text: str) -> None:
-    """Prints a sanitized message on stderr."""
+    """Print a sanitized message on stderr."""
     click.echo(f"meteor: {sanitize(text)}", err=True)
 
 
 def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
-    """Returns a count with its noun and an optional verb, in the singular or plural.
+    """Return a count with its noun and an optional verb, in the singular or plural.
 
     >>> counted(1, "record"), counted(2_000, "record", "waits", "wait")
     ('1 record', '2,000 records wait')
@@ -33,7 +33,7 @@ def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
 
 
 def show_bytes(count: int | None) -> str:
-    """Formats a size.
+    """Format a size.
 
     >>> show_bytes(12_345_678)
     '12.3 MB'
@@ -49,7 +49,7 @@ def show_bytes(count: int | None) -> str:
 
 
 def show_count(count: int) -> str:
-    """Formats a number in at most six characters.
+    """Format a number in at most six characters.
 
     >>> [show_count(n) for n in (9_999, 12_345, 999_999, 1_234_567, 12_345_678_901)]
     ['9,999', '12.3k', '999k', '1.23M', '12.3G']
@@ -64,7 +64,7 @@ def show_count(count: int) -> str:
 
 
 def show_age(ms: int, now_ms: int) -> str:
-    """Formats the time since ``ms``; "-" for 0, which means never.
+    """Format the time since ``ms``; "-" for 0, which means never.
 
     >>> show_age(1_000, 91_000)
     '2 min'
@@ -80,7 +80,7 @@ def show_span(seconds: float) -> str:
 
 
 def show_exactly(seconds: float) -> str:
-    """Formats a duration without rounding it.
+    """Format a duration without rounding it.
 
     >>> show_exactly(86_400), show_exactly(129_600), show_exactly(0.5)
     ('1 d', '36 h', '0.5 s')
@@ -92,13 +92,13 @@ def show_exactly(seconds: float) -> str:
 
 
 def product_name(server: ServerDescription) -> str:
-    """Returns the product and version of a server, such as "Valkey 9.1.0"."""
+    """Return the product and version of a server, such as "Valkey 9.1.0"."""
     words = ((server.product or "server").capitalize(), server.version)
     return " ".join(sanitize(word) for word in words if word)
 
 
 def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool = False) -> None:
-    """Prints a table on stdout, unless it has no rows.
+    """Print a table on stdout, unless it has no rows.
 
     Args:
         headings: Titles separated by " | "; those of right-aligned numbers end with ``#``.
@@ -132,7 +132,7 @@ def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool 
 
 
 def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> list[int]:
-    """Returns the column widths, shrinking the widest name columns to fit ``room``."""
+    """Return the column widths, shrinking the widest name columns to fit ``room``."""
     from rich.cells import cell_len
 
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
@@ -146,7 +146,7 @@ def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> 
 
 
 def print_facts(facts: dict[str, object]) -> None:
-    """Prints a name and its value on each line."""
+    """Print a name and its value on each line."""
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:<{width}}  {_cell(value)}".rstrip())

@@ -61,7 +61,7 @@ class Dispatcher:
             self._state.notify_all()
 
     def take(self, timeout: float | None) -> Message | None:
-        """Returns the next message; None after ``timeout`` seconds, or when stopped."""
+        """Return the next message; None after ``timeout`` seconds, or when stopped."""
         deadline = None if timeout is None else now() + timeout
         with self._state:
             while not self._stopped:

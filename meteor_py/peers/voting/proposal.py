@@ -30,7 +30,7 @@ class Proposal:
     kind: Kind | int
     #: When the vote ends, in seconds on the group's clock.
     deadline: float
-    #: The name of the proposed action, whose parameters are the topic; None for a plain vote.
+    #: The name of the proposed action, or None for a plain vote. ``topic`` holds its parameters.
     action: str | None = None
     #: When the action is due, in seconds on the group's clock.
     at: float | None = None
@@ -59,7 +59,7 @@ class Outcome:
     kind: Kind | int
     #: When it was decided, in seconds on the group's clock.
     decided: float
-    #: The name of the action, whose parameters are the topic; None for a plain vote.
+    #: The name of the action, or None for a plain vote. ``topic`` holds its parameters.
     action: str | None = None
     #: When the action is due, in seconds on the group's clock.
     at: float | None = None

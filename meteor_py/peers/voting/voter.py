@@ -102,7 +102,7 @@ class Voter:
         self._send(proposal.id, self._decide(proposal), deadline)
 
     def _decide(self, proposal: Proposal) -> str:
-        """Returns 'y', 'n', or 'a' to abstain."""
+        """Return 'y', 'n', or 'a' to abstain."""
         actions = self._member.group.polls.actions
         if proposal.max_error is not None and not actions.is_sure(proposal.max_error):
             _log.warning("%r votes no: its clock is not accurate enough.", self._member)

@@ -68,7 +68,7 @@ class Benchmark:
         self._server = ""
 
     def run(self, *, as_json: bool) -> None:
-        """Measures everything; prints a table at the end, or JSON after each measurement."""
+        """Measure everything; print a table at the end, or JSON after each measurement."""
         results: list[Result] = []
         with self._connect() as m:
             say(f"{self._records:,} records of {self._size:,} bytes on {self._server}:")
@@ -128,7 +128,7 @@ class Benchmark:
 
     @contextmanager
     def _stream(self, m: meteor.Client) -> Iterator[meteor.Stream]:
-        """Creates a stream and deletes it afterwards."""
+        """Create a stream and delete it afterwards."""
         capacity = max(min(self._records, _KEPT_MAX_BYTES // self._size), 1)
         stream = m.stream(f"bench-{secrets.token_hex(8)}", capacity=capacity)
         try:

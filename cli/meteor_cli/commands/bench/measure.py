@@ -23,7 +23,7 @@ _POLL_S = 0.1
 def publish_many(
     stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
 ) -> float:
-    """Publishes lists of values; returns the seconds until all are acknowledged."""
+    """Publish lists of values; return the seconds until all are acknowledged."""
     done = 0
     waiting: deque[meteor.ManyAck] = deque()  # bounded by the publisher's memory limit
 
@@ -48,7 +48,7 @@ def publish_many(
 def publish_each(
     stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
 ) -> float:
-    """Publishes values one by one; returns the seconds until all are acknowledged."""
+    """Publish values one by one; return the seconds until all are acknowledged."""
     done = 0
     with stream.publisher() as pub:
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def publish_each(
 def read(
     stream: meteor.Stream, advance: Advance, *, convert: Callable[[meteor.RecordBatch], object]
 ) -> tuple[int, float]:
-    """Reads the whole stream; returns the number of records and the elapsed seconds."""
+    """Read the whole stream; return the number of records and the elapsed seconds."""
     done = 0
     start = time.perf_counter()
     for batch in stream.read():
@@ -77,7 +77,7 @@ def read(
 
 
 def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tuple[int, float]:
-    """Reads the whole stream in a group, confirming each batch; see ``read``."""
+    """Read the whole stream in a group, confirming each batch; see ``read``."""
     end = stream.bounds()[1]
     done = 0
     with stream.subscriber(group=group) as sub:
@@ -97,7 +97,7 @@ def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tup
 def follow(
     stream: meteor.Stream, records: Sequence[tuple[bytes | None, bytes]], advance: Advance
 ) -> tuple[list[meteor.Record], list[float]]:
-    """Publishes keys and values, each after a reader has received the previous one.
+    """Publish keys and values, each after a reader has received the previous one.
 
     Returns:
         The records that were read, and the seconds from publishing each one to reading it.
@@ -139,7 +139,7 @@ def follow(
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """Returns the smallest sample that at least ``percent`` % of the samples do not exceed.
+    """Return the smallest sample that at least ``percent`` % of the samples do not exceed.
 
     >>> percentile([5, 1, 4, 2, 3], 50)
     3

@@ -38,7 +38,7 @@ class Outcome:
 
 
 def crash(advance: Callable[[int], None]) -> Outcome:
-    """Kills and restarts a private server, never the ``--url`` server, while publishing."""
+    """Kill and restart a private server, never the ``--url`` server, while publishing."""
     root = tempfile.gettempdir()
     with (
         warnings.catch_warnings(),
@@ -63,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publishes all records; returns the seconds for which the publisher had to wait."""
+    """Publish all records; return the seconds for which the publisher had to wait."""
     calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
     with ExitStack() as stack:
         pub = stream.publisher()
@@ -83,13 +83,13 @@ def _publish(
 
 
 def _kill(pid: int) -> None:
-    """Kills a process and waits until it has ended, because it could still reply until then."""
+    """Kill a process and wait until it has ended, because it could still reply until then."""
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(pid), f"Server {pid} was killed but is still running")
 
 
 def _abandon(pub: meteor.Publisher) -> None:
-    """Closes a publisher without waiting for its server, which may be gone after Ctrl-C."""
+    """Close a publisher without waiting for its server, which may be gone after Ctrl-C."""
     try:
         pub.close(timeout=0)
     except meteor.MeteorError:

@@ -56,7 +56,7 @@ class Peer(Worker):
 
 
 def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]) -> Outcome:
-    """Starts members, kills the leader, and makes the others vote and act."""
+    """Start members, kill the leader, and make the others vote and act."""
     with ExitStack() as stack:
         peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
         _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))

@@ -38,7 +38,7 @@ class Outcome:
 
 
 def missing() -> str | None:
-    """Returns what must be installed to run Spark, or None."""
+    """Return what must be installed to run Spark, or None."""
     try:
         found = tuple(int(part) for part in version("pyspark").split(".")[:2])
     except PackageNotFoundError:
@@ -49,7 +49,7 @@ def missing() -> str | None:
 
 
 def _java_version() -> int:
-    """Returns the major version of Java, or 0 if Java is not installed."""
+    """Return the major version of Java, or 0 if Java is not installed."""
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if java is None:
@@ -63,7 +63,7 @@ def _java_version() -> int:
 
 
 def read(url: str, stream: str) -> Outcome:
-    """Reads a whole stream with Spark. If Spark fails, raises its last log line as RuntimeError."""
+    """Read a whole stream with Spark. If Spark fails, raise its last log line as RuntimeError."""
     # Spark leaves files in its working directory, which is removed at the end.
     with (
         tempfile.TemporaryDirectory(prefix="meteor-demo-") as folder,
@@ -109,7 +109,7 @@ def _environment(url: str, folder: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills Spark's process group: Python and Java. The Python workers end with Java."""
+    """Kill Spark's process group: Python and Java. The Python workers end with Java."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -72,7 +72,7 @@ class Outcome:
 def take_over(
     name: str, stream: meteor.Stream, url: str, advance: Callable[[int], None]
 ) -> Outcome:
-    """Publishes changes to carts and kills one of the group's processes."""
+    """Publish changes to carts and kill one of the group's processes."""
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
@@ -107,7 +107,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def _work(name: str, stream_name: str) -> None:
-    """Prints a line when ready, and then a line for each handled record."""
+    """Print a line when ready, and then a line for each handled record."""
     kind = KINDS[name]
 
     def handle(offset: int, failures: int = 0) -> None:

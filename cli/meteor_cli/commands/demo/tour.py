@@ -65,7 +65,7 @@ class Tour:
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""
 
     def run(self) -> None:
-        """Takes the tour; leaves nothing behind, even if it fails."""
+        """Take the tour; leave nothing behind, even if it fails."""
         began = time.perf_counter()
         with self._server() as (m, url):
             with self._stream(m, "orders", capacity=self._records + _FOLLOWED) as stream:
@@ -144,7 +144,7 @@ class Tour:
         self._check([(r.key, r.value) for r in records] == orders, "every new record arrives")
         median = f"{measure.percentile(took, 50) * 1000:.2f} ms"
         self._report(
-            f"Followed the stream live: a new record arrives after {self._figure(median)} (median)"
+            f"Followed the stream live: records arrived within {self._figure(median)} (median)"
         )
         lines = as_text("bytes", colour=self._colour)(records[-_PRINTED:]).decode()
         for line in lines.splitlines():
@@ -295,7 +295,7 @@ class Tour:
     # -- helpers ---------------------------------------------------------------------------------
 
     def _parts(self, advance: measure.Advance) -> Iterator[list[bytes]]:
-        """Yields all records in lists; each record has a hundred bytes."""
+        """Yield all records in lists; each record has a hundred bytes."""
         for first in range(0, self._records, measure.CALL):
             last = min(first + measure.CALL, self._records)
             numbers = range(first, last)
@@ -304,7 +304,7 @@ class Tour:
 
     @contextmanager
     def _stream(self, m: meteor.Client, name: str, **settings: Any) -> Iterator[meteor.Stream]:
-        """Creates a stream and deletes it afterwards."""
+        """Create a stream and delete it afterwards."""
         stream = m.stream(name + self._suffix, create=True, **settings)
         try:
             yield stream
@@ -313,7 +313,7 @@ class Tour:
 
     @contextmanager
     def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:
-        """Creates a peer group and deletes it afterwards."""
+        """Create a peer group and delete it afterwards."""
         group = m.peer_group(name + self._suffix, ttl=peers.TTL_S)
         try:
             yield group

@@ -46,7 +46,7 @@ class Worker:
     def start(
         cls, count: int, stack: ExitStack, module: str, url: str, *arguments: str
     ) -> list[Self]:
-        """Starts several workers. The exit stack stops them."""
+        """Start several workers. The exit stack stops them."""
         workers: list[Self] = []
         for _ in range(count):
             workers.append(cls(module, url, *arguments))
@@ -69,7 +69,7 @@ class Worker:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition. If it does not become true in time, raises ``TimeoutError(what)``."""
+    """Wait for a condition. If it does not become true in time, raise ``TimeoutError(what)``."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -78,7 +78,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def run_worker(work: Callable[..., None]) -> None:
-    """Runs ``work`` with the process's arguments until the tour ends."""
+    """Run ``work`` with the process's arguments until the tour ends."""
     end_with_parent()
     try:
         work(*sys.argv[1:])
@@ -87,7 +87,7 @@ def run_worker(work: Callable[..., None]) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends or is killed."""
+    """End this process when its parent ends or is killed."""
 
     def wait() -> None:
         sys.stdin.read()

@@ -58,10 +58,10 @@ local function read_progress(next, waiting, clock, tick, last, reap_at, due, wat
 end
 local p = read_progress(unpack_struct(PROGRESS, s[2]))
 
--- A consumer: the number of its last step, the end of its lease (tick), the number of records held,
--- the first and last batch of that step, three flags, a key reserved for a last try, its name, and the
--- report of its last step. The flags: the consumer is idle; it holds a last try and must get no other
--- record ('alone'); it is dead.
+-- A consumer: the number of its last step; the end of its lease, in ticks; the number of records held;
+-- the numbers of the first and last batches that its last step granted; three flags; the key that it
+-- has reserved for a record's last delivery attempt; its name; and the report of its last step. The
+-- flags: `idle`; `alone`, if it holds a record on its last attempt and must get no other; `dead`.
 local MEMBER = '<dddddBBBHc0Hc0I4c0'
 local function read_member(raw)
   local step, deadline, holding, first, last, idle, alone, dead, kept, name, report =

@@ -63,8 +63,8 @@ local function add_line(key, entry, offsets)
     entry.far = entry.far + #chunk / 7
   end
 end
--- Move up to `count` held offsets of a key to a sorted set, because they are not in order. Return how
--- many were moved, and whether there are more.
+-- Move up to `count` of a key's held offsets to a sorted set, because they are stored unsorted. Return
+-- how many were moved, and whether any are left.
 local function sort_held(key, owner, count)
   local held, raw, set, at = prefix .. 'held:' .. owner, '', {}, 1
   if owner ~= '' then raw = call('HGET', held, key) or '' end
