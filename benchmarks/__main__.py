@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.server == "redis":
         found = shutil.which("redis-server")
         if found is None:
-            print("There is no redis-server on PATH. Install one.", file=sys.stderr)
+            print("redis-server was not found on PATH. Install Redis.", file=sys.stderr)
             return 2
         os.environ["METEOR_SERVER"] = found
     facts = {"load average before": f"{os.getloadavg()[0]:.2f}"}

@@ -112,7 +112,7 @@ def history(bench: Bench) -> list[Row]:
     count = bench.pick(10_000_000, 1_000_000)
     with archived(bench, count) as stream:
         files = stream.store.files()
-        end = stream.store.bounds()[1] - _CAPACITY  # records that only the store has
+        end = stream.store.bounds()[1] - _CAPACITY  # below this, only the store has the records
         best = bench.best(
             {
                 "cold": lambda: read_cold(stream, end),

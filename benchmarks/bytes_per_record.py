@@ -1,7 +1,7 @@
 """Server memory per record and per key, for docs/production/sizing.md.
 
 ``python -m benchmarks.bytes_per_record`` starts a private server, fills a ring in several ways,
-and prints the ``MEMORY USAGE`` of each key as a Markdown table. It measures bytes, not time,
+and prints the bytes that ``MEMORY USAGE`` reports as a Markdown table. It measures bytes, not time,
 so a busy machine does not disturb it.
 """
 
@@ -68,7 +68,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def bytes_of_xadd(bench: Bench, count: int) -> float:
-    """Measure the peer: one entry per record, with one field."""
+    """Return the peer's bytes per record, each stored as an entry with one field."""
     bench.step("XADD")
     bench.clear()
     with plain_client(bench.url) as server:

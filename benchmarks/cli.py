@@ -90,7 +90,7 @@ def _help(bench: Bench) -> Row:
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
     """Return the run time, in seconds, of a process whose input and output are pipes."""
     environment = os.environ | {"METEOR_URL": bench.url}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode files
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # use bytecode files, as when installed
     start = time.perf_counter()
     with subprocess.Popen(["cat", given or os.devnull], stdout=subprocess.PIPE) as source:
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Redis Cluster: what its routing costs, what more nodes gain, and how long a failover pauses.
+"""Redis Cluster: the cost of routing, the gain from more nodes, and the pause in a failover.
 
 All servers listen on TCP. A cluster of one node is compared with the same server without cluster
 mode, and three nodes with one server. Three nodes can be faster only if the machine has a core for
@@ -33,7 +33,7 @@ from meteor_py.testing import Cluster, Server
 
 _CAPACITY = 100_000
 _NODE_TIMEOUT_S = 1.0
-#: Seconds between planned failovers. Sooner, the primaries do not vote again.
+#: Seconds between planned failovers. After a shorter time, the primaries refuse to vote again.
 _BETWEEN_S = 2.5 * _NODE_TIMEOUT_S
 
 
@@ -159,7 +159,7 @@ def lister(url: str) -> Callable[[], float]:
 
     def listing() -> float:
         with connected(url) as client:
-            client.streams()  # connects
+            client.streams()  # connect before the clock starts
             start = time.perf_counter()
             client.streams()
             return time.perf_counter() - start

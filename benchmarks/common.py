@@ -57,7 +57,7 @@ class Row:
 
 
 def faster(what: str, ours: float, peer: float, peer_name: str, goal: float | None = None) -> Row:
-    """A row with two rates: ours should be at least ``goal`` times the other."""
+    """Return a row with two rates: ours should be at least ``goal`` times the peer's."""
     ratio = ours / peer
     met = None if goal is None else ratio >= goal
     text = "" if goal is None else f">= {goal:g}x"
@@ -67,7 +67,7 @@ def faster(what: str, ours: float, peer: float, peer_name: str, goal: float | No
 def cheaper(
     what: str, unit: str, ours: float, peer: float, peer_name: str, goal: float | None = None
 ) -> Row:
-    """A row with two costs: ours should be at most ``goal`` times the other."""
+    """Return a row with two costs: ours should be at most ``goal`` times the peer's."""
     ratio = ours / peer
     met = None if goal is None else ratio <= goal
     text = "" if goal is None else f"<= {goal:g}x"
@@ -75,7 +75,7 @@ def cheaper(
 
 
 def within(what: str, unit: str, ours: float, goal: float | None = None) -> Row:
-    """A row with one figure that should not exceed ``goal``."""
+    """Return a row with one figure that should not exceed ``goal``."""
     text = "" if goal is None else f"<= {show(goal, unit)}"
     return Row(what, unit, ours, goal=text, met=None if goal is None else ours <= goal)
 
@@ -118,7 +118,7 @@ class Bench:
 
 
 def values_of(count: int, seed: int = 0, size: int = RECORD_BYTES) -> list[bytes]:
-    """Distinct records, the same in every run."""
+    """Return distinct values, the same in every run."""
     blob = random.Random(SEED + seed).randbytes(count * size)
     return [blob[i : i + size] for i in range(0, len(blob), size)]
 
@@ -128,7 +128,7 @@ def cut(values: Sequence[bytes], size: int) -> list[Sequence[bytes]]:
 
 
 def plain_client(url: str) -> Any:
-    """A redis-py client with hiredis, without retries, health checks or other extras."""
+    """Return a redis-py client with hiredis, without retries, health checks or other extras."""
     return redis.Redis.from_url(
         url,
         retry=Retry(NoBackoff(), 0),

@@ -3,7 +3,7 @@
 As in Meteor's own benchmark, there are no groups, and the ring holds 10,000 x publishers x 2
 records. After each 10,000 records, a publisher waits until the slowest subscriber is less than
 10,000 records behind all publishers together. The clock runs from the first publish until every
-subscriber has everything. Unlike in Meteor, records are distinct and pass through a socket to a
+subscriber has every record. Unlike in Meteor, records are distinct and pass through a socket to a
 server. Meteor's figure (4.3 M deliveries/s, 4 cores) is for one JVM that contains the ring and all
 clients.
 

@@ -1,8 +1,7 @@
 """Latency of one record at a time: publish to receipt, acknowledgement, groups, and round trips.
 
-Each process has our client and redis-py's, and uses them in turn: one record through ours, the next
-through redis-py. Noise therefore affects both. Every row is measured through a unix socket and
-through TCP on the loopback interface.
+Each process has our client and redis-py's, and uses them in turn. Noise therefore affects both.
+Every row is measured through a unix socket and through TCP on the loopback interface.
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ from benchmarks.common import (
     plain_client,
 )
 
-#: Pairs of warm-up records.
+#: Number of warm-up records per client.
 WARM_UP = 100
 #: Seconds to wait before each record, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
 #: Seconds for which one read by the receiver blocks.
 BLOCK_S = 2.0
 BLOCK_MS = int(BLOCK_S * 1000)
-#: Consecutive records per client before the other one's turn, if one process measures both.
+#: Number of consecutive records that one client publishes before it is the other's turn, when the
+#: time to the acknowledgement is measured.
 BLOCK_OF = 25
 #: Capacity of redis-py's stream, which is trimmed like ours.
 MAXLEN = 10_000
 
-#: One-way latencies in nanoseconds.
+#: Latencies in nanoseconds.
 Samples = list[int]
 #: Goals for p50 and p99, as multiples of redis-py's.
 Goals = tuple[float | None, float | None]

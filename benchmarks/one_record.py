@@ -28,7 +28,7 @@ from benchmarks.read import PEER, drain, drain_group
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PUBLISH
 
-#: Publishers that publish at the same time, each waiting for every record.
+#: Number of publishers that publish at the same time. Each waits for every acknowledgement.
 PUBLISHERS = 50
 #: Capacity of the ring, and of redis-py's stream.
 CAPACITY = 10_000
@@ -159,7 +159,7 @@ def fifty_publishers(bench: Bench) -> list[Row]:
 
 
 def publish_at_once(bench: Bench, work: Any, processes: int, seconds: int) -> float:
-    """Return records per second of 50 publishers, divided among ``processes``."""
+    """Return the records per second of 50 publishers, divided among ``processes`` processes."""
     bench.clear()
     with connected(bench.url) as client:
         client.stream("fifty", capacity=CAPACITY)

@@ -110,7 +110,7 @@ def receive(stream: meteor.Stream, group: str | None = None) -> float:
 
 
 def drain_group(client: Any, key: str = "peer") -> float:
-    """Do the same with redis-py: read in a group and acknowledge."""
+    """Read a whole stream in a group with redis-py, and acknowledge it; return records/s."""
     end = client.xlen(key)
     client.xgroup_create(key, "g", id="0")
     try:

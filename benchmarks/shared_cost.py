@@ -103,7 +103,7 @@ def _is_idle(plain: Any, consumer: Deliveries) -> bool:
 
 
 def waiting_bytes(bench: Bench, count: int, keys: int) -> float:
-    """Return the bytes of group state per waiting record, after all were claimed and returned."""
+    """Return the bytes of group state per waiting record, with ``keys`` ordering keys."""
     bench.step("shared: bytes per waiting record")
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:

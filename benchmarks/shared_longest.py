@@ -23,7 +23,7 @@ Case = Callable[["Setting", int], None]
 
 
 class Setting:
-    """A stream with a shared group, two consumers, and the server's log of slow calls."""
+    """A stream with a shared group, and the longest call in the server's slow log."""
 
     def __init__(self, client: meteor.Client, plain: Any, stack: ExitStack) -> None:
         self._plain = plain

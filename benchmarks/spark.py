@@ -229,10 +229,11 @@ def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """Return the figures for batches without rows: offsets have moved, but there are no records.
+    """Return the median duration of a batch without rows, in milliseconds, for each source.
 
-    Our offsets move when a new, empty stream matches the pattern. The Python source moves its
-    offsets as often. The rate source moves once a second, and ramps up too slowly to have rows.
+    Spark runs such a batch if offsets have moved. Our offsets move when a new, empty stream matches
+    the pattern. The Python source moves its offsets as often. The rate source moves once a second,
+    and ramps up too slowly to have rows.
     """
     rate = spark.readStream.format("rate").option("rowsPerSecond", "1").option("rampUpTime", "1h")
     pace = str(_PACE_S)
@@ -268,7 +269,7 @@ def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
     Takes the mean instead of the median, because Spark reports whole milliseconds.
     """
     interval = "spark.sql.streaming.noDataProgressEventInterval"
-    spark.conf.set(interval, "0")  # otherwise Spark reports one every ten seconds
+    spark.conf.set(interval, "0")  # otherwise Spark reports one empty trigger every ten seconds
     cases: dict[str, Callable[[], DataFrame]] = {
         "ours": lambda: stream_of(spark, url, stream=_STREAM, startingOffsets="latest"),
         "nothing": spark.readStream.format("nothing").option("pace", "1e9").load,
@@ -327,7 +328,7 @@ def batch_times(
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
     """Run a query until enough triggers have found nothing; return their durations."""
     with running(load(), checkpoint) as query:
-        while len(query.recentProgress) < 90:  # Spark keeps a few more
+        while len(query.recentProgress) < 90:  # Spark keeps the last 100
             check(query)
             time.sleep(0.2)
         progress = query.recentProgress[10:]

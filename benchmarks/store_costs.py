@@ -50,7 +50,7 @@ def columns(bench: Bench) -> list[Row]:
             for _ in range(_RECORDS // 200):
                 pub.publish_many([os.urandom(_VALUE) for _ in range(200)]).result()
         stream.store.flush(120)
-        end = stream.store.bounds()[1] - 100  # records that only the store has
+        end = stream.store.bounds()[1] - 100  # below this, only the store has the records
         for names in (ARROW_SCHEMA.names, ["offset", "timestamp"], ["offset"]):
             before = bytes_read()
             assert read(stream, end, names) == end
@@ -86,7 +86,7 @@ def many_segments(bench: Bench, count: int) -> list[Row]:
         end = count * _SMALL
         fields: dict[Any, Any] = {"next": end, "archived": end}
         m.redis.hset(keys.meta("many"), mapping=fields)
-        bench.step("use them")
+        bench.step("use the segments")
         offsets = [end * task // _TASKS for task in range(1, _TASKS)]
 
         def opened() -> Any:  # as a new process sees it

@@ -61,7 +61,7 @@ def main() -> None:
         with stream.publisher() as pub:
             for cart, change in changes:
                 pub.publish(change, key=cart.encode())
-        # Usually these run in other processes, on other machines. That makes no difference.
+        # Consumers usually run in other processes, on other machines. Their code is the same.
         consumers = [
             stream.shared_subscriber("billing", prefetch=8, max_per_key=4) for _ in range(CONSUMERS)
         ]

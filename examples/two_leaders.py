@@ -45,10 +45,11 @@ def count(name: str, group: meteor.PeerGroup, term: meteor.Term) -> None:
     """Write a counter for as long as this process leads."""
     while True:
         number = int(group.guarded("counter") or 0) + 1
-        term.lost.wait(0.05)  # work
+        term.lost.wait(0.05)  # stands for real work
         valid = term.valid  # known locally, without a request
         try:
-            # Fenced: refused after the term, even if `valid` was not checked or checked too early.
+            # This write is fenced: it is refused once the term is over, even if `valid` was not
+            # checked, or was checked too early.
             term.guard.set("counter", str(number))
         except meteor.StaleTerm as error:
             say(name, f"valid is {valid}; refused: {error}")

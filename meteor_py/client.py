@@ -47,7 +47,7 @@ def connect(
               these addresses know by ``name``. ``?sentinel_username=`` and ``sentinel_password=``
               log in to the sentinels.
             * ``rediss+cluster://`` and ``rediss+sentinel://``: the same, with TLS.
-            * ``embedded://``: a private server that ends with the client.
+            * ``embedded://``: a private server that stops when the client is closed.
             * ``embedded:///dir``: a server that keeps its data in ``dir``, shared by all processes
               that open it.
             * ``fake://``: an emulation inside this process, for tests.
@@ -77,7 +77,7 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
     """Close all clients before a signal ends the process.
 
     By default, SIGTERM ends a Python program at once. Unsent records are lost, and a group waits
-    until the dead member's lease expires. Call this at the start of a service:
+    until the dead member's lease expires. Call this function at the start of a service:
 
     >>> meteor.close_on_signal()                                     # doctest: +SKIP
 
@@ -95,14 +95,14 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
             records are lost.
 
     Raises:
-        RuntimeError: This is not the main thread.
+        RuntimeError: The caller is not the main thread.
         ValueError: A signal cannot be handled, or the timeout is not positive.
     """
     install(signals or (SIGTERM,), check_seconds("timeout", timeout))
 
 
 class Client(Closeable):
-    """Gives access to a server and its streams. Thread-safe, and usable after a fork."""
+    """A client for a server or cluster. Thread-safe, and usable after a fork."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._connector = Connector(address, timeout_s)
@@ -133,8 +133,8 @@ class Client(Closeable):
     ) -> Stream:
         """Open a stream.
 
-        If the stream does not exist, the first publisher creates it, or this call if you pass a
-        setting. Readers do not create streams: with a misspelled name, they would wait forever.
+        If the stream does not exist, the first publisher creates it, or this call does if you pass
+        a setting. Readers do not create streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
         ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to
@@ -197,8 +197,8 @@ class Client(Closeable):
         the group exists, only the settings that you pass must match.
 
         Args:
-            name: 1 to 128 characters of A-Z a-z 0-9 . _ -, or name/instance, as ``peer_groups()``
-                lists it.
+            name: 1 to 128 characters of A-Z a-z 0-9 . _ -, or ``name/instance``, as in the list
+                that ``peer_groups()`` returns.
             instance: Selects one of several independent groups with the same name.
             codec: How this client encodes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
                 that has your types registered.
@@ -224,7 +224,7 @@ class Client(Closeable):
 
     @property
     def redis(self) -> redis.Redis:
-        """A redis-py client of the same server, for other commands. It never retries.
+        """A redis-py client for the same server, for other commands. It never retries.
 
         On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Closing this
         client also closes the redis-py client.

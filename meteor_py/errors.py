@@ -389,7 +389,7 @@ class MemberTaken(PeerError):
 
 
 class MembershipLost(PeerError):
-    """This process is no longer a member: it was expelled, removed, or rejoined elsewhere."""
+    """The member was expelled or removed, or another process has taken over its name."""
 
 
 class StaleTerm(PeerError):
@@ -433,7 +433,7 @@ class HandlerFailed(MessageFailed):
 
 
 class NoHandler(MessageFailed):
-    """A receiver has no handler for the queue ``queue``, so the message was not sent to it."""
+    """No receiver handles the queue ``queue``, or ``member`` does not. The message was not sent."""
 
     def __init__(self, message: str, *, group: str, member: str | None = None, queue: str) -> None:
         super().__init__(message, group=group, member=member)
@@ -517,7 +517,7 @@ class LogTruncated(_OfRange):
 
 
 class CorruptFrame(_OfRange):
-    """This frame's bytes have changed since a publisher wrote them."""
+    """The frame is damaged: it cannot be decoded, or does not match its checksum."""
 
 
 class UnsupportedFrame(_OfRange):

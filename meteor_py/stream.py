@@ -68,7 +68,7 @@ class Stream:
         return self._open(create=False)
 
     def _open_for_writing(self) -> StreamHandle:
-        """Return the handle of the stream, creating it if it does not exist."""
+        """Return the stream's handle, creating the stream if it does not exist."""
         return self._open(create=True)
 
     def _open(self, *, create: bool) -> StreamHandle:
@@ -119,10 +119,10 @@ class Stream:
         on_error: Callable[[MeteorError], object] | None = None,
         codec: CodecName | Codec | None = None,
     ) -> Publisher:
-        """Open a publisher, creating the stream if needed. Close it when done, or use ``with``.
+        """Open a publisher, creating the stream if it does not exist.
 
-        ``PublisherConfig`` describes the settings. ``codec`` encodes values; None means the
-        stream's codec.
+        Close the publisher when done, or use a ``with`` block. ``PublisherConfig`` describes the
+        settings. ``codec`` encodes values; None means the stream's codec.
 
         >>> with stream.publisher(linger=0.01) as pub:           # doctest: +SKIP
         ...     pub.publish(b"hello")
@@ -210,8 +210,8 @@ class Stream:
         """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. The group's first consumer chooses ``max_per_key`` to
-        ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
+        by one consumer at a time. The group's first consumer chooses its settings: ``max_per_key``
+        to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
@@ -243,7 +243,7 @@ class Stream:
             on_gap_skipped=on_gap_skipped,
         )
         if self.config.ordering_key is None:
-            self._handle.snapshot()  # the stream may have an ordering key by now
+            self._handle.snapshot()  # adopts an ordering key that was added in the meantime
         start = parse_start("initial_offset", initial_offset)
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
@@ -252,7 +252,7 @@ class Stream:
         return find_codec(self.config.codec if codec is None else codec)
 
     def shared_group(self, name: str) -> SharedGroup:
-        """Return a shared group, to describe, purge, resume, check or delete it.
+        """Return an object with which to describe, purge, resume, check or delete a shared group.
 
         Raises:
             GroupNotFound: The group does not exist.
@@ -290,12 +290,12 @@ class Stream:
         return self._read(start, end if stop is None else min(stop, end))
 
     def _read(self, start: int | str | datetime, end: int) -> Iterator[RecordBatch]:
-        with self.subscriber() as sub:  # starts at the end
+        with self.subscriber() as sub:  # starts at the end, as "latest" requires
             if start != "latest":
                 sub.seek(start)
             while sub.position < end:
                 batch = sub.poll(max_records=min(end - sub.position, 10_000))
-                if batch.last_offset >= end:  # the ring dropped records, so the batch starts later
+                if batch.last_offset >= end:  # "earliest" moved, because the ring dropped records
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
@@ -358,8 +358,8 @@ class Stream:
 
         Args:
             group: The name of the group.
-            force: Delete the group even if it has an owner or live consumers. They lose their
-                records and rejoin.
+            force: Delete the group even if it has an owner or live consumers. Their next calls
+                raise ``GroupNotFound``.
 
         Raises:
             GroupActive: A member holds the lease or consumers are alive, and ``force`` is false.
@@ -460,7 +460,7 @@ class Stream:
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             ConnectionFailed: The server did not reply. Run the repair again to see how far it got.
-            OutOfMemory: The server has no room for the copy. Nothing was changed.
+            OutOfMemory: The server has no room for the copy. The log was not changed.
         """
         return repair(self._handle, dry_run=dry_run)
 
@@ -512,7 +512,7 @@ class Stream:
         handle, connector = self._handle, self._handle.connector
         store = handle.find_store() if history and handle.store_id is not None else None
         stop_archiver(handle)
-        # Not str: the keys of shared groups may contain any bytes.
+        # Use bytes, not str: the keys of shared groups may contain any bytes.
         found = connector.find_keys(keys.everything(self.name))
         log, meta = handle.keys[0].encode(), handle.keys[1].encode()
         settings = keys.settings(self.name).encode()
@@ -523,7 +523,7 @@ class Stream:
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)
-        if connector.call("EXISTS", handle.keys[1]):  # another client has recreated it
+        if connector.call("EXISTS", handle.keys[1]):  # recreated meanwhile, so list it again
             connector.call("SADD", keys.STREAMS, self.name)
         if store is not None:
             store.delete(self.incarnation)

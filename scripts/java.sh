@@ -15,7 +15,7 @@ recent() {
 }
 
 if ! recent; then
-    # Every release of Debian and Ubuntu has one of these.
+    # Every supported release of Debian and Ubuntu has one of these packages.
     scripts/apt.sh openjdk-17-jre-headless || scripts/apt.sh openjdk-21-jre-headless || true
     recent || {
         echo "Spark needs Java 17 or newer: install it (Debian: sudo apt-get install openjdk-17-jre-headless)" \

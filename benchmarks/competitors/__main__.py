@@ -26,7 +26,8 @@ from benchmarks.competitors.systems.redis_py import RedisPy
 
 RESULTS = Path(__file__).parent.parent / "RESULTS-competitors.md"
 CACHE = Path(".cache", "competitors")
-#: Systems whose Python clients are slower get fewer records, so that a run ends in minutes.
+#: Divisors of the record count for systems with slower Python clients, so that a run ends in
+#: minutes.
 FEWER = {RedisPy: 5, Nats: 20, FastStream: 100}
 EXTRAS = ("takeover", "spark")
 PACKAGES = ("confluent-kafka", "nats-py", "faststream", "redis", "pyspark", "pyarrow")

@@ -25,7 +25,7 @@ _QUERY_S = 120.0
 
 @contextmanager
 def session(libraries: Path) -> Iterator[SparkSession]:
-    """A local session on two cores with Kafka's source."""
+    """Yield a local Spark session with two cores and Spark's Kafka source."""
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -1,4 +1,4 @@
-"""How soon the next group member gets a record after the active one closes or is killed.
+"""Measures how soon the next group member gets a record after the active one closes or is killed.
 
 All failure detectors are set to 2 seconds: lease_ttl for ours, session.timeout.ms for Kafka's.
 """

@@ -134,7 +134,7 @@ def section(module: ModuleType) -> str:
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """Like ``click.command``, but makes a ``Command`` and passes the session first."""
+    """Make a ``Command`` from a function, which gets the session as its first argument."""
 
     def decorate(function: Callable[..., object]) -> Command:
         made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))

@@ -8,7 +8,7 @@ from meteor_cli.render.text import counted
 
 
 def explain(error: Exception) -> str:
-    """Return the problem, and what to do about it at a shell."""
+    """Return what happened, and what to do about it on the command line."""
     match error:
         case meteor_py.GroupNotFound():
             return (
@@ -77,6 +77,6 @@ def _explain_loss(
         return f"R{records[1:]} are {state}. Continue after them with `-o {error.last + 1}`."
     lost = "records" if error.last < error.first else records
     return (
-        f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. These "
-        "offsets may now belong to different records. Run the command again to read them."
+        f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. The same "
+        "offsets may now belong to different records. Run the command again to read those."
     )

@@ -30,7 +30,7 @@ class Session:
         """Return a client.
 
         Args:
-            writing: Whether the command stores records. If so, warns that the server may lose data.
+            writing: Whether the command stores records. If so, warn if the server may lose data.
             url: Overrides the session's server.
         """
         import meteor_py  # slow to import, and not needed by --help

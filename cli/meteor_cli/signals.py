@@ -34,7 +34,7 @@ def cleaning_up() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        before = signal.SIG_IGN  # the process is about to exit
+        before = signal.SIG_IGN  # the process is about to exit, so ignore further Ctrl-Cs
         raise
     finally:
         signal.signal(signal.SIGINT, before)
@@ -57,7 +57,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
-    """A ``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
+    """Repeat the signal whose KeyboardInterrupt or SystemExit was lost; a ``sys.unraisablehook``.
 
     A signal may arrive while a finalizer or a weak reference callback is running. Exceptions cannot
     leave such code: Python would only print a traceback, and the command would never end.

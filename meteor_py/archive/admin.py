@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Default limits for a compacted segment.
+#: Default limits for a compacted segment, in records and in bytes.
 COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
@@ -166,7 +166,7 @@ class Archive:
 
         Args:
             max_records: Maximum number of records in a merged file.
-            max_bytes: Maximum size of a merged file in bytes.
+            max_bytes: Approximate maximum size of a merged file in bytes.
             progress: Called with the number of records examined so far, and the total.
 
         Returns:

@@ -62,7 +62,8 @@ _log = logging.getLogger(__name__)
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2
-#: Seconds between two checks of the server's memory, and the used fraction that is too high.
+#: Seconds between two checks of the server's memory, and the fraction of ``maxmemory`` from which
+#: memory counts as short.
 _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two removals of leftovers from the store.
@@ -74,7 +75,8 @@ _CERTAIN_S = 60.0
 #: seconds to wait for the rest of the transaction.
 _SNAPSHOTS = 3
 _REST_S = 0.05
-#: Maximum number of fetches to reach a snapshot's end. They add at most a segment / ``_NEAR``.
+#: Maximum number of fetches to reach a snapshot's end, and the maximum distance to that end: a
+#: segment's maximum records divided by ``_NEAR``.
 _ALIGN_FETCHES = 8
 _NEAR = 4
 #: Commits between two searches for small segments to merge.
@@ -331,7 +333,7 @@ class ArchiveTerm:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """If the segment is large, gather more records in a second thread until the block ends.
+        """Gather more records in a second thread until the block ends, if the segment is large.
 
         The block must not use the log reader or the gathered records, because the thread uses them.
         """
@@ -362,7 +364,7 @@ class ArchiveTerm:
             pass  # the next commit or fetch reports it
 
     def _check_store(self) -> None:
-        """Check that the store and the replication history are still the same."""
+        """Raise if the store belongs to another stream or server now, or the epoch has changed."""
         check_identity(self._store, self._stream.name, self._identity)
         if self._store.bounds(self._stream.incarnation).term > self._store_term:
             raise reply_errors.store_continued_elsewhere(self._stream.name)
@@ -456,7 +458,7 @@ class ArchiveTerm:
                 return
 
     def _try_gather(self, block_s: float, records: int) -> bool:
-        """Gather more records, unless the next record is damaged, which ``step`` reports."""
+        """Gather more records. Return False if the next is unreadable, which ``step`` reports."""
         assert self._log is not None, "closed"
         try:
             self._gather(self._log.fetch(self._position, block_s, records=records))
@@ -465,7 +467,10 @@ class ArchiveTerm:
         return True
 
     def _segment_end(self) -> int:
-        """Return the end of the segment: a snapshot, preferably without a partial transaction."""
+        """Return where the segment ends: at a snapshot's end if the records reach one.
+
+        Prefer a snapshot without a partial transaction.
+        """
         reached = [x for x in self._snapshots if self._archived < x.end <= self._position]
         whole = [snapshot for snapshot in reached if snapshot.is_whole]
         return max((snapshot.end for snapshot in whole or reached), default=self._position)

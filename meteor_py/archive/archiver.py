@@ -138,7 +138,7 @@ class Archiver(Closeable):
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._enter(_State.STOPPING)  # a reopened stream needs a new archiver
+                        self._enter(_State.STOPPING)  # a reopened stream then gets a new archiver
                         raise
                     self._note(error)
                     self._leave()
@@ -189,7 +189,7 @@ class Archiver(Closeable):
             raise failure
 
     def save(self, timeout: float = 10.0) -> None:
-        """If the server ends with its client, archive all records first. Warn if that fails."""
+        """Archive all records if the server will end with its client. Warn if that fails."""
         if not self._handle.connector.is_private or self._state >= _State.STOPPING:
             return
         try:
@@ -288,17 +288,17 @@ class Archiver(Closeable):
             archive_term.step()
             if not archive_term.records:  # every record is archived
                 if self._failures:
-                    _log.info("Stream %r is archived again.", self.stream.name)
+                    _log.info("Archiving works again for stream %r.", self.stream.name)
                 self.error, self._failures = None, 0
 
     def _leave(self) -> None:
-        """Release the lease, because another archiver may succeed where this one failed."""
+        """Leave the group and release the lease: another archiver may succeed where this failed."""
         session, self._session = self._session, None
         if session is not None:
             session.close(0.0)
 
     def _is_fatal(self, error: BaseException) -> bool:
-        if isinstance(error, LogTruncated):  # fatal if the stream was recreated
+        if isinstance(error, LogTruncated):  # fatal only if the stream was deleted or recreated
             try:
                 found = self._handle.connector.call(
                     "HGET", keys.meta(self._handle.name), "incarnation"
@@ -309,7 +309,7 @@ class Archiver(Closeable):
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
-        """Store the error, and log it unless it was logged since archiving last worked."""
+        """Store the error. Log it, unless one was logged since archiving last worked."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return

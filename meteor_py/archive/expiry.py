@@ -94,7 +94,7 @@ class RetainPolicy:
         return time.monotonic() >= self._next
 
     def enforce(self) -> None:
-        """Delete the records that the store no longer has to keep. Logs failures."""
+        """Delete the records that the store no longer has to keep. Log failures."""
         self._next = time.monotonic() + _ENFORCE_S
         try:
             self._enforce()

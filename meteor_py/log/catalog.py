@@ -149,7 +149,7 @@ def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> l
 def read_meta(connector: Connector, name: str) -> Meta | None:
     """Return a stream's meta, or None if the stream does not exist.
 
-    If an older release created the stream, convert it, unless the ACL forbids that.
+    If an older release created the stream, convert its settings, unless the ACL forbids that.
     """
     commands = [("HGETALL", keys.meta(name)), ("HGETALL", keys.settings(name))]
     try:
@@ -162,7 +162,7 @@ def read_meta(connector: Connector, name: str) -> Meta | None:
 
 
 def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
-    """Convert a stream from an older release, unless the ACL forbids that; return its meta."""
+    """Convert the settings of an older release, unless the ACL forbids that; return the meta."""
     if meta.verified:
         return meta
     script_keys = [keys.meta(name), keys.settings(name)]
@@ -171,6 +171,6 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
     except (AccessDenied, ConnectionFailed) as error:
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
-        return meta  # this client is not allowed to convert it, or the server is a replica
+        return meta  # this client is not allowed to convert them, or the server is a replica
     # If the stream was recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

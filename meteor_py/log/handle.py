@@ -255,7 +255,7 @@ def open_stream(
         return None if found is None else StreamHandle(connector, name, found)
     config = replace(StreamConfig(), **requested)
     requested = {setting: getattr(config, setting) for setting in requested}
-    if max_unarchived is not None:  # check it once the stream's capacity is known
+    if max_unarchived is not None:  # its lower limit, the stream's capacity, is not known yet
         requested["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
     backend = None if store is None else open_store(store, name)
     if create is not False:

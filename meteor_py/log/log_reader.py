@@ -50,7 +50,7 @@ class LogReader:
         self._ring = RingReader(connection, stream, fields)
         #: The epoch in which the records fetched so far are valid.
         self.epoch = at.epoch
-        self._epochs = epochs  # the epochs up to that one, as in meta; empty if unknown
+        self._epochs = epochs  # up to that one, in the format of the meta hash; empty if unknown
         #: The same epochs, in the form used in positions.
         self.path = path_of(epochs)
         # Incarnation and epoch in replies that need no further check; empty if unknown.
@@ -76,7 +76,7 @@ class LogReader:
     ) -> list[Chunk]:
         """Return consecutive records, starting at ``offset``.
 
-        Returns no records if none arrive within ``block_s`` seconds, or if the stream changes
+        Return no records if none arrive within ``block_s`` seconds, or if the stream changes
         during the read.
 
         Args:

@@ -49,9 +49,10 @@ def repair(stream: StreamHandle, *, dry_run: bool) -> RepairReport:
 def _walk(
     connection: Connection, stream: StreamHandle, key: str, copy: str | None
 ) -> tuple[int, list[str]]:
-    """Return the number of frames at ``key`` and the IDs of other entries.
+    """Return the number of valid entries at ``key``, and the IDs of foreign ones.
 
-    If a key for a copy is given, also copy the frames there, and replace ``key`` with the copy.
+    If a key for a copy is given, also copy the valid entries there, and replace ``key`` with the
+    copy.
     """
     kind = "log" if key == stream.keys[0] else "index"
     script_keys = [key, stream.keys[1], key if copy is None else copy]
@@ -65,8 +66,8 @@ def _walk(
                 raise reply_errors.stream_gone(stream.name, reply[0])
             if reply[0] == b"GONE":
                 raise MeteorError(
-                    f"Repairing stream {stream.name!r} took too long, so its copy of the log "
-                    "expired. Nothing was changed. Try again."
+                    f"Repairing stream {stream.name!r} took too long, so the copy of its {kind} "
+                    f"expired. The {kind} was not changed. Try again."
                 )
             after, frames = reply[1].decode(), frames + int(reply[2])
             found += [entry.decode() for entry in reply[3:]]
@@ -79,7 +80,7 @@ def _walk(
 
 
 def _is_blocked(connection: Connection, stream: StreamHandle, key: str) -> bool:
-    """Return whether ``key`` has ever had an entry beyond the end of the stream."""
+    """Return whether ``key`` has, or had, an entry beyond the stream's current end."""
     if not connection.call("EXISTS", key):
         return False
     facts = connection.call("XINFO", "STREAM", key)

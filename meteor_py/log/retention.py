@@ -61,7 +61,7 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
         script_keys.append(keys.index(stream.name))
     while (reply := stream.run(CONFIGURE_STREAM, args, script_keys))[0] == b"MORE":
         pass  # terminates: each step trims at least one entry in a finite ring
-    if reply[0] == b"ORDERED":  # another client was faster
+    if reply[0] == b"ORDERED":  # another client has just added an ordering key
         meta = stream.snapshot()[0]
         check_settings(stream.name, meta, {"ordering_key": changes["ordering_key"]})
     stream.config = config

@@ -63,7 +63,7 @@ class RingReader:
         self._ahead: int | None = None  # the offset of the fetch that was sent in advance, if any
 
     def guard(self, group_key: str, nonce: bytes) -> None:
-        """Let each read check that a group's owner still has this nonce."""
+        """Make each fetch check that the group still has this nonce."""
         self._nonce = nonce
         self._look = self._encode_look(("HGET", group_key, "nonce"))
 
@@ -233,7 +233,7 @@ class RingReader:
         """
         connection = self.connection
         request = self._request(offset, records, block_s)
-        # Whole seconds: changing a socket's timeout is a system call.
+        # Round up to whole seconds, so that the timeout rarely changes: a change is a system call.
         timeout_s = math.ceil(block_s) + connection.timeout_s
         arguments = ([request], self._replies, timeout_s)
         if block_s:

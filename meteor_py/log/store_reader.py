@@ -47,7 +47,7 @@ class StoreReader:
         """Return one or more records, starting at ``offset``.
 
         Args:
-            epochs: The stream's epochs, as in meta.
+            epochs: The stream's epochs, in the format of its meta hash.
 
         Raises:
             RecordsLost: The records have expired from the store, though the ring may still hold

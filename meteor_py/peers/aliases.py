@@ -80,7 +80,7 @@ class Consumer:
             self._membership.on(self._queue, ack="manual")(self._call)
 
     def _call(self, message: Message) -> None:
-        assert self._callback is not None, "on_message() sets it first"
+        assert self._callback is not None, "a message arrived before on_message() was called"
         self._callback(message)
 
 
@@ -117,7 +117,7 @@ class Messaging:
             if delivery is not None:
                 raise ValueError("A producer for one member takes no delivery. Omit it.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
-        assert self._sender is not None, "a group or a local member"
+        assert self._sender is not None, "there is neither a target nor a sender"
         which = delivery or Delivery.BROADCAST
         if which is Delivery.RANDOM:
             if include_dead:

@@ -134,7 +134,7 @@ class PeerCodec:
         return self.format, _ENCODERS[self.format](value)
 
     def is_plain(self, kind: str) -> bool:
-        """Whether this type can be decoded without calling an application function."""
+        """Return whether this type can be decoded without calling an application function."""
         return kind == "" or kind in _DECODERS
 
     def decode(self, kind: str, data: bytes) -> Any:

@@ -76,17 +76,17 @@ class PeersConfig:
         return cls(
             ttl=int(found["ttl"]) / 1000,
             member_expiration=None if expiration < 0 else expiration / 1000,
-            election=found["election"],  # type: ignore[arg-type]  # checked right here
+            election=found["election"],  # type: ignore[arg-type]  # __post_init__ checks it
             min_size=int(found["min_size"]),
             max_inbox=int(found["max_inbox"]),
             max_deliveries=int(found.get("max_deliveries", cls.max_deliveries)),
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:
-        """The name of the first setting that differs from ``asked``; None if all are equal."""
+        """Return the name of the first setting that differs from ``asked``; None if all agree."""
         present, wanted = self._rounded(), replace(self, **asked)._rounded()
         return next((name for name, value in wanted.items() if present[name] != value), None)
 
     def _rounded(self) -> dict[str, Any]:
-        """All settings, rounded the way Redis stores them."""
+        """Return all settings, rounded in the same way as in Redis."""
         return asdict(PeersConfig.from_fields(self.to_fields()))

@@ -20,7 +20,7 @@ class Event:
     #: The event number, which is one higher than the previous event's.
     view: int
     kind: Kind
-    #: When it happened, in ms since 1970 on the server's clock.
+    #: When it happened, in ms since 1970 on the server's clock; 0 if ``resync`` is true.
     at: int
     #: The id of the affected member or of the proposer.
     member: str | None = None

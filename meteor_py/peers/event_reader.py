@@ -25,7 +25,7 @@ _FIRST = "0-0"
 
 
 class EventReader(JoinableThread):
-    """A thread with its own connection. It calls nothing that could block it."""
+    """A thread with its own connection. It calls no application code, which could block it."""
 
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._read_all, f"meteor-events-{group.name}")

@@ -52,7 +52,7 @@ class GroupHandle:
         self.name = name
         self.config = config
         self.protocol = PeerProtocol(connector, name)
-        #: Part of the name of the stream that holds the replies to this handle's messages.
+        #: Part of the name of the key that holds the replies to this handle's messages.
         self.reply_session = secrets.token_hex(8)
         #: This process's estimate of the server's clock.
         self.clock = GroupClock()
@@ -110,7 +110,7 @@ class GroupHandle:
     # -- members -----------------------------------------------------------------------------------
 
     def local_members(self) -> list[MemberHandle]:
-        """The members that joined through this handle and are not lost."""
+        """Return the members that joined through this handle and are not lost."""
         with self.lock:
             return list(self._members)
 
@@ -317,7 +317,7 @@ class GroupHandle:
 
 
 def _at_exit(groups: Sequence[GroupHandle]) -> None:
-    """Leave right away, so that other members need not wait for a timeout."""
+    """Close the groups, so that other processes need not wait until the members time out."""
     for group in groups:
         try:
             group.close()

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Handles spread their reports of an overdue member over at most this many seconds.
 _SPREAD_S = 0.3
-#: Maximum seconds, multiplied by the number of members, between two calls that move messages from
-#: members that left.
+#: Maximum seconds between two calls that move messages from dead or removed members. It is
+#: multiplied by the number of members.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
@@ -167,7 +167,8 @@ class Heartbeat(JoinableThread):
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
         # Report an overdue member on time, but not from all handles at once. Moving messages from
-        # members that left takes many calls: all handles together make about a thousand per second.
+        # a dead or removed member takes many calls. All handles together make about 1,000 calls per
+        # second.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
         if reply.has_orphans:
@@ -209,7 +210,7 @@ class Heartbeat(JoinableThread):
             self._recover(member)
 
     def _recover(self, member: MemberHandle) -> None:
-        """Rejoin: the server presumed the member dead, or has lost the group."""
+        """Rejoin, because the server presumed the member dead or lost the group."""
         try:
             joined = member.join("fail", connection=self._connection)
         except PeerGroupNotFound:
@@ -222,5 +223,5 @@ class Heartbeat(JoinableThread):
         if not member.active:  # the member has just left, perhaps under its previous session
             member.withdraw(self._connection)
             return
-        _log.warning("The server presumed %r dead, and the member rejoined.", member)
+        _log.warning("The server had dropped %r. The member has rejoined.", member)
         member.rejoined()

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 #: Maximum seconds to wait for leader tasks to end when resigning.
 TASKS_S = 5.0
-#: If a leader task fails, its member resigns after this many seconds.
+#: If a leader task fails, its member resigns after at most this many seconds.
 _FAILED_S = 1.0
 
 Task = Callable[["Term"], object]
@@ -134,7 +134,7 @@ class LeaderTask:
         self._function = function
         self._state = SignalSafeCondition()
         self._next: Term | None = None
-        #: The thread that calls the function; None if no term is pending.
+        #: The thread that calls the function; None if no call is running or pending.
         self.thread: JoinableThread | None = None
 
     def start(self, term: Term) -> None:
@@ -250,7 +250,7 @@ class Leadership:
                 self._handing_over -= 1
 
     def lay_down(self, number: int, connection: Connection | None = None) -> bool:
-        """Report to the server that the member has resigned from a term."""
+        """Report a resignation to the server; return whether the member still led in that term."""
         member = self._member
         args = [member.id, member.session, "resign", number, self._over]
         reply = member.group.protocol.run(PEERS_UPDATE_MEMBER, args, connection)

@@ -46,7 +46,8 @@ class MemberHandle:
         self.id = name or secrets.token_hex(8)
         self.priority = priority
         self.session = secrets.token_hex(8)
-        #: Until when the server keeps the member without another heartbeat, on the ``now()`` clock.
+        #: The time until which the server certainly keeps the member, even without another
+        #: heartbeat (``now()`` clock).
         self.valid_until = 0.0
         #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = SignalSafeEvent()
@@ -65,7 +66,7 @@ class MemberHandle:
         #: False once the member starts leaving or is lost. If it was expelled but will rejoin, it
         #: is active.
         self.active = True
-        #: Whether the server has been notified that it is about to leave.
+        #: Whether the server has been notified that the member is about to leave.
         self.announced = False
         #: How it leaves: "stay" keeps a named member in the group, as dead; "" removes it.
         self._departure = "stay" if self.persistent else ""
@@ -92,7 +93,7 @@ class MemberHandle:
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:
-        """The member's inbox. The first call opens it."""
+        """Return the member's inbox. The first call opens it."""
         self.check_owned()
         with self.state:
             if not self.active:  # under the lock: leaving would not stop an inbox opened later
@@ -194,7 +195,7 @@ class MemberHandle:
         """If the member is busy, announce that it is leaving, so that it gets no new work.
 
         The server then sends it no messages addressed to any or all members, asks it for no votes
-        and does not elect it. Returns False if the server could not be reached.
+        and does not elect it. Return False if the server did not accept the announcement.
         """
         if self.announced or not self.busy:
             return True
@@ -209,7 +210,7 @@ class MemberHandle:
     def finish_leaving(self, deadline: float) -> bool:
         """Wait for handlers and tasks until ``deadline`` (``now()`` clock), then notify the server.
 
-        Until then, the member stays in the group and sends heartbeats. Returns whether the server
+        Until then, the member stays in the group and sends heartbeats. Return whether the server
         was notified.
         """
         self.announce_leaving()

@@ -46,7 +46,7 @@ class Membership(Sender):
 
     @property
     def id(self) -> str:
-        """The member's name, or a random id, which changes if the server presumes it dead."""
+        """The member's name or, without a name, a random id, which changes when it rejoins."""
         return self._handle.id
 
     @property
@@ -177,11 +177,12 @@ class Membership(Sender):
     # -- votes and actions -------------------------------------------------------------------------
 
     def on_vote(self, function: _F) -> _F:
-        """Call a function with each ``Proposal``. It returns True, False, or None to abstain.
+        """Vote with a function, which gets a ``Proposal`` and returns True, False, or None to
+        abstain.
 
-        A thread calls the function once for each proposal made since this member joined, including
-        those that are already open. An exception is logged and counts as a no vote. A vote after
-        ``proposal.deadline`` does not count. Registering another function replaces this one.
+        A thread calls the function once for each open proposal made since this member joined. An
+        exception is logged and counts as a no vote. A vote after ``proposal.deadline`` does not
+        count. Registering another function replaces this one.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
@@ -242,7 +243,8 @@ class Membership(Sender):
     def leave(self) -> None:
         """Leave the group permanently, even if the member has a name. A second call does nothing.
 
-        Waits up to 5 seconds for handlers; all other messages to this member fail.
+        Waits up to 5 seconds for handlers. Of the remaining messages, those sent to ``any`` move to
+        another member, and all others fail.
         """
         if self._handle.leave(""):
             self._handle.group.catch_up()

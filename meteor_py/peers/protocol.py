@@ -58,7 +58,7 @@ class HeartbeatReply(GroupStatus):
     presence: list[Presence]
     #: Seconds until the next member becomes overdue; None if there is no live member.
     overdue_s: float | None
-    #: Whether messages still have to be moved from members that left; each call moves some.
+    #: Whether messages still have to be moved from dead or removed members; each call moves some.
     has_orphans: bool
     #: The ``ttl`` setting. Another process may have changed it by recreating the group.
     ttl: float
@@ -77,8 +77,9 @@ class Look(GroupStatus):
 UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {}, {})
 
 
-#: A group's keys, in the order that ``peers/open.lua`` expects. If the server has lost any of them,
-#: the script resets them all. Guarded values, removed members and dead letters survive that.
+#: A group's keys, in the order that ``peers/open.lua`` expects. If the server has lost the settings
+#: or the state, the script deletes all of these keys and creates the group again. Guarded values,
+#: removed members and dead letters survive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
@@ -122,11 +123,11 @@ class PeerProtocol:
         try:
             registry.call("SADD", keys.PEERS, self.name)
             flat = target.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-            registry.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
+            registry.call("SADD", keys.PEERS, self.name)  # another client may have removed the name
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:
-                raise  # only creating a group needs memory
+                raise  # the group does not exist, and creating it needs memory
         return _read_config(flat)
 
     def settings(self, connection: Connection | None = None) -> PeersConfig:
@@ -156,15 +157,14 @@ class PeerProtocol:
         if reply[0] == b"ALIVE":
             return int(reply[1])
         self.connector.call("SREM", keys.PEERS, self.name)
-        if self.connector.call("EXISTS", self.key("config")):  # another client has recreated it
+        if self.connector.call("EXISTS", self.key("config")):  # a client has recreated the group
             self.connector.call("SADD", keys.PEERS, self.name)
         for start in range(0, len(temporary), _UNLINKED):
             self.connector.call("UNLINK", *temporary[start : start + _UNLINKED])
         return 0
 
     def _scan(self) -> tuple[list[bytes], list[bytes]]:
-        """Find the keys for members and handles, and the keys for messages and votes. Most of these
-        would also expire, or disappear with a member."""
+        """Return the keys named after members and sessions, and the keys of messages and votes."""
         found = self.connector.find_keys(self.prefix)
 
         def named(parts: tuple[str, ...]) -> list[bytes]:

@@ -35,7 +35,7 @@ class Sender(Closeable):
         self._author = member
 
     def member(self, member: str) -> Target:
-        """One member by id. If it is a named member that is dead, messages wait for it."""
+        """Return the member with this id as a target. Messages to a dead named member wait."""
         if not isinstance(member, str):
             raise TypeError(f"A member id must be a str, not {type(member).__name__}.")
         keys.check_name(member, "member")
@@ -74,8 +74,8 @@ class Sender(Closeable):
 
         Args:
             topic: The subject, up to 64 KiB when encoded by the group's codec.
-            kind: How many of the members asked must vote yes: a "majority", all ("consensus"), or
-                a number.
+            kind: The yes votes needed: a "majority" of the members asked, all ("consensus"), or a
+                number.
             timeout: Seconds that members have to vote.
             require_leader: Whether the group must have a leader. If it has none during the vote,
                 the vote ends with the reason "no leader".

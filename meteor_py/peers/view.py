@@ -16,7 +16,7 @@ class View(NamedTuple):
 
     #: The number of that event.
     number: int
-    #: In the order in which they joined.
+    #: The members, in the order in which they joined.
     members: list[Member]
     #: The leader; None if there is none.
     leader: Member | None
@@ -61,7 +61,7 @@ class GroupView:
         return sorted(self.members.values(), key=lambda member: member.index)
 
     def continues(self, event: Event) -> bool:
-        """Whether the event follows the last one in the same history."""
+        """Return whether ``event`` follows the last event in the same history."""
         return event.fields.get("after") == self.mark.encode()
 
     def apply(self, event: Event) -> None:
@@ -71,7 +71,7 @@ class GroupView:
         fields = event.fields
         match event.kind:
             case "joined" | "alive":
-                assert event.member is not None, "scripts name the member"
+                assert event.member is not None, "the event names no member"
                 members[event.member] = Member(
                     id=event.member,
                     metadata=load_metadata(fields["metadata"]),
@@ -89,7 +89,7 @@ class GroupView:
             case "updated" if known is not None:
                 members[known.id] = replace(known, metadata=load_metadata(fields["metadata"]))
             case "property":
-                assert event.property is not None, "scripts name the property"
+                assert event.property is not None, "the event names no property"
                 properties = dict(self.properties)
                 if "deleted" in fields:
                     properties.pop(event.property, None)
@@ -111,7 +111,6 @@ class GroupView:
 
         Args:
             reset: Whether the server is known to have lost state.
-
         """
         lost = reset or look.incarnation != self.incarnation or look.view < self.number
         changes = list(self._changes(look))

@@ -3,9 +3,9 @@
 Any thread may add records; one sender takes the batches. A batch collects records while the sender
 waits for replies. Only ``linger`` makes it wait longer.
 
-A record that has only a value takes the fast path (fast_path.py). Every other method first counts
-the records that the fast path has appended. If no record waits and the sender is idle, a record
-takes the direct line instead (direct_line.py).
+A record that has only a value takes the fast path (fast_path.py). Methods that use the open batch
+or its totals first count the records that the fast path has appended. If no record waits and the
+sender is idle, a record takes the direct line instead (direct_line.py).
 
 A signal handler may flush or close the publisher while the thread that it interrupts holds the
 lock, in the middle of adding records. The handler's wait releases the lock, and other threads add
@@ -129,9 +129,9 @@ class Accumulator:
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Accept many records, as columns of lists, and return their locations.
 
-        Raises like ``put`` if there is no room for the first record. If there is no room for a
-        later record, that record and all after it go into a failed batch. The failed batch is the
-        first part of the result, because the acknowledgement waits for the last part.
+        Raise like ``put`` if there is no room for the first record. If there is no room for a later
+        record, that record and all after it go into a failed batch. The failed batch is the first
+        part of the result, because the acknowledgement waits for the last part.
         """
         self._fast.check_reentry()
         parts: Parts = []
@@ -254,9 +254,9 @@ class Accumulator:
     def take(self, *, busy: bool, lend: bool = False) -> Batch | None:
         """Return the next batch to send, or None if no batch is ready.
 
-        While ``busy`` (replies are outstanding), returns only full batches and does not wait.
-        Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
-        line during the wait, and the caller must then take the line over.
+        While ``busy`` (replies are outstanding), return only full batches and do not wait.
+        Otherwise wait up to about one second for a record. With ``lend``, publishers may use the
+        direct line during the wait, and the caller must then take the line over.
         """
         with self._lock:
             if not busy and not self._full:
@@ -344,7 +344,7 @@ class Accumulator:
     # -- for the direct line, which holds the lock ---------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether the sender has work. An awaited record on the direct line counts as work."""
+        """Return whether the sender has work, such as an awaited record on the direct line."""
         in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None
@@ -434,7 +434,7 @@ class Accumulator:
     def _admit(self, size: int) -> int:
         """Wait until ``size`` bytes fit, and return the edition in which they do.
 
-        Raises if the wait times out or the publisher is closed.
+        Raise if the wait times out or the publisher is closed.
         """
         deadline: float | None = None
         while True:
@@ -449,7 +449,7 @@ class Accumulator:
                 return edition
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline or in_callback():  # a callback keeps the sender from making room
+            if now >= deadline or in_callback():  # during a callback, the sender cannot make room
                 raise PublisherFull(
                     f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",
@@ -580,7 +580,7 @@ class Accumulator:
             self._failures.append(batch)
 
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
-        """Return the index after the last record that fits into the batch; at least one fits."""
+        """Return the index after the last record to add to the batch now; at least one is added."""
         stop = min(len(sizes), start + self._records_max - batch.count)
         room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
         while stop > start + 1:

@@ -82,7 +82,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         future: asyncio.Future[int] = loop.create_future()
 
         def finish() -> None:
-            if future.done():  # cancelled
+            if future.done():  # the awaiting task was cancelled
                 return
             error = self._error()
             if error is None:

@@ -31,7 +31,7 @@ class Batch(Completion):
         self.columns = columns
         #: (name of the frame format, payload), set when the batch enters the in-flight window.
         self.encoded: tuple[str, Any] | None = None
-        #: The entry for the ordering index, if the stream has one.
+        #: The entries for the ordering index, two strings each; empty if the stream has no index.
         self.index: Sequence[bytes] = ()
         self.count = 0
         self.nbytes = 0
@@ -42,7 +42,7 @@ class Batch(Completion):
         self.in_doubt = False
         #: The stream epoch named in the last attempt. A reply that is a bare offset refers to it.
         self.stream_epoch = 0
-        #: The publisher's direct line; None for a batch that only reports a failure.
+        #: The publisher's direct line; None after the batch is settled.
         self.line: DirectLine | None = None
 
     @property
@@ -58,7 +58,7 @@ class Batch(Completion):
         super().settle_quietly(error)
 
     def poll(self) -> bool:
-        line = self.line  # a thread that settles the batch clears it
+        line = self.line  # read it once: a thread that settles the batch clears it
         if line is not None:
             line.look_for_reply(self)
         return self.settled

@@ -73,7 +73,8 @@ if TYPE_CHECKING:
 
 #: Largest record that is sent directly, in bytes. It always fits into an empty send buffer.
 BYTES_MAX = 16_384
-#: The same limit for compressed frames: compressing more would hold the lock for too long.
+#: The same limit if the publisher compresses. Records of this size stay uncompressed, and
+#: compressing larger ones would hold the lock for too long.
 _COMPRESSED_BYTES_MAX = 511
 #: Seconds that a thread waits for a reply before it leaves the record to the sender.
 _READ_S = 1.0
@@ -190,7 +191,7 @@ class DirectLine:
 
         Args:
             bulk: Whether the last batch had several records.
-            has_work: Returns whether the sender has work other than a record in flight here.
+            has_work: Returns whether the sender has work; see ``Accumulator.has_work``.
         """
         if bulk and (self._work.wait(_BULK_S) or has_work()):
             return
@@ -237,7 +238,7 @@ class DirectLine:
                 self._window.add_sent(self.batch)
             settling = self._settling
             self.batch = self._settling = None
-        if settling is not None:  # the thread that settled it was interrupted
+        if settling is not None:  # the thread that was settling it was interrupted, so finish
             settling.settle_quietly()
             settling.run_callbacks()
         while self._uncalled:
@@ -245,7 +246,7 @@ class DirectLine:
         return broken
 
     def abandon(self) -> list[Batch]:
-        """In a forked child, return the record in flight. The parent process sends it."""
+        """Return the record in flight, in a forked child. The parent process sends it."""
         batch = self.batch
         self.batch = self._settling = None
         self.state = _SENDER
@@ -254,7 +255,7 @@ class DirectLine:
     # -- for publishing threads, which hold the lock -------------------------------------------
 
     def is_free(self) -> bool:
-        """Whether the next record may be sent on the line. If so, no other record is pending."""
+        """Return whether the next record may be sent on the line. No other is then in flight."""
         if self.state is _SENT:
             self._settle_if_replied()
         else:
@@ -276,7 +277,7 @@ class DirectLine:
         request = self._request(batch)
         wire = self._connection.wire
         if self.state is not _FREE or self._lent != lent or wire is None:
-            return None  # a signal handler has flushed
+            return None  # a signal handler has flushed, so the sender has taken the line over
         self.state = _BROKEN
         self.batch = batch
         self._next_sequence = batch.sequence + 1
@@ -357,7 +358,7 @@ class DirectLine:
         accumulator, now = self._accumulator, time.monotonic()
         usable_until = min(now + self._valid_s, self._renew_at)
         if self.state is not _BROKEN or self.batch is not batch:
-            return  # a signal handler has flushed
+            return  # a signal handler has flushed, so the sender has taken the record over
         self.batch, self._settling = None, batch
         batch.base_offset = reply
         batch.settled = True
@@ -439,11 +440,15 @@ class DirectLine:
                 return None
             self._read_until, self._reader = read_until, me
             self.state = _READING
-            self._accumulator.note_sender_waits(False)  # records must wait for this reply anyway
+            # New records need not wake the sender: they must wait for this reply anyway.
+            self._accumulator.note_sender_waits(False)
             return wire
 
     def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:
-        """Settle the record with ``reply``: ``NO_REPLY`` after a timeout, None if it was lost."""
+        """End this thread's read, and settle the record if its reply was read.
+
+        ``reply`` is ``NO_REPLY`` after a timeout, and None if the reply may have been lost.
+        """
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:

@@ -1,8 +1,8 @@
 """The fast path for publishing: a bare value costs one lock, one subtraction and one append.
 
 The accumulator grants the fast path a number of bytes in its open batch. Until they are used up,
-the fast path appends bare values without counting records. Before the accumulator does anything
-else with the batch, it counts these records and revokes the grant.
+the fast path appends bare values without updating the batch's totals. Before the accumulator does
+anything else with the batch, it adds these records to the totals and revokes the grant.
 
 The accumulator reads and writes a grant's attributes itself, in statements that contain no calls: a
 signal handler, which may flush or close the publisher, must not run in between.

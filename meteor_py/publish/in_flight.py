@@ -57,7 +57,7 @@ class InFlightWindow:
         self.next_sequence += 1
 
     def add_sent(self, batch: Batch) -> None:
-        """Hold a batch that a publisher has numbered and sent, in an empty window."""
+        """Add a batch that a publishing thread has numbered and sent. The window must be empty."""
         self._batches.append(batch)
         self.sent = 1
 
@@ -76,7 +76,7 @@ class InFlightWindow:
 
     @property
     def next_to_reply(self) -> Batch:
-        """The batch that the next reply will settle."""
+        """The batch to which the next reply belongs."""
         return self._batches[self.acknowledged]
 
     def behind_next_to_reply(self) -> list[Batch]:

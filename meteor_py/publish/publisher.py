@@ -119,9 +119,9 @@ class Publisher(Closeable):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no time zone, is not from 1970 to 9999, or is in seconds
-                instead of ms; or the record's ordering key is longer than 256 bytes.
-            RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (1 MiB).
+            ValueError: The timestamp has no time zone, is not from 1970 to 9999, or looks like
+                seconds instead of ms; or the record's ordering key is longer than 256 bytes.
+            RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (default 1 MiB).
             PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
                 seconds.
             PublisherClosed: The publisher is closed.
@@ -187,7 +187,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes only slightly longer than ``delivery_timeout``.
+                takes at most a few seconds longer than ``delivery_timeout``.
 
         Raises:
             TimeoutError: Records are still unacknowledged.
@@ -209,7 +209,7 @@ class Publisher(Closeable):
 
         Args:
             timeout: Seconds. None waits until every record is acknowledged or has failed, which
-                takes only slightly longer than ``delivery_timeout``.
+                takes at most a few seconds longer than ``delivery_timeout``.
 
         Raises:
             MeteorError: A record failed, and the application has not seen the error.

@@ -312,7 +312,7 @@ class Sender:
             self._settle_acknowledged()
 
     def _settle_acknowledged(self) -> None:
-        if self._in_new_epoch():  # another client has begun that epoch
+        if self._in_new_epoch():  # another client has begun it, so check for lost records
             try:
                 _, lost_from = self._lost_from()
             except ServerRefused:  # no permission to read meta; a warning was logged earlier
@@ -332,7 +332,7 @@ class Sender:
         self._acked = Position(self._incarnation, self._stream_epoch, offset, self._path)
 
     def _missing_replicas(self) -> str | None:
-        """Wait for the replicas. Returns None if enough confirmed in time, else the reason."""
+        """Wait for the replicas. Return None if enough confirmed in time, else what happened."""
         left_ms = max(int((self.window.oldest.deadline - time.monotonic()) * 1000), 1)
         timeout_s = left_ms / 1000 + self._connection.timeout_s
         wanted = self._acks
@@ -553,7 +553,7 @@ class Sender:
             self.window.pop_oldest()
 
     def _fail(self, batch: Batch, error: MeteorError | None) -> None:
-        """Settle a batch with ``error``, unless the batch is, or may be, in the log."""
+        """Settle a batch: with ``error``, unless the batch is, or may be, in the log."""
         if batch.in_doubt or (error is None and not batch.acknowledged):
             error = reply_errors.outcome_unknown(self._stream, self._reason)
         elif batch.acknowledged:
@@ -574,7 +574,7 @@ class Sender:
                 raise
             except MeteorError:
                 continue  # the batch is sent again, and gets another reply
-            # An earlier attempt has then put this batch and the refused one into the log.
+            # If this batch is in the log, an earlier attempt has put it and the refused one there.
             if type(reply) is int or reply[0] == b"OK":
                 batch.in_doubt = True
         if self.window.acknowledged:

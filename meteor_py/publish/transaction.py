@@ -153,7 +153,7 @@ class Stage:
             self._send()
 
     def finish(self) -> Staged:
-        """Send the remaining frames.
+        """Send the remaining frames, and return the complete stage.
 
         Raises:
             PublishError: The server failed in the meantime and lost frames that were already sent.
@@ -323,7 +323,7 @@ def discard_stale(stream: StreamHandle, owner: StageOwner) -> None:
 
 
 def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = None) -> list[str]:
-    """Return a writer's stages up to ``version``, except those from ``run``."""
+    """Return a writer's stages for versions up to ``version``, except those from ``run``."""
     found = stream.connector.call("HGETALL", keys.stages(stream.name, writer))
     names: list[str] = []
     for name, value in zip(found[::2], found[1::2], strict=True):

@@ -75,7 +75,7 @@ class RecordValidator:
     ) -> list[tuple[Columns, int]]:
         """Return columns as Arrow arrays, cut into frames, each with its size in bytes."""
         size = len(values)
-        # Arrow would also accept a str, and store its UTF-8 bytes.
+        # Refuse a str here: Arrow would accept it and store its UTF-8 bytes.
         if isinstance(values, list) and countOf(map(type, values), bytes) != size:
             values = [to_bytes(value) for value in values]
         columns = {"values": _to_arrow(values, pa.binary(), "values")}

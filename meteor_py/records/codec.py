@@ -1,8 +1,8 @@
 """Codecs, which convert values to bytes and back. None of them uses pickle.
 
 A codec is any object with ``encode(value) -> bytes`` and ``decode(data) -> value``. Both are
-called once per record, in the caller's thread, and must be stateless: a record may be decoded again
-after a seek. An exception in ``encode`` reaches the caller of ``publish`` unchanged. An exception
+called for each record, in the caller's thread, and must be stateless: a record may be decoded more
+than once. An exception in ``encode`` reaches the caller of ``publish`` unchanged. An exception
 in ``decode`` becomes a :class:`~meteor_py.DecodeError` that carries the raw record.
 """
 
@@ -63,7 +63,7 @@ def encode_json(value: Any) -> bytes:
 def _has_infinite(value: Any) -> bool:
     try:
         waiting = [msgspec.to_builtins(value)]
-    except TypeError:  # msgspec.Raw is JSON already
+    except TypeError:  # a msgspec.Raw, which is already JSON
         return False
     while waiting:
         item = waiting.pop()

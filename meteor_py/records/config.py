@@ -39,7 +39,8 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 OnGap = Literal["raise", "skip"]
 
 
-#: Fields in the ``settings`` hash, as in lua/log/_settings.lua; ``meta`` has copies of them.
+#: Fields in the ``settings`` hash, the same as in lua/log/_settings.lua. ``meta`` has copies of
+#: them.
 ADMIN_FIELDS = (
     "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
     "retain_bytes",
@@ -110,7 +111,7 @@ class StreamConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, OFFSET_MAX)
         for name in ("max_age", "retain"):
-            if getattr(self, name) is not None:  # stored in ms
+            if getattr(self, name) is not None:  # round to whole ms, which the server stores
                 seconds = max(round(check_seconds(name, getattr(self, name)), 3), 0.001)
                 object.__setattr__(self, name, seconds)
         check_choice("compression", self.compression, COMPRESSIONS)
@@ -301,7 +302,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
-    """Return ``value`` if it is a finite, positive number of seconds (or zero)."""
+    """Return ``value`` if it is a finite, positive number of seconds or, with ``zero``, zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}.")
     if not 0 <= value < 1e9 or (value == 0 and not zero):

@@ -9,7 +9,7 @@ from meteor_py.errors import CorruptStream
 from meteor_py.records.config import ADMIN_FIELDS, GUARDED_FIELDS, StreamConfig
 from meteor_py.redis import keys
 
-#: The layout of keys and frames that this version writes.
+#: The version of the layout of keys and frames that this release reads and writes.
 LAYOUT_VERSION = "1"
 
 
@@ -37,7 +37,7 @@ class Meta:
 
     @property
     def epoch_first(self) -> int:
-        """The next offset when the epoch began."""
+        """The stream's next offset when the current epoch began."""
         return int(self.epochs.rpartition(":")[2])
 
     @classmethod
@@ -132,7 +132,7 @@ class Description:
     incarnation: str
     #: Changes when the server fails over or restarts.
     epoch: int
-    #: The next offset when the epoch began. A reader that was already past this offset has read
+    #: The stream's next offset when the epoch began. A reader that was already past it has read
     #: records that no longer exist.
     epoch_first: int
     #: The subscriber groups, by name.
@@ -150,7 +150,7 @@ class RepairReport:
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing, even if it was deleted since.
+    #: Whether an entry beyond the end blocks publishing, even if the entry has since been deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

@@ -7,8 +7,8 @@ The name consists of a version, the columns that any of the records has, and a c
   list of its columns. An Arrow message would take 300 bytes more.
 * ``1v``, ``1kv``...: many records, one Arrow IPC record batch message without its schema, which
   the name implies.
-* ``1kv.lz4``, ``1kv.zstd``: that message, compressed: its size (uint32, little endian) and one
-  compressed block.
+* ``1kv.lz4``, ``1kv.zstd``: such a message, compressed. The message's uncompressed size (uint32,
+  little endian) comes first, then one compressed block.
 
 The columns, always in this order: ``c`` timestamp (int64, ms), ``h`` headers
 (map<string, binary>), ``k`` key (binary), ``v`` value (binary, never null).
@@ -140,15 +140,16 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
         return f"1{letters}", message
     block = pa.compress(message, codec=_CODECS[compression], asbytes=True)
     if not message.size / _RATIO_MAX < len(block) + 4 < message.size:
-        return f"1{letters}", message  # no gain, or readers would reject it as a decompression bomb
+        # The block is no smaller, or so small that readers would take it for a decompression bomb.
+        return f"1{letters}", message
     return f"1{letters}.{compression}", struct.pack("<I", message.size) + block
 
 
 def fingerprint(payload: Any) -> int:
     """Return a checksum that tells a publisher's batches apart. It does not detect corruption.
 
-    It covers only both ends of the payload: a crc32 of all bytes would take as long as building the
-    frame.
+    Of a payload over 8 KiB, it covers only the length and both ends: a crc32 of all bytes would
+    take as long as building the frame.
     """
     if len(payload) <= 8192:
         return zlib.crc32(payload)
@@ -176,13 +177,13 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
     """Return the records in entries, merging small frames with consecutive offsets.
 
-    Stops before a bad frame, or before decompressing more than 64 MiB in total. Call it again for
-    the remaining entries. If the first frame is bad, raises an error.
+    Stop before a bad frame, or before decompressing more than 64 MiB in total. Call this again for
+    the remaining entries. If the first frame is bad, raise an error.
 
     Raises:
         CorruptStream: No meteor_py publisher wrote the first entry.
         UnsupportedFrame: A newer version wrote the first frame.
-        CorruptFrame: The bytes are not a frame.
+        CorruptFrame: The first frame is damaged.
     """
     chunks: list[Chunk] = []
     unpacked = 0
@@ -217,13 +218,16 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
-    """Return the record at ``offset`` if the entry holds only a value; see ``decode``."""
+    """Return the record at ``offset`` if the entry holds just its value; None for other entries."""
     chunk = ListChunk(offset, [], None, None, None, [])
     return chunk if _append_bare(chunk, *entry) else None
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
-    """Append a record without key, headers and timestamp to the last chunk (the fast path)."""
+    """Append an entry to the chunk if it directly follows and holds just a value (the fast path).
+
+    Return whether it was appended.
+    """
     if (
         len(fields) != 4
         or fields[2] != b"0v"

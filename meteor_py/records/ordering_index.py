@@ -1,9 +1,10 @@
 """Ordering keys, and the index that lists them.
 
 A stream with an ordering key has an index in addition to its log, so that shared groups can read
-the keys without decoding frames. An index entry describes up to 64 records in one frame: a consumer
-that claims one record must not read the keys of 4,096. The entry's ID is ``<last offset>-<number of
-records in its frame up to that offset>``. The entry consists of one field and its value:
+the keys without decoding frames. An index entry describes up to 64 records in one frame, so that a
+consumer that claims one record need not read the keys of 4,096. The entry's ID is
+``<last offset>-<number of records in its frame up to that offset>``. The entry consists of one
+field and its value:
 
 1. One byte for each record: the index of its key in the list that follows.
 2. The ordering keys of these records, each once, as a MessagePack array of strings.
@@ -140,7 +141,7 @@ def packed(entry: Iterable[bytes]) -> bytes:
 def read_entry(entry_id: bytes, strings: Sequence[bytes]) -> tuple[int, list[bytes]]:
     """Return an index entry's first offset, and the ordering keys of its records.
 
-    A malformed entry lists no keys.
+    For a malformed entry, all keys are empty.
     """
     last, up_to = map(int, entry_id.split(b"-"))
     numbers: Sequence[int] = strings[0] if strings else b""
@@ -158,7 +159,7 @@ def read_entry(entry_id: bytes, strings: Sequence[bytes]) -> tuple[int, list[byt
 
 
 def pack_key(key: bytes) -> bytes:
-    """Return a MessagePack string."""
+    """Return a key as a MessagePack string."""
     size = len(key)
     if size < 32:
         return bytes((0xA0 | size,)) + key

@@ -35,8 +35,8 @@ class Position(NamedTuple):
     incarnation: str
     epoch: int
     offset: int
-    #: The last few epochs up to this position, as in the stream's own table; empty if unknown. They
-    #: show exactly which records a server on another branch does not have.
+    #: The last few epochs up to this position, in the format of the stream's epoch table; empty if
+    #: unknown. They show exactly which records a server on another branch does not have.
     path: str = ""
 
 
@@ -88,8 +88,8 @@ def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_
     complete_from = max(epoch.number for epoch in table if not epoch.follows)
     if number < complete_from:
         return [epoch for epoch in table if epoch.number > number]
-    if not table[-1].follows:  # version 0.1 wrote the table, and compared numbers
-        return table[-1:]
+    if not table[-1].follows:
+        return table[-1:]  # as in version 0.1, which wrote this table
     return table  # the branches may have split anywhere
 
 

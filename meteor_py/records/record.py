@@ -1,6 +1,6 @@
 """Records, and batches that stay in Arrow format until the application asks for objects.
 
-A :class:`RecordBatch` holds consecutive offsets in one or more chunks. A chunk is one large frame
+A :class:`RecordBatch` holds records with consecutive offsets, in chunks. A chunk is one large frame
 (Arrow, not copied), several small frames merged (lists), or records from a store (Arrow).
 """
 
@@ -57,7 +57,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class ListChunk:
-    """Records from small frames: lists of equal length, or None if no record has that part."""
+    """Records from small frames, as lists of equal length. None is a column that no record has."""
 
     first: int
     values: list[bytes]
@@ -94,7 +94,7 @@ class ListChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        return self.values.copy()  # the caller may change it
+        return self.values.copy()  # a copy, because the caller may change the list
 
     def key_list(self) -> list[bytes | None]:
         return self.keys.copy() if self.keys else [None] * len(self)
@@ -348,7 +348,7 @@ def to_pairs(headers: list[Headers | None]) -> list[list[tuple[str, bytes]] | No
 
 
 def _dicts(headers: Any) -> Iterable[Headers | None]:
-    """Convert an Arrow column of headers, or None."""
+    """Convert an Arrow column of headers, which may be None, to one dict or None per record."""
     if headers is None or headers.null_count == len(headers):
         return repeat(None)
     return [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()]

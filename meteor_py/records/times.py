@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-#: 9999-12-31, in ms.
+#: The last millisecond of the year 9999, in ms since 1970.
 MAX_MS = 253_402_300_799_999
 #: Integers from the first number up to, but not including, the second look like times in seconds
 #: from 2001 to 2054. As ms, they would all be in January 1970, which is probably a mistake.
@@ -29,7 +29,7 @@ def to_ms(time: Any) -> int:
 
     Raises:
         ValueError: The datetime has no time zone, the time is not from 1970 to 9999, or the integer
-            is in seconds.
+            looks like seconds.
         TypeError: ``time`` is neither a datetime nor an int.
     """
     if isinstance(time, datetime):
@@ -65,7 +65,7 @@ def to_ms_column(times: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArra
 
     Raises:
         ValueError: The timestamps have no time zone, a time is not from 1970 to 9999, or an integer
-            is in seconds.
+            looks like seconds.
         TypeError: The column holds neither timestamps nor integers.
     """
     kind = times.type

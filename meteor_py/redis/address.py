@@ -29,8 +29,9 @@ _PARTS = re.compile(
     r"(?P<path>/[^?#]*)?(\?(?P<query>[^#]*))?"
 )
 _HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
-#: Options that a URL can set. meteor_py sets all others itself. For each of these options,
-#: redis-py sends one command and reads its reply before the connection is used.
+#: Options that every URL of a server can set. For these options, redis-py sends login commands and
+#: reads their replies before the connection is used. meteor_py itself sets all options that no URL
+#: can set.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
 #: Login options for the sentinels, which have their own users.
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")

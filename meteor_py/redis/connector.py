@@ -229,7 +229,7 @@ class Connector:
     # -- helpers -------------------------------------------------------------------------------
 
     def _again(self, work: Callable[[Search], _T]) -> _T:
-        """Call ``work`` until it succeeds, for up to ``timeout_s`` seconds."""
+        """Call ``work``. If the connection fails, try again for up to ``timeout_s`` seconds."""
         search = Search(self.timeout_s)
         failures = 0
         while True:

@@ -15,9 +15,10 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:meta`` (hash): ``version`` of this layout; ``incarnation``, a random id of the stream
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
-    ``capacity``; ``unindexed`` if the stream got its ordering key after its creation, so that the
-    index may lack records that are in the ring. Only with a limit on age or bytes: ``keep``, both
-    limits as ``ms:bytes``, one of which may be empty; ``bytes`` and ``marks`` (see
+    ``capacity``; ``large``, which tells readers how many frames to fetch at once (see
+    log/_append.lua); ``unindexed`` if the stream got its ordering key after its creation, so that
+    the index may lack records that are in the ring. Only with a limit on age or bytes: ``keep``,
+    both limits as ``ms:bytes``, one of which may be empty; ``bytes`` and ``marks`` (see
     log/_append.lua). Only with a store: ``archived``, the offset below which the store has all
     records; ``expired``, the offset below which records were deleted from the store; the setting
     ``max_unarchived``; ``flush``, the offset up to which the archiver should archive without
@@ -65,11 +66,11 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 **Transactions**
 
-``meteor:{s}:stage:<id>`` (hash): Frames that wait for a commit (publish/transaction.py): for frame
-    i the fields ``in`` records, ``if`` format, ``ip`` payload, ``ic`` crc, and ``ig`` its index
-    entry if the stream has an index (see records/ordering_index.py). Written by a worker; emptied
-    by ``move_staged``, deleted by ``discard_stages``; otherwise expires after six hours, or a week
-    if it is part of a plan.
+``meteor:{s}:stage:<id>`` (hash): Frames that wait for a commit (publish/transaction.py). For frame
+    i, the fields are ``<i>n`` (number of records), ``<i>f`` (format), ``<i>p`` (payload), ``<i>c``
+    (crc), and, if the stream has an index, ``<i>g`` (index entry, see records/ordering_index.py).
+    Written by a worker; emptied by ``move_staged``, deleted by ``discard_stages``; otherwise
+    expires after six hours, or a week if it is part of a plan.
 ``meteor:{s}:stage:/<writer>`` (hash): The stages of a writer that may still exist: the id of each
     stage, and the ``version:run`` for which it was written. A commit, or the writer's next run,
     uses this to find the stages that a dead process left behind. Written with each stage;
@@ -78,7 +79,7 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     ``id:frames``. Written by ``plan_commit``, deleted by ``move_staged``; otherwise expires with
     its stages.
 ``meteor:{s}:fences`` (hash): For each writer, its last version, and for that version the number of
-    frames in the log, of all frames, and of records. Written by ``plan_commit`` and
+    frames moved to the log, of all frames, and of records. Written by ``plan_commit`` and
     ``move_staged``, restored by ``resume_stream``. A fence is kept until its writer is known not to
     return, so that nothing is written twice.
 ``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by expiry time (ms). Written by
@@ -87,9 +88,9 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 **Shared groups**
 
 ``meteor:{s}:shared`` (set): The names of the shared groups. Written by ``shared/open``;
-    ``SharedGroup.delete`` removes one.
-``meteor:{s}:shared:<g>:...``: The state of one shared group, in the parts below. "Key" means an
-    ordering key here, and a line is a string of rising offsets, seven bytes each. Written by
+    ``SharedGroup.delete`` removes a name.
+``meteor:{s}:shared:<g>:...``: The state of one shared group, in the parts below. There, "key" means
+    an ordering key, and a line is a string of ascending offsets, seven bytes each. Written by
     ``shared/step`` and ``shared/maintain`` unless stated otherwise; ``SharedGroup.delete`` deletes
     all of them. ``shared/group_state.py`` reads the packed values.
 ``...:meta`` (hash): ``incarnation`` of the stream, a dot, and a random id of this incarnation of
@@ -97,13 +98,14 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     ``lost_last``; ``progress``, packed: the next offset to scan, clocks, times at which something
     is due, counters (see lua/shared/_group.lua). Created by ``shared/open``; also written by
     ``shared/join``, ``shared/purge``, ``shared/resume``. While ``shared/convert`` converts the
-    state of a release before 0.3: ``converting``, ``converted``, ``returning``.
+    state of a release before 0.3: ``converting``, ``converted``, ``returning``,
+    ``letters_cursor``.
 ``...:state`` (string): A notice for releases before 0.3, which expect a hash here and so refuse the
     group without changing it. Written by ``shared/open`` and ``shared/convert``.
 ``...:members`` (hash): For each consumer id, a packed value: the last step and its result, the end
-    of the lease, the number of records held, the batches of that step, a key reserved for a last
-    try, and the name. Added by ``shared/join``; removed when the consumer leaves, or ten leases
-    after it died.
+    of the lease, the number of records held, the batches of that step, flags, a key reserved for a
+    record's last delivery attempt, and the name. Added by ``shared/join``; removed when the
+    consumer leaves, or ten leases after it died.
 ``...:keys`` (hash): An entry for each key: the owner, the number of records that the owner holds,
     and the line of waiting offsets. Keys that are stopped, suspected, or have many waiting records
     have further fields (see lua/shared/_keys.lua). An entry is removed with the key's last record.
@@ -124,32 +126,35 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     offset. The lowest score in ``ready``, ``blocked`` and ``unsettled`` is the confirmed offset.
 ``...:delayed`` (zset): Delayed keys, by the end of the delay (ms on the group's clock).
 ``...:leases`` (zset): Live consumers by the time at which they count as dead, and dead consumers by
-    the time at which they are forgotten (ms of the group's tick). Added by ``shared/join``.
+    the time at which they are forgotten (ms of the group's tick, see lua/shared/_group.lua). Also
+    written by ``shared/join``.
 ``...:idle`` (zset): Consumers that wait to be woken, by the start of their wait.
 ``...:purges`` (zset): For each purged key, the offset below which its records are dropped when they
     are scanned. Written by ``shared/purge``; ``shared/step`` removes a key once it has scanned up
     to that offset.
-``...:failures`` (hash): Offsets of open records that have failed, with their failure counts. A
-    field is removed when its record is settled.
-``...:letters`` (hash): Offsets of abandoned records that are not yet published as dead letters:
-    ``failures:bytes of key:``, then key and reason.
-``...:dying`` (zset): The same offsets, by the time (ms on the group's clock) from which any
-    consumer may publish the dead letter.
+``...:failures`` (hash): For the offset of each unsettled record that has failed, its failure count.
+    A field is removed when its record is settled.
+``...:letters`` (hash): For the offset of each record that the group has given up on but not yet
+    published as a dead letter: ``failures:length of the key in bytes:``, then the key and the
+    reason.
+``...:dying`` (zset): The offsets in ``letters``, by the time (ms on the group's clock) from which
+    any consumer may publish the dead letter.
 
 **Peer groups**
 
 ``meteor:groups`` (set): The names of the peer groups, kept like ``meteor:streams``.
 ``meteor:group:{g}:...``: The state of one peer group, in the parts below; ``g`` is its name, or
     ``name/instance``. Written by the scripts ``peers/...``, which start with ``peers/_messages``
-    and, except for sending and settling, ``peers/_group_state``. ``peers/delete`` deletes all of
-    them at once.
+    and, except for sending and settling, ``peers/_group_state``. ``peers/open`` needs neither.
+    ``PeerProtocol.delete`` deletes all of them.
 ``...:config`` (hash): Settings (peers/config.py). Written by ``peers/open``.
 ``...:state`` (hash): ``life``, a random id of this incarnation; ``view``, the number of the last
-    event, and ``mark``, which event of that number it was; ``term``, ``leader`` and its
-    ``session``; ``joins``, the number of joins so far; ``last``, the time of the last script call
-    (ms); ``due``, the time before which no work is due (ms); ``graces``, the number of times that
-    all members got more time; ``moves``, a counter that numbers messages for any member;
-    ``stranded``, whether dead members have such messages.
+    event, and ``mark``, an id of that event, because after a failover another event can have the
+    same number; ``term``, ``leader`` and its ``session``; ``joins``, the highest index of a member
+    so far; ``last``, the time (ms) of the last script call other than sending and settling;
+    ``due``, the time before which no work is due (ms); ``graces``, the number of times that members
+    got more time after an outage; ``moves``, a counter that numbers deliveries of messages for any
+    member; ``stranded``, set if dead members kept such messages because no other member was alive.
 ``...:members`` (hash): For each member ``index:session:persistent:alive:priority:joined:metadata``.
 ``...:deadlines`` (zset): Live members, by the time (ms) at which they count as dead.
 ``...:graced`` (zset): Live members that got more time and have sent no heartbeat since, by
@@ -177,19 +182,20 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     receivers that have not settled the message. Removed when the last one has settled it.
 ``...:orphans`` (zset): Dead members, and ``~<mark>~<member>`` for removed ones, whose messages are
     being handed over, by the time (ms) at which that began.
-``...:message:<id>`` (hash): The receivers of a message that a sender waits for, and their replies.
-    Expires a minute after the sender stopped waiting for it.
-``...:sender:<session>`` (string): The number of the last call with which a handle stored messages,
-    and its results. Expires an hour after the senders stopped waiting.
-``...:replies:<session>`` (stream): Messages of a handle that have replies. Expires after an hour.
-``...:dead`` (stream): Messages that no member could take.
+``...:message:<id>`` (hash): The receivers of a message whose sender waits for replies, and their
+    replies. Expires a minute after the sender stops waiting.
+``...:sender:<session>`` (string): The number of the last batch of messages that was stored in this
+    session, and its results. Expires an hour after the senders stop waiting.
+``...:replies:<session>`` (stream): The ids of a handle's messages that have got all their replies.
+    Expires an hour after the last one.
+``...:dead`` (stream): About the last thousand dead letters: messages that no member could handle.
 ``...:polls`` (zset): Open votes, by their end (ms).
 ``...:limits`` (zset): Open votes on an action, by the latest end (ms).
-``...:pending`` (hash): ``poll:when`` for the name of each action that was decided or is being voted
-    on. ``...:agenda`` (zset) has the names by that time. An entry is dropped an hour after its
-    time.
+``...:pending`` (hash): For the name of each action that was agreed or is being voted on,
+    ``poll:when``. ``...:agenda`` (zset) has the names by that time. An entry is dropped an hour
+    after its time.
 ``...:poll:<id>`` (hash): One vote. ``...:votes:<id>`` (hash) has the vote of each member. Both
-    expire an hour after the vote was decided and its action was due.
+    expire an hour after the vote was decided, or an hour after its action is due if that is later.
 
 ``delete_stream`` deletes every key of its stream, which it finds by the prefix from
 :func:`everything`.
@@ -300,7 +306,7 @@ def everything(stream: str) -> str:
 
 
 def guard(key: str | bytes) -> str:
-    """Return the guard key in the slot of another key. No client and no script ever writes it.
+    """Return the guard key for the slot of ``key``. No client and no script ever writes it.
 
     >>> guard("meteor:{orders}:log")
     'meteor:{orders}:guard'

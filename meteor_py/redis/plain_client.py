@@ -63,7 +63,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
         def _connect(self) -> socket.socket:
             version = topology.version
             node = topology.locate(None, Search(self.socket_connect_timeout))
-            assert node is not None, "sentinels always name one"
+            assert node is not None, "Sentinels.locate() returned no node"
             where = address.at(node).options
             self.host, self.port = where["host"], where["port"]
             connected: socket.socket = super()._connect()

@@ -57,7 +57,7 @@ def stream_gone(
         )
     if code == b"NOSTREAM":
         return StreamNotFound(
-            f"Stream {stream!r} no longer exists. A new publisher creates it again.",
+            f"Stream {stream!r} no longer exists. Open a publisher to create it again.",
             stream=stream,
         )
     return LogTruncated(
@@ -111,7 +111,7 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
 
 def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
-        f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
+        f"Records {first} to {last} of stream {stream!r} are in neither its ring nor its store: "
         f"they have expired, or a file was removed. Call skip_gap() on a subscriber to continue "
         f"after them, or start other readers at {last + 1}.",
         stream=stream,
@@ -157,16 +157,16 @@ def store_continued_elsewhere(stream: str) -> StoreMismatch:
 
 
 def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
-    passing = "pen the stream with client.stream(name, store=...)."
+    hint = "Open the stream with client.stream(name, store=...)."
     if verified:
-        problem, hint = "that cannot be found by its address", f"O{passing}"
+        problem = "that cannot be found by its address"
     else:
         problem = (
             "whose address this client does not trust: it is in a key that publishers may write"
         )
-        hint = (
-            "Let an administrator open the stream once with this release, and let this user read "
-            f"its settings (docs/acl.md). Or o{passing}"
+        hint += (
+            " Or let an administrator open the stream once with this release, and let this user "
+            "read its settings (docs/acl.md)."
         )
     return StoreMismatch(
         f"Older records of stream {stream!r} are in a store {problem}.",
@@ -233,7 +233,8 @@ def records_timed_out(
 
 
 def _shown(offsets: Sequence[int]) -> str:
-    return ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
+    noun = "record" if len(offsets) == 1 else "records"
+    return f"{noun} {', '.join(map(str, offsets[:5]))}" + (", ..." if len(offsets) > 5 else "")
 
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:

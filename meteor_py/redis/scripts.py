@@ -2,9 +2,9 @@
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
 header states its purpose, keys, arguments and replies, and why it must be atomic. Libraries, whose
-names start with ``_``, are inserted before the scripts that use them. A script never replies with
-an error, but with a list whose first item is a fixed code. An error reply therefore means that the
-server did not run the script, or stopped it.
+names start with ``_``, are inserted before the scripts that use them. If a script refuses a
+request, it never replies with an error, but with a list whose first item is a fixed code. An error
+reply therefore means that the server did not run the script, or stopped it.
 
 ``shared/step`` is far longer than the others. It settles records, claims records and scans the
 index. All three change the same ordering keys, and every client must see them as one change. As

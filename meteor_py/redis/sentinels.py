@@ -308,7 +308,7 @@ class _Watcher:
                     return
                 must_repeat = False
                 try:
-                    # A new subscription needs a check, because an earlier message was missed.
+                    # A new subscription needs a check: an earlier message may have been missed.
                     is_new = self._connect(topology)
                     if has_message or is_new or topology.is_stale:
                         self._check(topology)
@@ -332,7 +332,7 @@ class _Watcher:
             self._connections.pop(sentinel).close()
 
     def _connect(self, topology: Sentinels) -> bool:
-        """Subscribe to all sentinels without a connection; return whether any succeeded."""
+        """Subscribe to each sentinel that has no connection yet; return whether any succeeded."""
         found, known = False, topology.known
         self._disconnect([sentinel for sentinel in self._connections if sentinel not in known])
         for gone in self._failures.keys() - known:

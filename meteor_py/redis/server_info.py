@@ -17,8 +17,8 @@ class ServerDescription:
     """A snapshot of a server or cluster. Fields that the server does not disclose are None.
 
     For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
-    ``uptime`` is the shortest uptime of a primary. A field is None if one of the primaries does not
-    disclose it or cannot be reached.
+    ``uptime`` is the shortest uptime of a primary. Each of these four fields is None if one of the
+    primaries does not disclose it or cannot be reached.
     """
 
     #: "valkey", "redis", or "fake".
@@ -30,7 +30,7 @@ class ServerDescription:
     memory: int | None = None
     #: Memory limit in bytes, above which the server accepts no records. None if there is no limit.
     memory_max: int | None = None
-    #: Number of open connections, including this one.
+    #: Number of open connections, including the one that reads this number.
     clients: int | None = None
     #: Seconds since the server was started.
     uptime: int | None = None

@@ -18,7 +18,7 @@ _OLDEST = (7, 0)
 
 
 def check_server(connection: Connection) -> None:
-    """Warn if the server is too old, evicts keys, or persists nothing.
+    """Warn if the server is too old, evicts keys, or has append-only persistence turned off.
 
     Raises:
         ServerRefused: The server is a node of a cluster, but the address names a single server.
@@ -44,9 +44,9 @@ def find_dangers(connection: Connection) -> list[str]:
 
 
 def eviction_policy(connection: Connection) -> str | None:
-    """Return the server's eviction policy if it may delete our keys, else None.
+    """Return the server's eviction policy if it can delete meteor_py's keys, else None.
 
-    Also returns None if the user may not call INFO.
+    Also return None if the user is not allowed to call INFO.
     """
     facts = _ask(connection)
     policy = facts.get("maxmemory_policy", "noeviction")
@@ -82,7 +82,7 @@ def warn_of_hidden_history(connection: Connection) -> None:
 
 
 def dangers(facts: dict[str, str]) -> list[str]:
-    """Return a clause for each danger in the INFO fields. It continues "The server at ..."."""
+    """Return a clause for each danger in the INFO fields, to follow "The server at ..."."""
     found: list[str] = []
     version = facts.get("redis_version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -67,7 +67,7 @@ class SharedConnection:
                 self._user = None
 
     def is_mine(self) -> bool:
-        """Whether this thread is in the middle of a call. If so, the caller is a signal handler."""
+        """Return whether this thread is in a call. If so, the caller is a signal handler."""
         return self._user == threading.get_ident()
 
     @property

@@ -57,7 +57,7 @@ class Wire:
     def read(self, timeout_s: float) -> Any:
         """Return the next reply, waiting up to ``timeout_s`` seconds for each part of it.
 
-        If it is an error reply, returns it as a redis-py exception without raising it.
+        Return an error reply as a redis-py exception, without raising it.
         """
         if self._unread:
             return self._unread.pop()

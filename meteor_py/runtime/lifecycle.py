@@ -1,9 +1,9 @@
-"""Registries for this process's open objects, and the three events that close them.
+"""Registries for this process's open objects, and the events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
-object has one ``Registry``. Three events close objects, in the order of ``ClosingOrder``: a client
-closes its own (``close_owned``), interpreter exit closes all, and a forked child abandons its
-parent's objects.
+object has one ``Registry``. Objects are closed in the order of ``ClosingOrder``. A client that is
+closed closes its own objects (``close_owned``). A signal (``close_all``) and interpreter exit close
+all objects. A forked child abandons its parent's objects.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def close_owned(owner: object) -> None:
 def close_all(timeout_s: float) -> None:
     """Close every open object in this process, then raise the first failure.
 
-    A signal handler in the main thread may call this at any time. Publishers that cannot send their
-    records within ``timeout_s`` seconds drop them. Other kinds have their own limits.
+    A signal handler in the main thread may call this at any time. Publishers have most of
+    ``timeout_s`` seconds to send their records, and drop the rest. Other kinds have their own
+    limits.
     """
     deadline = time.monotonic() + _WITHIN_SHARE * timeout_s
 

@@ -48,7 +48,7 @@ class SignalSafeCondition:
         self._waiters: deque[LockType] = deque()
 
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock. If so, a signal handler must not wait for it."""
+        """Return whether this thread holds the lock. If so, a handler must not wait for it."""
         return bool(self._lock._is_owned())
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -129,7 +129,7 @@ class SignalSafeEvent:
             try:
                 self._waiters.remove(waiter)
             except ValueError:
-                pass  # the thread that set the event has removed it
+                pass  # the thread that set the event has removed the waiter
         return self._is_set
 
 

@@ -39,7 +39,7 @@ def install(signals: Sequence[int], timeout_s: float) -> None:
     """Install the handler for ``signals``; see ``meteor_py.close_on_signal``.
 
     Raises:
-        RuntimeError: This is not the main thread.
+        RuntimeError: The caller is not the main thread.
         ValueError: The system does not allow a handler for one of the signals.
     """
     global _timeout_s

@@ -55,7 +55,7 @@ class Address(NamedTuple):
     """Where a server listens, according to the files in its directory."""
 
     socket_path: str
-    port: int  # 0: no TCP
+    port: int  # 0 if the server does not listen on TCP
     password: str | None
     pid: int
 
@@ -72,7 +72,8 @@ def kept_directory(directory: Path) -> Path:
     """Create the directory if necessary. Refuse a directory that other users could change.
 
     Raises:
-        ServerStartFailed: The directory belongs to another user, or other users can enter it.
+        ServerStartFailed: The directory belongs to another user, or it holds other files and other
+            users can enter it.
     """
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def private_directory() -> Path:
 
 
 def _is_leftover(datadir: Path) -> bool:
-    """Whether the directory is not new, and no process holds any of its locks."""
+    """Return whether the directory is not new, and no process holds any of its locks."""
     if not is_private(datadir) or time.time() - datadir.lstat().st_mtime < STALE_S:
         return False
     with (
@@ -130,7 +131,7 @@ def _is_leftover(datadir: Path) -> bool:
 
 
 def is_private(path: str | Path) -> bool:
-    """Whether the path is this user's directory, and no other user can enter it."""
+    """Return whether the path is this user's directory, and no other user can enter it."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -108,7 +108,8 @@ class EmbeddedServer:
                 raise ServerStartFailed(
                     f"Cannot restart the embedded server in {self.directory}: {exc}."
                 ) from exc
-        _check_tcp(self.directory, address, self._tcp)  # another user may have restarted it
+        # Another user may have restarted the server without TCP.
+        _check_tcp(self.directory, address, self._tcp)
         self._address = address
 
     def _check_open(self) -> None:
@@ -213,7 +214,7 @@ def _release(users: Lock, datadir: Path, keep: bool) -> None:
             # its supervisor.
             if users.is_in_place():
                 _stop(users, datadir, deadline)
-        elif not users.take(fcntl.LOCK_SH):  # another last user is stopping the server
+        elif not users.take(fcntl.LOCK_SH):  # another process is stopping the server
             _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
         logger.debug("Leaving the embedded server in %s to its supervisor: %s", datadir, exc)
@@ -298,7 +299,7 @@ def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
 
 
 def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
-    """Whether the server may be restarted yet. Raise if that is not allowed before the deadline."""
+    """Return whether the server may be restarted now. Raise if the wait would take too long."""
     restart.check()
     wait_s = restarts.wait_s(datadir)
     if time.monotonic() + wait_s > deadline:
@@ -310,7 +311,7 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
     """Start a supervisor, which inherits ``watcher.lock``.
 
-    If a server is still running but its supervisor was killed, starts nothing and returns False.
+    If a server is still running but its supervisor was killed, start nothing and return False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
@@ -324,7 +325,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # before starting: even a start that kills us must count
+            restarts.record(datadir)  # before starting: it counts even if this process dies
             logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)
@@ -355,7 +356,7 @@ def _start_failed(datadir: Path, problem: str) -> ServerStartFailed:
 
 
 def _poll(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition holds, or the deadline (``time.monotonic``) has passed."""
+    """Wait until the condition holds or the deadline has passed; return whether it holds."""
     while not condition():
         if time.monotonic() > deadline:
             return False

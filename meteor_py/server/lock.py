@@ -31,7 +31,7 @@ class Lock:
     def take(self, how: int) -> bool:
         """Try to take the lock as ``LOCK_SH`` or ``LOCK_EX``, or to convert a lock already held.
 
-        If a conversion fails, the previous lock is lost.
+        Return whether this succeeded. If a conversion fails, the previous lock is lost.
         """
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)
@@ -40,7 +40,7 @@ class Lock:
         return True
 
     def is_in_place(self) -> bool:
-        """Whether the path still refers to this file, which may have been deleted or replaced."""
+        """Return whether the path still refers to this file. It may have been replaced."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.lstat(self._path))
         except FileNotFoundError:

@@ -28,7 +28,7 @@ def find_address(datadir: Path) -> Address | None:
 
 
 def replies(address: Address, timeout_s: float = 1.0) -> bool:
-    """Whether the server is running and has loaded its data."""
+    """Return whether the server is running and has loaded its data."""
     try:
         reply = _call(address, b"PING", timeout_s)
     except OSError:

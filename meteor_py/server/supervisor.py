@@ -134,7 +134,7 @@ def _end_with_parent(signal_number: int) -> None:
 def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
     """Wait until the server ends. Stop it when its last user is gone.
 
-    Returns the wait status, and whether this process stopped the server.
+    Return the wait status, and whether this process stopped the server.
     """
     # Python writes a byte to this pipe for each signal. This avoids a race between the check and
     # the wait.

@@ -23,12 +23,12 @@ class TimeLimit(NamedTuple):
 class AckTimeouts:
     """Finds records whose time limit has expired. ``Deliveries`` guards it with its lock.
 
-    It keeps no list, because each record has its own deadline. A deadline is never brought forward,
-    so there is nothing to check before the earliest known deadline.
+    It keeps no list, because each record stores its own deadline. A deadline never moves to an
+    earlier time, so there is nothing to check before the earliest known deadline.
     """
 
     def __init__(self) -> None:
-        self._look_at = math.inf  # no record has an earlier deadline
+        self._look_at = math.inf  # no held record has an earlier deadline
 
     def start(self, records: Iterable[SharedRecord], limit: TimeLimit) -> bool:
         """Start the time limit for records now; return whether ``due_s`` has decreased."""
@@ -40,7 +40,7 @@ class AckTimeouts:
         return earlier
 
     def due_s(self) -> float:
-        """Return the minimum number of seconds until a record's time limit expires."""
+        """Return the number of seconds before which no time limit can expire."""
         return self._look_at - now()
 
     def expired(self, held: Iterable[SharedRecord]) -> list[SharedRecord]:

@@ -65,18 +65,18 @@ class Consumer:
     id: str
     #: Host, process and a random part.
     name: str
-    #: The ordering keys that it owns.
+    #: Number of ordering keys whose records it holds.
     keys: int
     #: Number of records that it holds.
     records: int
     #: Seconds until its lease expires, unless the consumer renews it. If negative, the lease has
-    #: expired, and the next consumer that asks for records takes over the held records.
+    #: expired, and the held records return to the group once other consumers call the server.
     lease: float
 
 
 @dataclass(frozen=True)
 class KeyState:
-    """A snapshot of one ordering key with unsettled records."""
+    """A snapshot of one ordering key that has unsettled records or is stopped."""
 
     #: The ordering key itself: the key or header value that its records share.
     key: bytes
@@ -88,7 +88,7 @@ class KeyState:
     waiting: int
     #: The name of the consumer that holds records of this key; None if the key is free.
     owner: str | None
-    #: The lowest unsettled offset.
+    #: The lowest unsettled offset; -1 if the key is stopped and has no records.
     oldest: int
     #: "ready" for any consumer, "owned" by one consumer, or stopped: "delayed" or "parked".
     state: Condition
@@ -110,7 +110,8 @@ class SharedDescription:
     waiting: int
     #: Number of ordering keys that are free and have waiting records.
     ready: int
-    #: Number of ordering keys that are delayed or parked and have waiting records.
+    #: Number of ordering keys whose waiting records no consumer can get yet, because the key is
+    #: delayed or parked, or because its owner holds later records.
     blocked: int
     #: Number of dead letters that have not been published yet.
     dead_letters_pending: int
@@ -201,13 +202,13 @@ class SharedGroup:
             **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
         )
-        # Count the full time since the last call. To a reader, a consumer that was silent for so
-        # long is dead, although the server ends its lease only after other consumers have called.
+        # Count the full time since the last call, so that a consumer that was silent for so long is
+        # shown as dead. The server itself ends the lease only after other consumers have called.
         tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
         return description, tick
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
-        """Return the ordering keys that have unsettled records, sorted by their oldest record.
+        """Return the ordering keys that have unsettled records or are stopped, by oldest record.
 
         Reads the state in portions, so the result is not a snapshot of a single instant.
 
@@ -284,9 +285,11 @@ class SharedGroup:
                     at = max(at, first + len(found))
 
     def _stored_keys(self, frames: FrameCache, at: int, end: int) -> tuple[int, list[bytes]]:
-        """Return the keys of records that are in the store or the ring but not in the index.
+        """Return the ordering keys of records that are in the store or the ring, but not the index.
 
-        The list is empty if the records are lost.
+        Returns:
+            The first record's offset, and the keys of that record and those after it. If records
+            are lost, the offset after the gap, and an empty list.
         """
         rule = self.stream.config.ordering_rule
         assert rule is not None, "a shared group needs an ordering key"
@@ -400,7 +403,7 @@ class SharedGroup:
         return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
-        """Delete the group, including the information which records are settled.
+        """Delete the group, including the information about which records are settled.
 
         Args:
             force: Delete it even if it has consumers; their next calls raise ``GroupNotFound``.
@@ -422,7 +425,7 @@ class SharedGroup:
                 shared=True,
             )
         client, meta = self._handle.connector, self._protocol.key("meta")
-        self._protocol.find()  # raises an error if the user is not allowed to delete the group
+        self._protocol.find()  # if the user may not list the group's keys, fail before deleting any
         # Delete the meta key first: without it, no script changes or creates a key of the group.
         client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()
@@ -454,7 +457,7 @@ def open_shared(
             reads at a time.
         GroupNotFound: The group does not exist, and ``start`` is NONE.
         MeteorError: The stream has no ``ordering_key``.
-        ValueError: ``start`` is an offset beyond the end.
+        ValueError: ``start`` is an offset beyond the end of the stream.
     """
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
@@ -464,7 +467,7 @@ def open_shared(
         )
     config = SharedConfig(**asked)
     if config.dead_letter == stream.name:
-        raise ValueError("The dead letters of a stream cannot go to the stream itself.")
+        raise ValueError("A stream cannot receive its own dead letters. Choose another stream.")
     first = ""
     if not isinstance(start, InitialOffset):
         first = str(_check_end(stream, handle.resolve(start)[0]))
@@ -524,7 +527,7 @@ def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescript
         try:
             found, members = SharedGroup(stream, handle, name)._describe_all()
         except (GroupNotFound, ValueError):
-            continue  # the group was just deleted, or another program wrote the name
+            continue  # the group was just deleted, or another program added an invalid name
         live = sum(consumer.lease > 0 for consumer in members.values())
         summaries.append(
             GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)

@@ -31,7 +31,7 @@ class SharedConfig:
     """Settings of a shared group. They are stored in Redis and are the same for all consumers."""
 
     #: The maximum number of records of one ordering key that a consumer holds, so that a busy key
-    #: leaves room for others: 1 to 10,000. With 0, only ``prefetch`` limits it.
+    #: leaves room for others: 1 to 10,000. With 0, only ``prefetch`` limits the number.
     max_per_key: int = 32
     #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
@@ -90,7 +90,7 @@ class SharedConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> SharedConfig:
-        """Read the stored fields."""
+        """Create a configuration from the stored fields."""
         return cls(
             max_per_key=int(fields["group_cap"]),
             lease_ttl=int(fields["lease_ms"]) / 1000,
@@ -103,7 +103,7 @@ class SharedConfig:
 
     def differing(self, asked: dict[str, Any]) -> str | None:
         """Return the name of the first requested setting that differs from this configuration."""
-        # Compare the stored fields, because storing rounds values, and rounding does not count.
+        # Round the requested values as storing does, because a rounding difference does not count.
         wanted = SharedConfig.from_fields(SharedConfig(**asked).to_fields())
         return next((name for name in asked if getattr(self, name) != getattr(wanted, name)), None)
 
@@ -112,9 +112,9 @@ class SharedConfig:
 class ConsumerConfig:
     """Settings of one consumer in a shared group."""
 
-    #: The maximum number of unsettled records that the consumer holds, delivered or buffered; 1 to
-    #: 10,000.
-    #: ``run()`` holds fewer if its handlers are slow, so that other consumers get their share.
+    #: The maximum number of unsettled records that the consumer holds, delivered or buffered: 1 to
+    #: 10,000. ``run()`` holds fewer if its handlers are slow, so that other consumers get their
+    #: share.
     prefetch: int = 256
     #: The maximum size in bytes of the record values that the consumer fetches ahead: 1 to 2**40.
     #: It always fetches at least one record, whatever the record's size.

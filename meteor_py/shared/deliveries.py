@@ -1,8 +1,8 @@
-"""One consumer's deliveries: exchanges with the server about the records that it holds and settles.
+"""One consumer's deliveries: how it exchanges granted records and settlements with the server.
 
-Each step has a number, one higher than the consumer's last step that the server knows. The server
-therefore never takes a step twice. If a reply is lost, the consumer sends the same step again and
-gets the same reply. If its lease has expired in the meantime, the server replies with the number of
+Each step has a number, one higher than that of the consumer's last step. The server therefore never
+takes a step twice. If a reply is lost, the consumer sends the same step again and gets the same
+reply. If the consumer's lease has expired in the meantime, the server replies with the number of
 the last step it took, so that the consumer knows which settlements counted.
 """
 
@@ -91,7 +91,7 @@ class Deliveries:
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
         self._ack_timeouts = AckTimeouts()
-        self._notified = False  # since the last step
+        self._notified = False  # whether _notify() was called since the last step began
         #: Whether a thread is waiting until fewer records are held.
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
@@ -220,24 +220,25 @@ class Deliveries:
         """Start the time limit for records that the application is about to get."""
         with self.condition:
             if self._ack_timeouts.start(records, limit):
-                self.condition.notify_all()  # the lease renewer may be in a longer wait
+                self.condition.notify_all()  # the lease renewer must not wait past the deadline
 
     def expire_records(self) -> float:
         """Give records back to the group if their time limit has expired.
 
-        Returns the seconds until the next time limit expires. The caller holds the lock.
+        Return the number of seconds before which no other time limit can expire. The caller holds
+        the lock.
         """
         for record in self._ack_timeouts.expired(self.holdings.held()):
             if record.standing is not Standing.HELD:
                 continue  # rewound with an earlier record of its key
-            assert record.time_limit is not None, "it has a deadline"
+            assert record.time_limit is not None, "a record with a deadline has a time limit"
             setting, seconds = record.time_limit
             reason = f"It was not settled within {seconds:g} seconds ({setting})."
             self.holdings.settle(record, "R", b"0:%b" % _encoded(reason))
             record.standing = Standing.EXPIRED
             _log.error(
-                "Record %d of stream %r was not settled within %g seconds (%s), so shared group %r "
-                "delivers it again.",
+                "Record %d of stream %r was not settled within %g seconds (%s). The consumer "
+                "returned it to shared group %r as failed.",
                 *(record.offset, self.protocol.stream.name, seconds, setting, self.protocol.group),
             )
         return self._ack_timeouts.due_s()
@@ -253,7 +254,10 @@ class Deliveries:
         lost: Iterable[int],
         unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
-        """Hold the granted records that were fetched; settle the lost and unreadable ones."""
+        """Hold the granted records that were fetched, and return them.
+
+        Also settle the granted records that are lost or unreadable.
+        """
         with self.condition:
             # Use a copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
@@ -274,7 +278,8 @@ class Deliveries:
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
         """Settle a dead letter.
 
-        ``history`` is the history in which it was published, or None if its record is lost.
+        ``history`` is the server's history in which the dead letter was published, or '' if that
+        was on another node. It is None if the record is lost or unreadable.
         """
         lost = history is None
         detail = b"" if history is None else history.encode()
@@ -336,8 +341,9 @@ class Deliveries:
             return connection.retry_redirected(exchange, connection)
 
         while self.condition.is_mine():
-            # This is a signal handler that interrupted a thread while it held the lock. The thread
-            # that uses the connection may need the lock, so release it now and then.
+            # This is a signal handler that interrupted its thread while that thread held the lock.
+            # If another thread is using the connection, it may need the lock, so release the lock
+            # now and then.
             try:
                 return self._connection.use(work, timeout_s=_TURN_S)
             except TimeoutError:
@@ -396,8 +402,8 @@ class Deliveries:
                 continue
             refusals_left -= 1
         raise ConnectionFailed(
-            f"The server refused {_ROUNDS} steps of this consumer in shared group "
-            f"{self.protocol.group!r} in a row. Try again, or open another consumer."
+            f"The server refused {_ROUNDS} steps in a row from this consumer in shared group "
+            f"{self.protocol.group!r}. Try again, or open another consumer."
         )
 
     def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
@@ -425,9 +431,10 @@ class Deliveries:
             try:
                 done = self.protocol.maintain(connection, self._consumer, leave=leave)
             except ConsumerGone:
-                break  # the next step reports it
+                break  # the lease has expired, which the next step finds out and handles
             with self.condition:
-                # The server reassigns a dead letter that is not published within lease_ttl.
+                # The server assigns a dead letter again if it is not published within lease_ttl.
+                # Publish it only once.
                 self.dead_letters += [
                     letter for letter in done.dead_letters if letter not in self.dead_letters
                 ]
@@ -469,7 +476,8 @@ class Deliveries:
     def _drop_lost_letters(self, connection: Connection) -> None:
         """Drop the settlements of dead letters that a failover may have lost.
 
-        The server assigns them again after ``lease_ttl``, and publishing them again is harmless.
+        The server assigns such dead letters again after ``lease_ttl``, and publishing them again is
+        harmless.
         """
         if self.holdings.has_letters:
             history = connection.refresh_history().encode()

@@ -69,7 +69,7 @@ class FrameCache:
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
-        """Store the ``large`` field of the meta, which covers all offsets to be fetched next."""
+        """Store the stream's ``large`` field, read no earlier than the offsets to fetch next."""
         self._large = large
 
     def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
@@ -77,8 +77,8 @@ class FrameCache:
 
         Args:
             offsets: In ascending order.
-            max_bytes: Stop when the fetched values have this many bytes in total. At least one
-                record is returned.
+            max_bytes: Stop when the fetched values have at least this many bytes in total. The
+                first record is fetched whatever its size.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
@@ -260,7 +260,10 @@ class FrameCache:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk, size: int) -> None:
-        """Add a chunk and drop the ones it overlaps. Ring and store divide records differently."""
+        """Add a chunk and drop those that it overlaps.
+
+        Chunks can overlap, because ring and store divide the same records differently.
+        """
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -272,7 +275,7 @@ class FrameCache:
         self._frames[start], self._bytes[start] = list(chunk.rows()), size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop the oldest frames beyond the limits, and all frames that have only one record."""
+        """Drop frames without wanted records: the oldest beyond the limits, and single records."""
         needed = {
             first
             for first, records in self._frames.items()

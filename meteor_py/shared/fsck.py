@@ -65,7 +65,7 @@ def find_flaws(protocol: SharedProtocol) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """The place of an unsettled record."""
+    """An unsettled record, and the ordering key under which the state lists it."""
 
     offset: int
     key: bytes
@@ -114,7 +114,7 @@ class _Check:
         self._flaws[flaw] = None
 
     def _at_once(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Run commands at one instant."""
+        """Run commands in one transaction; return their replies."""
         found: list[Any] = self._connector.pipeline([("MULTI",), *commands, ("EXEC",)])[-1]
         return found
 
@@ -136,7 +136,10 @@ class _Check:
         return good
 
     def _read_meta(self) -> tuple[bytes, Progress, int] | None:
-        """Return the raw and the parsed progress, and the group's first offset."""
+        """Return the raw and the parsed progress, and the group's first offset.
+
+        Returns None if the progress cannot be read.
+        """
         protocol = self._protocol
         (end,), flat = self._at_once(
             [("HMGET", protocol.meta, "next"), ("HGETALL", protocol.key("meta"))]
@@ -152,7 +155,7 @@ class _Check:
             self._add(f"A setting is invalid: {error}")
         for name in ("start", "max_waiting"):
             if not state.get(name, "").isdigit():
-                self._add(f"The meta has no number {name!r}.")
+                self._add(f"The meta hash has no numeric field {name!r}.")
         try:
             progress = Progress.parse(raw)
         except ValueError as error:
@@ -218,7 +221,10 @@ class _Check:
                 return
 
     def _read_member(self, id: bytes) -> tuple[bytes | None, dict[bytes, bytes]]:
-        """Return a consumer's entry and batches, or None if they keep changing."""
+        """Return a consumer's entry and batches. The entry is None if it is gone or keeps changing.
+
+        Reads the batches in portions, so it starts again if the entry changes.
+        """
         protocol = self._protocol
         key = protocol.whole(b"batches:" + id)
         for _ in range(_TRIES):
@@ -258,7 +264,10 @@ class _Check:
         if not member.dead and member.holding != size:
             self._add(f"Consumer {id!r} counts {member.holding} held records, but has {size}.")
         if member.alone and size > 1:
-            self._add(f"Consumer {id!r} must hold the last try of a record alone, but does not.")
+            self._add(
+                f"Consumer {id!r} holds {size} records, but one of them is on its last delivery "
+                "attempt and must be held alone."
+            )
         return held if readable else None
 
     def _check_keys(self) -> None:
@@ -269,7 +278,7 @@ class _Check:
             cursor, flat = self._connector.call(
                 "HSCAN", protocol.key("keys"), cursor, "COUNT", _KEYS
             )
-            names = [name for name in flat[::2] if name not in seen]  # HSCAN may repeat one
+            names = [name for name in flat[::2] if name not in seen]  # HSCAN may repeat a field
             seen.update(names)
             for part in _batched(names, _KEYS):
                 self._check_some_keys(part)
@@ -315,13 +324,14 @@ class _Check:
         for name, score in zip(_SETS[:2], scores, strict=False):
             wanted = waiting[0] if waiting and name == place else None
             if (None if score is None else float(score)) != wanted:
-                self._add(f"The set {name} does not have key {key!r} where it belongs.")
-        if (entry.stop == DELAYED) != (scores[2] is not None):
-            ends = "has no time at which its delay ends" if scores[2] is None else "is not delayed"
-            self._add(f"Key {key!r} is delayed or has an end of a delay, but {ends}.")
+                self._add(f"The set {name} lists key {key!r} wrongly, or wrongly omits it.")
+        if entry.stop == DELAYED and scores[2] is None:
+            self._add(f"Key {key!r} is delayed, but the set delayed does not list it.")
+        if entry.stop != DELAYED and scores[2] is not None:
+            self._add(f"The set delayed lists key {key!r}, which is not delayed.")
 
     def _check_chunks(self, key: bytes) -> None:
-        """Check the waiting offsets that are in chunks, because the key's entry has no room."""
+        """Check the chunks of waiting offsets, which did not fit in the key's entry."""
         protocol = self._protocol
         get = ("HGET", protocol.key("keys"), key)
         for _ in range(_TRIES):
@@ -348,7 +358,10 @@ class _Check:
             self._add(f"A chunk of key {key!r} cannot be read: {error}")
             return
         if None in chunks or len(far) != entry.far:
-            self._add(f"Key {key!r} counts {entry.far} further waiting records, but others wait.")
+            self._add(
+                f"Key {key!r} counts {entry.far} further waiting records, which does not match its "
+                "chunks."
+            )
         if any(low >= high for low, high in pairwise([*entry.waiting[-1:], *far])):
             self._add(f"The waiting records of key {key!r} are not in order.")
         self._waiting += [_Place(offset, key) for offset in far]
@@ -367,14 +380,14 @@ class _Check:
                 self._add(f"Key {key!r} counts {entry.held} held records, not {held[key]}.")
 
     def _check_strays(self, name: str, seen: set[bytes]) -> None:
-        """Find elements of a set that have no key entry."""
+        """Find ordering keys in a set that have no entry in ``keys``."""
         protocol = self._protocol
         for portion in protocol.scan("ZSCAN", name):
             for key in {key for key, _ in portion} - seen:
                 exists = ("HEXISTS", protocol.key("keys"), key)
                 found, score = self._at_once([exists, ("ZSCORE", protocol.key(name), key)])
                 if not found and score is not None:
-                    self._add(f"The set {name} has key {key!r}, which has no records.")
+                    self._add(f"The set {name} lists key {key!r}, which has no entry.")
 
     def _check_letters(self) -> None:
         protocol, letters = self._protocol, dict[bytes, bytes]()
@@ -413,9 +426,9 @@ class _Check:
         places = self._places()
         offsets = {place.offset for place in places}
         if len(offsets) != len(places):
-            flaws.append("A record is in two places.")
+            flaws.append("A record is listed twice.")
         if offsets and not start <= min(offsets) <= max(offsets) < progress.next:
-            flaws.append("A record is held or waiting, but was not scanned.")
+            flaws.append("An unsettled record is outside the range that the group has scanned.")
         if progress.waiting != len(self._waiting):
             count = len(self._waiting)
             flaws.append(f"The group counts {progress.waiting} waiting records, but {count} wait.")
@@ -430,7 +443,8 @@ class _Check:
         failures = {offset for portion in portions for offset, _ in portion}
         if len(failures) != progress.failing:
             flaws.append(
-                f"The group counts {progress.failing} failed records, but {len(failures)} have."
+                f"The group counts {progress.failing} failed records, but 'failures' lists "
+                f"{len(failures)}."
             )
         flaws += [
             f"Settled record {offset.decode(errors='replace')} is in 'failures'."
@@ -442,7 +456,10 @@ class _Check:
         if marks != self._marks:
             flaws.append("The set 'unsettled' does not list exactly the batches and dead letters.")
         if self._connector.call("ZCARD", protocol.key("purges")) != progress.purging:
-            flaws.append(f"The group counts {progress.purging} purged keys, but others are listed.")
+            flaws.append(
+                f"The group counts {progress.purging} purged keys, but 'purges' lists another "
+                "number."
+            )
         return flaws
 
     def _check_index(self) -> None:

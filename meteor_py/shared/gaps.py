@@ -38,11 +38,11 @@ class Gap(NamedTuple):
                 last=last,
             )
         if isinstance(cause, CorruptSegment):
-            why = "the store holds damaged ones"
+            why = "they are damaged in the store"
         elif isinstance(cause, UnsupportedFrame):
             why = "a newer version of meteor-py wrote them"
         else:
-            why = "their bytes differ from what the publisher wrote"
+            why = "they are damaged in the ring"
         error = type(cause)(
             f"Records {first} to {last} of stream {stream!r} cannot be read: {why}. Shared group "
             f"{group!r} counts them as lost, and the next poll continues after them.",
@@ -65,14 +65,14 @@ class Gaps:
         self._gaps.append(Gap(first, last, cause))
 
     def take(self) -> Gap | None:
-        """Remove and return the first gap, merged with the gaps that continue it."""
+        """Remove and return the first gap, merged with later gaps that belong to it."""
         if not self._gaps:
             return None
         (first, last, cause), *others = sorted(self._gaps, key=attrgetter("first"))
         self._gaps = []
         for gap in others:
-            # Merge gaps that have the same cause even if they are not adjacent: another consumer
-            # may hold records in the middle of an unreadable frame.
+            # Merge unreadable gaps that have the same cause even if they are not adjacent: another
+            # consumer may hold records in the middle of the same frame.
             if gap.cause is cause and (cause is not None or gap.first <= last + 1):
                 last = max(last, gap.last)
             else:

@@ -1,4 +1,4 @@
-"""Parses a shared group's state in Redis, which the scripts in ``redis/lua/shared`` write."""
+"""Parsers for a shared group's state in Redis, which the scripts in ``redis/lua/shared`` write."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Member(NamedTuple):
     #: Whether its lease has expired. The server keeps the entry for a while, so that the consumer
     #: can learn the outcome of its last step.
     dead: bool
-    #: The ordering key that it reserves for a last try; empty if none.
+    #: The ordering key that it reserves for a record's last delivery attempt; empty if none.
     kept: bytes
     name: str
 
@@ -115,7 +115,7 @@ class KeyEntry(NamedTuple):
         return len(self.waiting) + self.far
 
     def chunks(self, key: bytes) -> Iterator[bytes]:
-        """Yield the fields of ``waiting`` that hold its further offsets, in order."""
+        """Yield the names of the ``waiting`` fields that hold the key's further offsets."""
         numbers = range(self.first, self.last + 1) if self.far else ()
         return (b"%b:%d" % (key, number) for number in numbers)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: Maximum numbers, per step, of acknowledged records, of other settlements, and of the batches that
-#: the settlements refer to. They are limited because the server runs nothing else during a step.
+#: Maximum numbers per step: records in the batches to acknowledge, other settlements, and batches
+#: that these other settlements refer to. The server runs nothing else during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 _OTHER_BATCHES_MAX = 32
@@ -59,8 +59,8 @@ class Holdings:
         self._by_key: dict[bytes, dict[int, SharedRecord]] | None = None
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
-        # Keys that were rewound before all their granted records were fetched. Each has the offset
-        # of the rewind, and the last batch that was granted before it.
+        # Keys that were rewound before all their granted records were fetched. The value is the
+        # offset to which the key was rewound, and the last batch granted before the rewind.
         self._rewound: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Holdings:
         return received
 
     def _was_rewound(self, record: SharedRecord) -> bool:
-        """Whether a record was granted before its ordering key was rewound to an earlier one."""
+        """Whether a record was granted before its key was rewound to an earlier record."""
         to, last = self._rewound.get(record.ordering_key, (record.offset, 0))
         return record.offset > to and self._batch_of[record.offset].number <= last
 
@@ -122,7 +122,7 @@ class Holdings:
 
     def ack(self, record: SharedRecord) -> None:
         """Acknowledge a held record."""
-        # The same as _drop, without the call: this runs once per record.
+        # This repeats the code of _drop, because a call for every record would take longer.
         offset = record.offset
         record.standing = _SETTLED
         self._held.pop(offset, None)
@@ -136,7 +136,7 @@ class Holdings:
     def settle(
         self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
     ) -> None:
-        """Release or reject a held record. ``kind`` is any kind of ``Settlement`` except "A".
+        """Release or reject a held record. ``kind`` is "R", "U" or "X" (see ``Settlement``).
 
         Some settlements rewind the record's ordering key, so that later records of the key are
         returned with it. These are "R" and "U" unless ``alone`` is true, and "X" if rejecting stops
@@ -223,7 +223,7 @@ class Holdings:
         return self._others[:_OTHERS_MAX]
 
     def _clear_sent(self, request: StepRequest) -> None:
-        """Remove a request's settlements from the queues. Repeating it changes nothing."""
+        """Remove a request's settlements from the queues. A second call changes nothing."""
         sent = dict.fromkeys(request.acks)  # None: the whole batch
         partial = {one.batch: {*one.offsets} for one in request.settlements if one.kind == "A"}
         for number, offsets in {**sent, **partial}.items():
@@ -252,13 +252,14 @@ class Holdings:
                 self._batches[number] = batch
         if self._rewound:
             last = max(self._batches, default=0)
-            # These settlements were made after the step was sent: they rewind its grants, too.
+            # These settlements were made after the step was sent, so they also rewind the records
+            # that it granted.
             for other in self._others:
                 if other.rewinds is not None and other.rewinds in self._rewound:
                     self._rewound[other.rewinds] = (self._rewound[other.rewinds][0], last)
 
     def end_step(self) -> None:
-        """Mark the reply as applied, both here and in ``Deliveries``."""
+        """End the step, after its reply was applied here and in ``Deliveries``."""
         if self.request is not None:
             self.number = self.request.number
             self.request = None
@@ -324,7 +325,11 @@ class Holdings:
         return void
 
     def fence(self, step: int, report: StepReport) -> tuple[list[int], list[int]]:
-        """Drop all records and settlements, because the lease has expired after ``step``.
+        """Drop all records and settlements, because the lease has expired.
+
+        Args:
+            step: The last step that the server took; -1 if the server does not know the consumer.
+            report: The report of that step.
 
         Returns:
             The offsets whose settlements are void, and those whose settlements may have counted.

@@ -15,9 +15,9 @@ from meteor_py.shared.deliveries import Deliveries
 _log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "meteor-shared"
-#: Seconds that a settlement waits for others to be sent with it: first while the application
-#: processes records, then while it polls. The second pause is short, because sending a settlement
-#: may make records available.
+#: Seconds that a settlement waits for others to be sent with it: _GATHER_S while the application
+#: processes records, and _HURRY_S while it polls. During a poll, sending a settlement may make
+#: records available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
 #: Seconds that an idle consumer stays registered for wake-ups after a poll, because the application
@@ -50,7 +50,7 @@ class LeaseRenewer:
         deliveries = self._deliveries
         if not polling and (deliveries.idle is not None or deliveries.holdings.request is not None):
             with deliveries.condition:
-                # The thread may have to unregister this consumer for wake-ups, or to repeat a step.
+                # The thread may have to unregister this consumer from wake-ups or repeat a step.
                 deliveries.condition.notify_all()
 
     def start(self) -> None:
@@ -63,7 +63,10 @@ class LeaseRenewer:
             self._deliveries.condition.notify_all()
 
     def abandon(self, close: Callable[[], None]) -> None:
-        """Tell the thread to leave the group and call ``close``, because the subscriber is gone."""
+        """Tell the thread to leave the group and call ``close``.
+
+        Called when the subscriber is garbage-collected without a ``close()``.
+        """
         self._close = close
         self.stop()
         if not self._thread.is_alive():  # the subscriber's close() was interrupted
@@ -84,7 +87,8 @@ class LeaseRenewer:
     def hung(self) -> bool:
         """Whether the application has neither polled nor settled anything for too long.
 
-        The caller holds the lock of the ``Deliveries``.
+        An ``extend()`` that is still in effect prevents this. The caller holds the lock of the
+        ``Deliveries``.
         """
         silent = not self.polling and now() - self._deliveries.alive_at > self._interval_s
         return silent and not self._deliveries.extended()
@@ -99,7 +103,7 @@ class LeaseRenewer:
                 failures = 0
             except ConnectionFailed:
                 failures += 1
-            except MeteorError as error:  # such as a deleted group: a retry will not help
+            except MeteorError as error:  # such as a deleted group: report it to the application
                 self._deliveries.failure = error
                 failures += 1
             except BaseException:
@@ -115,7 +119,10 @@ class LeaseRenewer:
                 self._close()
 
     def _linger_left(self) -> float | None:
-        """Return the seconds until an idle consumer that does not poll unregisters for wake-ups."""
+        """Return the seconds until this idle consumer unregisters from wake-ups.
+
+        Returns None if the consumer is polling, or is not registered.
+        """
         if self._deliveries.idle is None or self._polling:
             return None
         return self._deliveries.alive_at + _LINGER_S - now()

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: The maximum number of records to claim in one step. The server runs nothing else during a step.
 _CLAIM_MAX = 512
-#: Maximum number of rounds that a poll continues after its timeout, while each round makes progress
-#: but finds no records for this consumer. The next poll continues from there.
+#: A poll whose timeout has expired still makes up to this many rounds in total, as long as each
+#: round makes progress but finds no records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
 #: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
@@ -68,7 +68,7 @@ class Prefetcher:
         self.stream = protocol.stream
         self.group = protocol.group
         self.config = config
-        #: A limit below ``prefetch``, which ``run()`` sets.
+        #: A lower limit than ``prefetch``, which ``run()`` sets; None if there is no such limit.
         self.target: int | None = None
         self.settings = settings
         self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
@@ -80,11 +80,11 @@ class Prefetcher:
         self._entry: Entry | None = None
         self._epoch = 0
         self._dead_letter_stream: StreamHandle | None = None
-        self._postponed = -1  # the last postponed dead letter, to log it only once
+        self._postponed = -1  # offset of the last postponed dead letter, to log it only once
         self._full_since: float | None = None
         self._scanned = -1  # where the last step stopped scanning the index
         self._woken = "0-0"  # the last wake-up that was seen
-        self._idle_until = 0.0  # when to claim again, even if the server has not woken us
+        self._idle_until = 0.0  # when to claim again, even without a wake-up
         #: Set by another thread to end waits and iteration in this thread.
         self.halted = False
 
@@ -244,7 +244,7 @@ class Prefetcher:
         return self.deliveries.protocol.key(f"wake:{self.deliveries.consumer}")
 
     def _wait_for_room(self, left_s: float) -> None:
-        """Wait until the application settles some records, because it has reached its limit."""
+        """Wait until the application settles some records, because the consumer holds too many."""
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _STUCK_S:
             self._full_since = time.monotonic()
@@ -287,7 +287,7 @@ class Prefetcher:
         self._buffer = deque(sorted(kept, key=_OFFSET))
 
     def raise_refusals(self) -> None:
-        """Report lost records and refused settlements to the application, each once."""
+        """Raise an error for lost records, and for settlements refused or in doubt, each once."""
         while (gap := self.deliveries.take_lost()) is not None:
             error = gap.error(self.stream.name, self.group)
             if self.config.on_gap == "raise":
@@ -316,7 +316,7 @@ class Prefetcher:
                 history = self._publish_dead_letter(letter)
             except (OutOfMemory, StreamFull) as error:
                 if self._postponed != letter.offset:
-                    _log.warning("The dead letter of record %d must wait: %s", letter.offset, error)
+                    _log.warning("Postponed the dead letter of record %d: %s", letter.offset, error)
                 self._postponed = letter.offset
                 return
             except MeteorError as error:
@@ -356,6 +356,7 @@ class Prefetcher:
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records
         )
-        # Only the history of the group's own server shows whether a failover may have lost it.
+        # Only if both streams are on the same server does the history show whether a failover may
+        # have lost the dead letter.
         letters = self._dead_letter_stream.name
         return history if self.stream.connector.is_same_server(self.stream.name, letters) else ""

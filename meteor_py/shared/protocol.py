@@ -47,7 +47,7 @@ class UnknownStep(Exception):
 
 
 class Entry(NamedTuple):
-    """An entry that the index has dropped. It was rebuilt from the store, or is declared lost."""
+    """An index entry that the index has dropped. It was rebuilt from the store or declared lost."""
 
     first: int
     #: From ``OrderingRule.index_rows``; empty if neither the ring nor the store has the records.
@@ -73,10 +73,10 @@ class DeadLetter(NamedTuple):
 class Settlement(NamedTuple):
     """The settlement of one record, or the acknowledgement of several records in a batch."""
 
-    #: "A": acknowledged; "R": failed; "U": returned without a failure; "X": rejected; "G": gone;
-    #: "D": dead letter published (``detail`` is the history in which the server stored it); "L":
-    #: the record of a dead letter was lost. The detail of "R" and "U" is "delay in ms:reason", and
-    #: the detail of "X" is the reason.
+    #: "A": acknowledged; "R": failed; "U": returned without a failure; "X": rejected; "G": lost or
+    #: unreadable; "D": dead letter published (``detail`` is the history in which the server stored
+    #: it); "L": dead letter whose record is lost or unreadable. The detail of "R" and "U" is "delay
+    #: in ms:reason", and the detail of "X" is the reason.
     kind: str
     #: The number of the record's batch; 0 for a dead letter.
     batch: int
@@ -90,7 +90,7 @@ class Settlement(NamedTuple):
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """The offsets that the application settled, for the report if the server refuses them."""
+        """The offsets that the application settled, to be reported if the server refuses them."""
         return self.offsets if self.asked_for and self.kind not in "GDL" else ()
 
     def arguments(self) -> tuple[str, int | str, bytes]:
@@ -191,7 +191,7 @@ class SharedProtocol:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
-        #: The stream's incarnation. Once the group is open, the group's incarnation follows it.
+        #: The stream's incarnation. Once the group is open, a dot and the group's id follow.
         self.incarnation = stream.incarnation
         #: Whether the state is known to have the current format.
         self.converted = False
@@ -261,7 +261,7 @@ class SharedProtocol:
         return keys.meta(self.stream.name)
 
     def join(self, connection: Connection, consumer: str, name: str) -> bool:
-        """Join the group; return False if another consumer has that id. Can be repeated.
+        """Join the group; return False if another consumer has that id. Safe to repeat.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
@@ -294,7 +294,10 @@ class SharedProtocol:
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False
     ) -> Maintenance:
-        """Do part of the maintenance, or of leaving. Can be repeated. Raises like ``step``."""
+        """Do one portion of the maintenance, or of leaving the group. Safe to repeat.
+
+        Raises the same errors as ``step``, except ``UnknownStep``.
+        """
         names, args = self._call(consumer)
         args.append("leave" if leave else "")
         _, due, letters, staying, dropped = self.check(connection.run(SHARED_MAINTAIN, names, args))
@@ -346,8 +349,8 @@ class SharedProtocol:
                 raise UnknownStep(int(reply[1]))
             case code:
                 raise ServerRefused(
-                    f"The script of shared group {self.group!r} refused a call: {code.decode()}. "
-                    "Check that all its consumers run the same version of meteor-py."
+                    f"A script refused a call for shared group {self.group!r}: {code.decode()}. "
+                    "Check that all consumers of the group run the same version of meteor-py."
                 )
 
     def _call(self, consumer: str) -> tuple[list[str], list[Any]]:
@@ -374,7 +377,7 @@ def _parse_reply(raw: list[Any]) -> StepReply:
 
 
 def _parse_large(large: bytes | None) -> tuple[int, int]:
-    """Parse the field. Older releases did not write it, and their frames may have any size."""
+    """Parse ``large``. Older releases did not write it, and their frames may have any size."""
     end, _, size = (large or b"").partition(b":")
     return (int(end), int(size)) if size else (OFFSET_MAX, RECORD_BYTES_LIMIT)
 

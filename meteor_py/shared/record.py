@@ -29,7 +29,7 @@ class Standing(enum.Enum):
     TAKEN = "taken"
 
 
-# Module-level names, because a record is created for every delivery.
+# Module-level names are faster to look up, and a record is created for every delivery.
 _HELD, _NEVER = Standing.HELD, math.inf
 
 
@@ -70,10 +70,11 @@ class SharedRecord:
         #: Number of earlier deliveries that failed.
         self.failures = failures
         self.standing = _HELD
-        #: When the record's time limit expires, on the ``clock.now()`` clock, and that limit.
+        #: The time at which the record's time limit expires, on the ``clock.now()`` clock, and that
+        #: limit.
         self.deadline = _NEVER
         self.time_limit: TimeLimit | None = None
-        #: Until when ``extend()`` keeps the consumer's lease, on the ``clock.now()`` clock.
+        #: The time until which ``extend()`` keeps the consumer's lease, on the same clock.
         self.extended_until = 0.0
 
     def ack(self) -> None:
@@ -81,8 +82,8 @@ class SharedRecord:
 
         Raises:
             Rewound: This consumer returned the record with an earlier record of its ordering key.
-            AckTimeout: The record was not settled within ``ack_timeout``, so this consumer returned
-                it.
+            AckTimeout: The record was not settled within ``ack_timeout``, or within
+                ``max_poll_interval`` in a ``run()`` handler, so this consumer returned it.
             Fenced: This consumer no longer holds the record, because the lease expired or the
                 subscriber was closed. Also the base class of the other two errors.
             ValueError: The record was settled before.

@@ -104,6 +104,8 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer settled records that it no longer held. Raised once.
+            OutcomeUnknown: The lease expired, and the server no longer knows whether earlier
+                settlements counted. Raised once.
             RecordsLost: The ring dropped records before they were delivered, and no store has them.
                 Raised once per gap; the next poll continues after the gap.
             CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read. Also
@@ -339,7 +341,7 @@ class SharedSubscriber(Closeable):
         with self._close_lock:
             if self._closed:
                 return
-            self._lease_renewer.stop()  # stop it first: it must not run on after a Ctrl-C here
+            self._lease_renewer.stop()  # first, so that it ends even if a Ctrl-C interrupts this
             self._closed = True
             try:
                 if self._lease_renewer.polling:

@@ -18,8 +18,8 @@ class WorkAhead:
 
     If a consumer holds many more records than it can process, other consumers cannot get these
     records or their ordering keys. The limit therefore starts low. It doubles whenever a thread is
-    idle although the consumer has reached the limit. If the limit exceeds ``_AHEAD_S`` seconds of
-    work, it is halved every ``_MEASURE_S`` seconds.
+    idle although the consumer has reached the limit. While the limit exceeds ``_AHEAD_S`` seconds
+    of work, it decreases every ``_MEASURE_S`` seconds, at most by half.
 
     Only one thread may use it, except for ``note_done``, whose caller holds the pool's lock.
     """

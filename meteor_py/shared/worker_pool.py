@@ -62,7 +62,7 @@ class WorkerPool:
         self._limit = subscriber.config.handler_limit
         self._work_ahead = WorkAhead(size, subscriber.config.prefetch)
         self._condition = SignalSafeCondition()
-        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key, even while its handler runs
+        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key; kept while its handler runs
         self._ready: deque[bytes] = deque()  # keys of _queues that no thread is working on
         self._unfinished = 0  # records in _queues and in _begun
         self._begun: set[SharedRecord] = set()  # records whose handlers are running
@@ -133,7 +133,7 @@ class WorkerPool:
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,
                 min(_POLL_S, self._subscriber.config.max_poll_interval / 3),
             )
-            idle = self._idle > len(self._ready)  # the other idle threads are about to wake up
+            idle = self._idle > len(self._ready)  # each ready key is about to wake one idle thread
         self._prefetcher.target = self._work_ahead.limit
         records = self._fetch(_POLL_S)
         full = len(self._prefetcher.deliveries.holdings) >= self._prefetcher.limit

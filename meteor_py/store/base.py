@@ -103,8 +103,10 @@ class RingbufferStore(Protocol):
         """Return the offsets that the store holds, committed or not. Called before each append."""
 
     def epochs(self, incarnation: str) -> dict[int, int]:
-        """Return each epoch (``term // TERMS``) with its first live offset. Used by
-        ``resume=True``."""
+        """Return each epoch (``term // TERMS``) with its first live offset.
+
+        Used by ``resume=True``.
+        """
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
         """Store records durably: after this method returns, they survive a machine crash.
@@ -130,7 +132,7 @@ class RingbufferStore(Protocol):
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         """Return the first offset in ``range(start, stop)`` that was appended at ``ms`` or later.
 
-        Returns ``stop`` if there is none. The ``appended`` column never decreases.
+        Return ``stop`` if there is none. The ``appended`` column never decreases.
         """
 
     def verify(

@@ -86,7 +86,7 @@ def _saved_state(
 ) -> tuple[Bounds, StreamState | None]:
     """Return a store's bounds, and the stream's state at its end.
 
-    Logs a warning if the store has no state.
+    Log a warning if the store has no state.
     """
     bounds, state = store.bounds(incarnation), None
     if isinstance(store, StatefulStore):

@@ -1,8 +1,9 @@
 """Segment log maintenance: finds damage, merges small segments, and removes superseded ones.
 
-Maintenance never changes the records that readers see. A segment that replaces others has the same
-term and covers all of their records, so it supersedes them as soon as it is visible. The others are
-removed after a grace period. Until then, readers that have listed them can still read them.
+Maintenance never changes the records that readers see. A segment that replaces others has the
+highest of their terms and covers all of their live records, so it supersedes them as soon as it is
+visible. The others are removed after a grace period. Until then, readers that have listed them can
+still read them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) ->
 
 
 def _is_merged(segment: Segment, spans: list[Span]) -> bool:
-    """Whether another live segment holds all of this one's records, so that ``tidy`` removes it."""
+    """Return whether another live segment holds all of this one's records.
+
+    If so, ``tidy`` will remove this one.
+    """
     at = bisect_right(spans, segment.first, key=lambda span: span.segment.first) - 1
     if at < 0:
         return False
@@ -113,13 +117,13 @@ def compact(
 def _runs(
     spans: list[Span], sizes: dict[Segment, int], records: int, size: int
 ) -> Iterator[list[Span]]:
-    """Yield runs of adjacent spans that together fit into one segment."""
+    """Yield runs of adjacent spans of one epoch that together fit into one segment."""
     run: list[Span] = []
     rows = volume = 0
     for span in spans:
         more_rows, more_volume = span.stop - span.first, sizes[span.segment]
         if run and (
-            run[-1].stop != span.first or rows + more_rows > records or volume + more_volume > size
+            not _follows(run[-1], span) or rows + more_rows > records or volume + more_volume > size
         ):
             yield run
             run, rows, volume = [], 0, 0
@@ -152,7 +156,7 @@ def merge_small(
     volumes = accumulate(sizes[span.segment] for span in run)
     run = [span for span, volume in zip(run, volumes, strict=True) if volume <= _MERGE_BYTES]
     if _try_merge(log, run) <= 0:
-        large |= {span.segment for span in run}  # damaged; never try again
+        large |= {span.segment for span in run}  # no gain, perhaps due to damage: never try again
     return True
 
 
@@ -181,7 +185,7 @@ def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] 
 
 
 def _follows(before: Span, span: Span) -> bool:
-    """Whether a span directly follows another in the same epoch. Segments never mix epochs."""
+    """Return whether ``span`` directly follows ``before`` in the same epoch."""
     same_epoch = before.segment.term // TERMS == span.segment.term // TERMS
     return before.stop == span.first and same_epoch
 
@@ -191,10 +195,10 @@ def _is_enough(run: list[Span], level: int) -> bool:
 
 
 def _try_merge(log: SegmentLog, run: list[Span]) -> int:
-    """Write the live records of adjacent spans as one segment; return how many segments this saves.
+    """Write the live records of adjacent spans as one segment; return the reduction in segments.
 
-    Writes several segments if the records need more memory than the file sizes suggest.
-    Leaves damaged segments unchanged: ``verify`` reports them, and their intact parts are readable.
+    Write several segments if the records need more memory than the file sizes suggest. Leave
+    damaged segments unchanged: ``verify`` reports them, and their intact parts are readable.
     """
     if len(run) == 1 and run[0].exact:
         return 0
@@ -231,7 +235,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
 def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) -> None:
     """Remove files that are unfinished, superseded or above ``end``, after a grace period.
 
-    Keeps segments from later terms, because their archivers have replaced the caller.
+    Keep segments from later terms, because their archivers have replaced the caller.
     """
     entries = log.entries()
     if not is_current():
@@ -260,7 +264,7 @@ def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) 
 def remove_below(log: SegmentLog, offset: int) -> None:
     """Remove the segments that have no live records at or above ``offset``.
 
-    Looks at the live part of a segment, not at the range in its name. Otherwise the segments that
+    Consider the live part of a segment, not the range in its name. Otherwise the segments that
     supersede its tail could be removed before it, and the tail would become live again.
     """
     table = log.table()

@@ -186,7 +186,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         return self._storage.filesystem
 
     def files(self, incarnation: str, start: int, stop: int) -> list[str]:
-        """Return the files that together hold exactly the records from ``start`` to ``stop`` - 1.
+        """Return the files that hold the records from ``start`` to ``stop`` - 1, each record once.
 
         A local store returns paths; other stores return URIs without options (``s3://bucket/key``).
         The first file may begin before ``start``.
@@ -264,7 +264,10 @@ class ParquetStore(StatefulStore, ColumnStore):
         return max((stop for stop in stops if stop <= offset), default=0)
 
     def fitting(self, incarnation: str, end: int, size: int) -> int:
-        """Return the first offset of the newest files before ``end`` that fit in ``size`` bytes."""
+        """Return the first offset in the newest files before ``end`` that fit into ``size`` bytes.
+
+        Return ``end`` if not even the newest file fits.
+        """
         first = end
         for segment in reversed(self.segments(incarnation, 0, end)):
             size -= segment.size
@@ -316,7 +319,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         """Merge adjacent segments into files of up to ``records`` records and about ``size`` bytes.
 
         Returns:
-            The number of segments saved by this call.
+            The reduction in the number of segments.
         """
         log = self._segment_log(incarnation)
         return maintenance.compact(log, start, stop, records, size, progress)

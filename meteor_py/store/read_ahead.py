@@ -82,8 +82,8 @@ class StoreReadAhead:
         Args:
             epoch: The stream's newest epoch. If the store has a later one, another server has
                 continued the stream.
-            epochs: All of the stream's epochs, as in meta. If the store has live records from other
-                epochs, another server wrote them after a split.
+            epochs: All of the stream's epochs, in the format of its meta hash. If the store has
+                live records from other epochs, another server wrote them after a split.
 
         Raises:
             RecordsLost, CorruptSegment, StoreUnavailable: See ``RingbufferStore.read``.

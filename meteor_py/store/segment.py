@@ -1,4 +1,4 @@
-"""Segments: the file names in one incarnation, and which records in the files are live."""
+"""Segments: their file names, and which of their records are live."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         if match is None or not int(match[1]) <= int(match[2]) <= OFFSET_MAX:
             return None
         segment = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
-        return segment if segment.name == name else None  # readers open the file by that name
+        return segment if segment.name == name else None  # readers open files by ``segment.name``
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -73,7 +73,7 @@ class Span(NamedTuple):
         return self.first == self.segment.first and self.stop == self.segment.last + 1
 
     def overlaps(self, segment: Segment) -> bool:
-        """Whether another segment holds some of these offsets."""
+        """Return whether another segment holds some of these offsets."""
         return self.first <= segment.last and segment.first < self.stop
 
 
@@ -138,7 +138,7 @@ class SegmentTable:
             return self._spans[bisect_right(self._stops, start) :]
         whole = bisect_right(self._stops, end)
         spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
-        # Only the last span depends on ``end``. One of the candidates that reach it may be exact.
+        # Only the last span depends on ``end``. A candidate that reaches ``end`` may be exact.
         at = self._stops[whole - 1] if whole else 0
         low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
         tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]

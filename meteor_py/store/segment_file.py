@@ -1,7 +1,7 @@
 """Segment files: writing records to Parquet, and reading them back with checks.
 
-Row groups are small enough to fetch a single record cheaply. Offsets are dense, so a reader finds
-the row group of an offset by counting. Pages carry checksums, which every read verifies. The
+Row groups are small, so fetching a single record is cheap. Offsets are dense, so a reader finds the
+row group that holds an offset by counting. Pages carry checksums, which every read verifies. The
 checksums do not cover the footer, so the file's name contains a checksum of the whole file.
 
 A file may come from another writer, and its metadata may be wrong. So a reader first loads the
@@ -93,7 +93,7 @@ def _encode(path: Path, records: pa.Table) -> None:
 
 
 def _compresses(records: pa.Table) -> bool:
-    """Whether compression makes a sample of the values noticeably smaller."""
+    """Return whether compression makes a sample of the values noticeably smaller."""
     values = records.column("value")
     step = max(len(values) // _SAMPLES, 1)
     sample = bytearray()
@@ -116,7 +116,10 @@ def _row_groups(records: pa.Table, rows: int) -> Iterator[pa.Table]:
 
 
 def _holds(data: pa.Buffer, records: pa.Table) -> bool:
-    """Whether these bytes hold these records. Compares one row group at a time to save memory."""
+    """Return whether ``data`` holds these records.
+
+    Compare one row group at a time, to save memory.
+    """
     first, last = (records.column("offset")[index].as_py() for index in (0, -1))
     try:
         file = SegmentFile(data, Segment(first, last, 0, ""))
@@ -230,7 +233,8 @@ class SegmentFile:
             page_checksum_verification=True,
         )
         table = file.read_row_group(group, columns=columns, use_threads=False)
-        # So far, each dictionary entry is in memory once. The cast copies it for each value.
+        # So far, each dictionary entry is in memory once. The cast copies it for each value, so
+        # check the size first.
         if repeated:
             _check_unpacked(group, unpacked + sum(_repeated_bytes(table, x) for x in repeated))
             table = table.cast(pa.schema([ARROW_SCHEMA.field(name) for name in table.column_names]))
@@ -330,6 +334,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
         batch = file.read(group)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
-        if appended[0].as_py() < before or rising is False:  # None for one record
+        if appended[0].as_py() < before or rising is False:  # None if there is only one record
             raise ValueError(f"append times decrease in row group {group}")
         before = appended[-1].as_py()

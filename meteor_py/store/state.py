@@ -59,7 +59,7 @@ class StreamState:
     """A snapshot of a stream whose records end at ``end``."""
 
     end: int
-    #: The epoch table, as in meta.
+    #: The epoch table, in the format of the meta hash.
     epochs: str
     #: Each transaction writer's fence; see ``fences`` in redis/keys.py.
     fences: Mapping[str, str] = field(default_factory=dict)

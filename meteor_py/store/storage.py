@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class LocalStorage:
-    """One stream's files on a disk. Takes paths in the stream's folder, and raises OSError."""
+    """One stream's files on a disk. Paths are relative to its folder. Methods raise ``OSError``."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)
@@ -74,7 +74,7 @@ class LocalStorage:
     def version(self, path: str) -> object | None:
         """Return a value that changes with the list of files in a folder.
 
-        Returns None if a change might go unnoticed: the filesystem's clock is coarse, so the folder
+        Return None if a change might go unnoticed: the filesystem's clock is coarse, so the folder
         may change twice within one tick.
         """
         try:
@@ -146,7 +146,7 @@ class LocalStorage:
 
     @contextmanager
     def build(self, path: str) -> Iterator[Path]:
-        """Provide a temporary file to write to, which is removed at the end of the block."""
+        """Provide a path for a temporary file, which is removed at the end of the block."""
         folder = self._inside(path).parent
         if not folder.is_dir():
             # Never create the parent folder: if it is missing, this may be the wrong disk.

@@ -7,9 +7,9 @@ from the group, with the group's incarnation if it has one. The server remembers
 refuses a second batch from any sender.
 
 Losses: a failover may lose a dead letter, and then the record must not be confirmed. Replicas apply
-writes in order. So if the confirm follows the letter on the same server and in the same replication
-history, no replica has the confirm without the letter. ``bury`` returns that history, and its
-callers confirm the record only if the server's history has not changed.
+writes in order. So if the confirm follows the dead letter on the same server and in the same
+replication history, no replica has the confirm without the dead letter. ``bury`` returns that
+history, and its callers confirm the record only if the server's history has not changed.
 
 A dead letter has its record's value, key, timestamp and headers, plus the text headers below. If
 the record already has headers with these names (it may be a dead letter itself), they are replaced.
@@ -139,7 +139,7 @@ def bury(
 def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> str:
     """Publish a dead letter once; return the replication history in which it is stored."""
     sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
-    if sent.reply[0] == b"ORDERED":  # the target got an ordering key in the meantime
+    if sent.reply[0] == b"ORDERED":  # the target now has an ordering key: add index entries
         target.adopt_ordering_key(sent.reply[1].decode())
         sent = target.use(partial(_send, target=target, letter=compose(), acks=acks))
     _check(target, sent.reply)
@@ -149,7 +149,7 @@ def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> s
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
-    """Open the stream ``name``, creating it if needed (unless the ACL forbids that)."""
+    """Open the dead-letter stream ``name``, creating it if it does not exist."""
     keys.check_name(name)
     try:
         meta = find_stream(connector, name)

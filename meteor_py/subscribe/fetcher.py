@@ -201,10 +201,13 @@ class Fetcher:
                 left = max(deadline - time.monotonic(), 0.0)
                 if not self.interrupted:
                     time.sleep(min(left, pause_after_s(error, self._failures, _BACKOFF_S)))
-        self.buffer.close()  # another thread interrupted us, but the buffer may have reconnected
+        self.buffer.close()  # again: the buffer may have reconnected since the interruption
 
     def _hold_lease(self, timeout_s: float) -> bool:
-        """In a group, hold the lease; in a new term, start at the confirmed offset."""
+        """Wait for the lease, if there is a group; return whether records may be fetched.
+
+        In a new term, start at the confirmed offset.
+        """
         if self.session is None:
             return True
         try:
@@ -221,7 +224,7 @@ class Fetcher:
         return True
 
     def _holds_lease(self) -> bool:
-        """In a group, whether the lease still covers the records that were just fetched."""
+        """Return whether the records just fetched may be delivered; in a group, check the lease."""
         session = self.session
         return session is None or (session.term is self._announced and now() < session.valid_until)
 
@@ -257,7 +260,7 @@ class Fetcher:
             assert self.session is not None, "only groups are guarded"
             self.session.distrust()
         finally:
-            if self.session is not None:  # confirms carry the records' epoch
+            if self.session is not None:  # confirms must carry the epoch of the fetched records
                 self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------

@@ -73,12 +73,12 @@ class Vacant:
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     #: Whether the outcome of an 'acquire' is unknown, so that the lease may be ours.
     in_doubt: bool = False
-    #: The reply to the last 'acquire', if another member has the lease.
+    #: The reply to the last 'acquire', if the lease was not free.
     unavailable: LeaseUnavailable | None = None
 
     @property
     def to_release(self) -> str | None:
-        """The nonce with which this member may hold the lease; None if it cannot hold the lease."""
+        """The nonce with which this member might hold the lease; None if it certainly does not."""
         return self.nonce if self.in_doubt else None
 
 
@@ -138,7 +138,8 @@ class GroupSession:
         self._leave_by: float | None = None  # on the ``now()`` clock; see ``start_closing``
         # Never modify a state; replace it. A signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
-        # Last offset of this term's dead letters on the group's server, by replication history.
+        # By replication history: the last record in this term whose dead letter the group's server
+        # stored.
         self._letters: dict[str, int] = {}
 
     @classmethod
@@ -262,7 +263,8 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            self._try_release(connection, reply.nonce)  # a signal handler has ended the term
+            # A signal handler has released or deactivated this session: return the new lease.
+            self._try_release(connection, reply.nonce)
             return None
         with self.condition:
             if self._thread is None:  # start it first: without a thread, no lease is renewed
@@ -270,7 +272,7 @@ class GroupSession:
                 thread.start()
                 self._thread = thread
             self.read_in = reply.start
-            self._letters = {}  # this term reads those records again
+            self._letters = {}  # this term reads the records of those dead letters again
             self.confirms.start(reply.start.offset)
             if self._state is vacant:  # if not, a signal handler has just released the lease
                 self._trust(reply, sent_at)
@@ -307,7 +309,7 @@ class GroupSession:
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # a signal handler ended it: no thread sends this
+            if self._state.term is not term:  # a signal handler ended it, so fail the confirm
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
@@ -414,7 +416,7 @@ class GroupSession:
             self._enter(_Mode.CLOSED)
 
     def abandon(self) -> None:
-        """In a forked child: distrust the lease, and fail confirms that callers wait for."""
+        """Distrust the lease in a forked child, and fail the confirms that callers wait for."""
         self.valid_until = 0.0
         self.condition = SignalSafeCondition()  # a parent thread may have held the lock
         self.confirms.abandon(self.condition, self._opened_before_fork())
@@ -442,7 +444,7 @@ class GroupSession:
         thread.join(_JOIN_S)
 
     def _wait_until_left(self) -> None:
-        """After ``start_closing``, wait for the thread to finish."""
+        """Wait for the thread to finish if ``start_closing`` was called."""
         if self._leave_by is None or self.connection.is_mine():
             return  # in a signal handler; the thread waits for the interrupted call
         # Allow for a confirm that is still in flight at that time, and for the release after it.
@@ -516,7 +518,7 @@ class GroupSession:
             self._mode = _Mode.CLOSED
         if isinstance(state, Vacant) or self.closed:
             return None, _IDLE_S
-        jobs: list[tuple[float, Job]] = []  # the renewal first, because confirms need the lease
+        jobs: list[tuple[float, Job]] = []  # the confirm comes last, because it needs the lease
         if not isinstance(state, Lapsed):
             if not self.polling:
                 jobs.append((self.alive_at + self._max_poll_interval_s, self.lapse))
@@ -584,7 +586,7 @@ class GroupSession:
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
     def leave(self) -> None:
-        """When the thread ends, send the last confirm and release the lease."""
+        """Release the lease when the thread ends, after sending a confirm that is still due."""
         try:
             if self._state.to_release is not None:
                 self.connection.use(self._leave_group)
@@ -597,7 +599,7 @@ class GroupSession:
     def _leave_group(self, connection: Connection) -> None:
         term = self._state.term
         if term is not None and self.confirms.due is not None and self._leave_by is None:
-            try:  # the subscriber was garbage-collected
+            try:  # the subscriber was garbage-collected, so close() has not sent this confirm
                 self._send_confirm(connection, term)
             except MeteorError as error:
                 _log.warning("The last confirm in %s was lost: %s", self.lease, error)
@@ -632,13 +634,12 @@ class GroupSession:
 
         As long as the history is the same, every replica gets a dead letter before the confirm. If
         the history has changed, but the group's position is already after the record, then an
-        earlier confirm survived, and so did the letter.
+        earlier confirm survived, and so did the dead letter.
         """
         if not self._letters:
             return
-        history = (
-            connection.refresh_history()
-        )  # a server can be promoted while a connection is open
+        # Read the history again: a server can be promoted while a connection is open.
+        history = connection.refresh_history()
         with self.condition:
             elsewhere = {h: last for h, last in self._letters.items() if h != history}
         if not history or not elsewhere:

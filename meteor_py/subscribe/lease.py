@@ -205,7 +205,7 @@ class Lease:
     def confirmed_in(self, connection: Connection, term: Term) -> int | None:
         """Return the group's position at the moment when another member ended ``term``.
 
-        Returns None if the server does not remember it: many terms have begun since, or the term
+        Return None if the server does not remember it: many terms have begun since, or the term
         ended in another way.
         """
         ended = connection.retry_idle(connection.call, "HGET", self._group, "ended")

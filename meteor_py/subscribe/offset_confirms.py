@@ -206,7 +206,7 @@ class OffsetConfirms:
             confirmation.settle(error)
 
     def abandon(self, state: SignalSafeCondition, error: MeteorError) -> None:
-        """In a forked child, fail all confirms: the parent gets the replies."""
+        """Fail all confirms in a forked child: the parent gets the replies."""
         self._state = state
         waiting, self._waiting = self._waiting, []
         for confirmation in waiting:

@@ -15,11 +15,12 @@ from meteor_py.subscribe.lease import Term
 
 
 class Gap(NamedTuple):
-    """Records that are gone. Not an exception, because a traceback would keep memory alive."""
+    """Unreadable records. Not an exception, because a traceback would keep memory alive."""
 
     first: int
     last: int
-    #: True if the server has lost the records, or the whole stream; false if the ring dropped them.
+    #: True if the server has lost the records, or the whole stream. False if the ring dropped them,
+    #: or if they are damaged in the store.
     truncated: bool
 
 
@@ -42,7 +43,7 @@ class ReadBuffer:
         self.position = self._log.end_offset
         #: The term in which the records are read; None without a group.
         self.term: Term | None = None
-        #: The records that the last fetch found missing.
+        #: The records that the last fetch found missing or damaged.
         self.gap: Gap | None = None
         #: Number of seeks and other jumps so far; sequential reading does not count.
         self.jumps = 0
@@ -66,7 +67,7 @@ class ReadBuffer:
         return bool(chunks)
 
     def fetch(self, block_s: float, records: int) -> None:
-        """Fetch the next records, waiting up to ``block_s`` seconds or one blocking call.
+        """Fetch the next records, waiting up to ``block_s`` seconds, in one blocking call.
 
         Raises:
             RecordsLost, LogTruncated: Records are missing. Also sets ``gap``.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Record], object]
-#: What to do with a record if the handler raises an exception. A stream takes it as a dead letter.
+#: What to do with a record if the handler raises an exception. A stream receives the record as a
+#: dead letter.
 OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: Default number of tries before a record becomes a dead letter.
@@ -87,7 +88,7 @@ class Receiver:
         self._subscriber = subscriber
         self._stream = subscriber.stream.name
         self._fetcher = fetcher
-        # Called once per record: without a codec, the handler itself.
+        # Called with each raw record. Without a codec, this is the handler itself.
         self._call = (
             handler if codec is None else partial(_decode_and_call, self._stream, codec, handler)
         )
@@ -259,7 +260,7 @@ class Receiver:
         return True
 
     def _is_on_server(self, letters: StreamHandle, history: str) -> bool:
-        """Return whether the letters are on the records' own server, in that history."""
+        """Return whether dead letters and records are on the same server, in that history."""
         records = self._subscriber._handle
         if not history:
             return False

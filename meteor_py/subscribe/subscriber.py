@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: The same limit at interpreter exit, in seconds.
+#: Seconds that interpreter exit waits for receivers, and then for the leases to be released.
 _EXIT_S = 1.0
 
 
@@ -55,8 +55,8 @@ class Subscriber(Closeable):
     wait in ``poll()``. If the owner closes, hangs or dies, one of them continues after the last
     confirmed record.
 
-    Use it from one thread at a time, except for ``confirm``, which any thread may call. Create it
-    with ``stream.subscriber()``.
+    Create a subscriber with ``stream.subscriber()``. Use it from one thread at a time, except for
+    ``confirm``, which any thread may call.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Subscriber(Closeable):
     def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
         """Return the next records, waiting up to ``timeout`` seconds for the first of them.
 
-        In a group, ``poll`` first acquires the lease. If another member holds it, ``poll`` waits
-        and returns an empty batch.
+        In a group, ``poll`` first acquires the lease. If another member holds the lease until the
+        timeout, ``poll`` returns an empty batch.
 
         Args:
             timeout: Seconds to wait; 0 returns only records that are already available.
@@ -156,7 +156,7 @@ class Subscriber(Closeable):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Record]:
-        # The generator refers to this object, which keeps the subscriber alive during a loop.
+        # The generator refers to ``self``, so the subscriber stays alive during a loop.
         yield from self._fetcher.iterate(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Subscriber(Closeable):
             NotGrouped: The subscriber has no group.
         """
         session = self._grouped("confirm")
-        term = self._fetcher.buffer.term  # before the position: a new term may begin in between
+        term = self._fetcher.buffer.term  # read it before the position: a new term may begin
         if record is None:
             return session.confirm(self.position, term)
         if isinstance(record, (Record, RecordBatch)):
@@ -305,7 +305,7 @@ class Subscriber(Closeable):
         """Continue with the first record after the gap that the last poll reported.
 
         After ``LogTruncated``, continue with the records that the server still has. In a group,
-        start at the server's current confirmed offset. Does nothing if there is no gap.
+        start at the confirmed offset that the server now has. Do nothing if there is no gap.
         """
         self._check_reader()
         self._fetcher.skip_gap()
@@ -369,7 +369,7 @@ class Subscriber(Closeable):
             self._closed = True
             return
         if self._fetcher.session is not None:
-            forbid_waiting()  # before changing anything
+            forbid_waiting()  # raise before changing anything
         try:
             if self._receiver is not None:
                 self._receiver.close(timeout)
@@ -451,8 +451,8 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
             _log.error("%r was still running at interpreter exit.", receiver)
     for subscriber in subscribers:
         subscriber._fetcher.stop()
-    # Subscribers that were just garbage-collected also have leases, and threads that interpreter
-    # exit would kill before they release the leases.
+    # Also wait for the threads of subscribers that were just garbage-collected: interpreter exit
+    # would kill these threads before they release their leases.
     join_named(SESSION_PREFIX, _EXIT_S)
 
 

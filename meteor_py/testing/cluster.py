@@ -54,7 +54,7 @@ class Cluster(ServerGroup):
                 less than 1, a busy machine can cause failovers.
         """
         if primaries < 1 or replicas < 0:
-            raise ValueError("A cluster needs at least one primary and no fewer than 0 replicas.")
+            raise ValueError("primaries must be at least 1, and replicas must be at least 0.")
         self._shape = (primaries, replicas)
         self._args = tuple(args)
         self._program = program
@@ -74,7 +74,10 @@ class Cluster(ServerGroup):
 
     @property
     def primaries(self) -> list[Node]:
-        """The running nodes that own slots, sorted by their first slot."""
+        """The nodes that own slots, sorted by their first slot.
+
+        This includes a dead primary until a replica has taken over its slots.
+        """
         view = self._view()
         owners = [node for node in self.nodes if node.id in view and view[node.id].slots]
         return sorted(owners, key=lambda node: min(view[node.id].slots))
@@ -223,7 +226,11 @@ class Cluster(ServerGroup):
 
         replica.ask("CLUSTER", "FAILOVER", *option)
         # Send cheap commands one at a time, because tests measure how long clients have to wait.
-        eventually(lambda: replica.ask("ROLE")[0] == b"master", STABLE_S, f"{replica} is a replica")
+        eventually(
+            lambda: replica.ask("ROLE")[0] == b"master",
+            STABLE_S,
+            f"{replica} did not become a primary",
+        )
         eventually(known, STABLE_S, f"{replica} is a primary, but some nodes do not know it yet")
         return replica
 

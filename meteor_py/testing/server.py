@@ -275,7 +275,7 @@ class Server:
         for _ in range(STOP_TRIES):
             # Repeat the signal: Redis refuses SIGTERM while it writes its first append-only file.
             if self._process.poll() is None:
-                # Kill the group: a child that rewrites the file must not keep writing.
+                # Kill the process group: a child that rewrites the file must not keep writing.
                 send = os.killpg if how == signal.SIGKILL else os.kill
                 send(self._process.pid, how)
                 self._process.send_signal(signal.SIGCONT)  # a paused server ignores SIGTERM

@@ -42,7 +42,7 @@ class SlotMove:
             _setslot(source, slots, "MIGRATING", self.target.id)
 
     def migrate(self, keys: int = STEP_KEYS) -> int:
-        """Move up to ``keys`` keys. Returns the number of moved keys, which is 0 if none is left.
+        """Move up to ``keys`` keys; return the number of moved keys, which is 0 if none is left.
 
         Raises:
             redis.ResponseError: A node refused. BUSYKEY means that a key exists on both nodes.
@@ -70,7 +70,7 @@ class SlotMove:
         self.assign()
 
     def assign(self) -> None:
-        """Make the target the owner of the slots. Their sources must not have any keys left."""
+        """Make the target the owner of the slots. No keys may be left in them on their sources."""
         # Start with the target, so that every slot always has an owner.
         first = [self.target, *(source for source, _ in self._parts)]
         for node in first:

@@ -74,7 +74,7 @@ def check(
     """Check that the store returns the branch's records from ``start`` to ``stop`` - 1."""
     found, expected = read(store, start, stop, incarnation), records(start, stop, branch)
     assert found.column("offset").to_pylist() == expected.column("offset").to_pylist()
-    assert found.equals(expected), f"records {start} to {stop} are not from branch {branch}"
+    assert found.equals(expected), f"records {start} to {stop - 1} are not from branch {branch}"
 
 
 def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: int) -> None:

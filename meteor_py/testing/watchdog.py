@@ -27,7 +27,7 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # a reader of the tests' output must not wait for us
+            stdout=subprocess.DEVNULL,  # readers of the tests' output must not wait for this shell
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must reach only the tests
         )

@@ -77,7 +77,7 @@ class Columns:
     def _convert(self, stream: str, part: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow as pa
 
-        if not len(self._schema):  # from_arrays would count no rows
+        if not len(self._schema):  # without columns, from_arrays would make an empty batch
             rows = pa.array([{}] * part.num_rows, pa.struct([]))
             return pa.RecordBatch.from_struct_array(rows)
         columns = [self._column(field, stream, part) for field in self._schema]

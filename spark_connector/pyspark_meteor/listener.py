@@ -79,7 +79,7 @@ class LagListener(StreamingQueryListener):
             self._report(lag)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:
-        """Do nothing: an idle query has read all records, and its last lag is already 0."""
+        """Do nothing: an idle query has run no batch, so there is no new lag to report."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
         """Forget the lag when a query has ended."""

@@ -55,5 +55,5 @@ def outlast(server: ServerOptions, work: Callable[[], _T]) -> _T:
             time.sleep(min(pause_s(failures, *_BACKOFF_S), deadline - at))
         else:
             if failures:
-                _log.warning("The server is available again after %d attempts.", failures)
+                _log.warning("The server is available again after %d failed attempts.", failures)
             return result

@@ -124,7 +124,7 @@ class Planner:
         if self._checked.get(name) != checked or known.offset > end.offset:
             with self.open(name).subscriber() as sub:
                 sub.seek(known)
-            self._checked[name] = checked  # the engine asks every few ms until the next batch
+            self._checked[name] = checked  # check once, although the engine asks every few ms
 
     def divide(self, ranges: list[Range]) -> list[Range]:
         """Cut ranges into parts for tasks, at frame or row group boundaries if possible.

@@ -1,4 +1,4 @@
-"""Offset ranges: limits a micro-batch, and cuts it into the parts that tasks read."""
+"""Offset ranges, and functions that limit a micro-batch and cut it into parts for tasks."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
 def bounded(ranges: list[Range], end: Offsets, max_records: int) -> Offsets:
     """Return ``end``, or lower offsets so that the batch has at most ``max_records`` records.
 
-    Each stream gets one record and its share of the rest. If there are more streams than records,
-    they take turns. Whose turn it is depends only on where the ranges begin, so the same batch is
-    planned again after a crash.
+    Each stream gets one record and its share of the rest. If there are more streams than
+    ``max_records``, they take turns. Whose turn it is depends only on where the ranges begin, so
+    the same batch is planned again after a crash.
     """
     total, count = sum(map(len, ranges)), len(ranges)
     if total <= max_records:

@@ -114,7 +114,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         #: The ends when a run with Trigger.AvailableNow began.
         self._target: Offsets | None = None
         self._members: dict[str, Membership] = {}
-        #: Positions whose records the server has lost since the query read them.
+        #: Positions that the query had reached when the server lost records before them.
         self._lost: Offsets = {}
         self._logged_losses: Offsets = {}
         self._waiting_since: float | None = None
@@ -321,7 +321,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             try:
                 self._member(name, group, position).confirm(position)
             except LeaseLost as error:
-                # A failover may have lost the term. If another member has taken over, this raises.
+                # A failover may have lost the term. If another member has taken over, rejoining
+                # raises an error.
                 _log.warning("%s Rejoining the group.", error)
                 self._leave(name)
                 self._member(name, group, position).confirm(position)

@@ -145,7 +145,8 @@ def _skip_gap(
         raise loss
     first, last = max(loss.first, wanted.first), min(loss.last, wanted.end.offset - 1)
     _log.warning(
-        "Skipping %d lost records (%d to %d) in stream %r, because failOnDataLoss is false.",
+        "Skipping %d lost or damaged records (%d to %d) in stream %r, because failOnDataLoss is "
+        "false.",
         *(last - first + 1, first, last, wanted.stream),
     )
     if isinstance(loss, CorruptFrame):  # the frame exists, so skip_gap() would not skip it

@@ -46,7 +46,7 @@ class SinkOptions:
     txn_version: int
     #: Number of replicas that must have a batch before it counts as written.
     replicas: int
-    #: Whether a batch fails if the stream has a batch with the same number but different rows.
+    #: Whether a batch fails if the stream already has that batch with a different number of rows.
     fail_on_data_loss: bool
     #: Ring capacity for streams that the sink creates. None means the library's default.
     capacity: int | None

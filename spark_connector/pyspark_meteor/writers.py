@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: The local property with the query's run id: Spark runs its jobs in a group with that name.
+#: The local property with the query's run id, after which Spark names the query's job group.
 _RUN = "spark.jobGroup.id"
 #: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
@@ -82,7 +82,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage a task's rows. With ``delivery=atLeastOnce``, publish them instead."""
         context = TaskContext.get()
-        assert context is not None, "in a task"
+        assert context is not None, "Spark calls write() in a task"
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if not self._options.exactly_once:
             publish_all(self._options, iterator)
@@ -126,7 +126,7 @@ class BatchWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage a task's rows, unless the stream has this version of the ``txnId``."""
         context = TaskContext.get()
-        assert context is not None, "in a task"
+        assert context is not None, "Spark calls write() in a task"
         options, writer, partition = self._options, self._writer, context.partitionId()
         try:
             done = bool(options.txn_id) and stream_has(options, writer, options.txn_version)
@@ -214,8 +214,9 @@ def commit_all(
         The streams that the batch writes to.
 
     Raises:
-        VersionPassed: A stream has a later version.
-        VersionDiffers: A stream has this version with a different number of rows.
+        VersionPassed: A stream has a later version, and ``again`` is false.
+        VersionDiffers: A stream has this version with a different number of rows, ``again`` is
+            false, and failOnDataLoss is true.
         ServerRefused: The server may evict keys.
     """
     options.server.require_no_eviction()
@@ -254,7 +255,7 @@ def commit_all(
 def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
     try:
         let_expire(stream, writer, lifetime_s)
-    except AccessDenied as error:  # the user's ACL is from an older release
+    except AccessDenied as error:  # the user's ACL was written for an older release
         _log.warning("The stream will never forget the txnId: %s", error)
 
 

@@ -215,7 +215,7 @@ def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
         eventually(lambda: stream.groups()[0].consumers == 0)  # sub does not poll
         shown = succeed(url, "shared", "info", "carts", "billing").text
         assert f"{sub.name}     3       12   dead" in shown
-        assert f"* {sub.name} is dead. The next consumer that polls" in shown
+        assert f"* {sub.name} is dead. Other consumers get its records" in shown
         assert succeed(url, "shared", "ls").lines[1].split()[2] == "0"
         succeed(url, "groups", "rm", "carts", "billing", "--yes")
     finally:
@@ -265,7 +265,7 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(lag=0), [], "All records are settled. The group is waiting for new ones."),
         (described(consumers=()), [], "There is no live consumer, and 10 records are not settled."),
         (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
-        (described(consumers=(*TWO, DEAD)), [], "z is dead. The next consumer that polls gets"),
+        (described(consumers=(*TWO, DEAD)), [], "z is dead. Other consumers get its records"),
         (described(waiting=WAITING_MAX), [], "1,000,000 records are waiting for their keys, which"),
         (
             described(dead_letters_pending=1),

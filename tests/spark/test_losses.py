@@ -273,4 +273,4 @@ def test_lenient_query_skips_a_damaged_frame_and_no_more(
     with Engine(Checkpoint(), url=url, **given) as engine:
         assert engine.batch() == [*range(10), *range(20, 30)]
         assert len(engine.parts) > 5
-    assert "Skipping 10 lost records (10 to 19) in stream 'orders'" in caplog.text
+    assert "Skipping 10 lost or damaged records (10 to 19) in stream 'orders'" in caplog.text

@@ -456,5 +456,6 @@ def test_lost_records_fail_the_query_or_are_skipped_and_logged(
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
     assert (
-        f"Skipping {first - 10} lost records (10 to {first - 1}) in stream 'orders'" in caplog.text
+        f"Skipping {first - 10} lost or damaged records (10 to {first - 1}) in stream 'orders'"
+        in caplog.text
     )

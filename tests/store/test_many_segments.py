@@ -262,11 +262,20 @@ def test_source_segments_of_a_merge_are_removed_after_the_grace_period(tmp_path:
     check(store, end)
 
 
-def test_segments_from_different_epochs_are_not_merged(tmp_path: Path) -> None:
+def merge_as_the_archiver(store: ParquetStore, end: int) -> int:
+    return merge_all(store, end, term=2 * TERMS + 1)
+
+
+def compact_everything(store: ParquetStore, end: int) -> int:
+    return store.compact(INCARNATION, 0, end, records=1_000_000, size=1 << 30)
+
+
+@pytest.mark.parametrize("merge", [merge_as_the_archiver, compact_everything])
+def test_segments_from_different_epochs_are_not_merged(tmp_path: Path, merge: Any) -> None:
     store = claimed(tmp_path)
     middle = fill(store, 40, term=TERMS + 1)
     end = fill(store, 40, term=2 * TERMS + 1)
-    assert merge_all(store, end, term=2 * TERMS + 1) > 0
+    assert merge(store, end) > 0
     assert store.epochs(INCARNATION) == {1: 0, 2: middle}
     check(store, end)
 

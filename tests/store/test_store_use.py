@@ -233,7 +233,7 @@ def test_flush_reports_the_archivers_error(
     eventually(lambda: _reports_the_error(found))
     incarnation.unlink()
     assert found.flush(20) == 10
-    eventually(lambda: "is archived again" in caplog.text)
+    eventually(lambda: "Archiving works again" in caplog.text)
 
 
 def _reports_the_error(found: meteor.Archive) -> bool:

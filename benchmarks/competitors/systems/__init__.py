@@ -23,7 +23,7 @@ class Publisher(Protocol):
         """Publish records with one call each, and wait until all are acknowledged."""
 
     def send_bulk(self, values: Sequence[bytes]) -> None:
-        """Publish records the client's fastest way, and wait until all are acknowledged."""
+        """Publish records in the client's fastest way, and wait until all are acknowledged."""
 
     def flush(self) -> None:
         """Wait until all records are acknowledged."""

@@ -12,7 +12,7 @@ from benchmarks.common import cut, plain_client
 from benchmarks.competitors.systems import BULK
 
 _STREAM = "bench"
-#: Keeps every record of a job, as the competitors do.
+#: Large enough for every record of a job, because the competitors also keep every record.
 _CAPACITY = 4_000_000
 
 

@@ -69,7 +69,7 @@ def count(
 def seconds(
     *names: str, help: str, min: float = 0, max: float | None = None, **settings: Any
 ) -> Decorator:
-    """A duration; ``positive`` excludes 0."""
+    """Return an option for a number of seconds; ``positive`` excludes 0."""
     kind = click.FloatRange(min, max, min_open=settings.pop("positive", False))
     return click.option(*names, cls=Option, type=kind, metavar="SECONDS", help=help, **settings)
 
@@ -99,7 +99,7 @@ def json(help: str) -> Decorator:
 
 
 def confirmation(dry_run: str, yes: str = "Do not ask for confirmation.") -> Decorator:
-    """The options ``--dry-run`` and ``--yes`` of destructive commands."""
+    """Return the options ``--dry-run`` and ``--yes``, for destructive commands."""
     return together(flag("--dry-run", help=dry_run), flag("-y", "--yes", help=yes))
 
 

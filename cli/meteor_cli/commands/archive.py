@@ -75,7 +75,7 @@ def run(
     several archivers. For each stream, one is active and the others wait to take over.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if not session.verbose:  # an archiver only logs the errors that it survives
+    if not session.verbose:  # show the errors that an archiver survives and only logs
         logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
         if streams:  # fail before starting any archiver
@@ -98,7 +98,7 @@ def _archiver(m: Client, name: str, store: str | None, settings: dict[str, Any])
 
 
 def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Archiver]:
-    """Return an archiver for each stream whose store can be reached; report the others."""
+    """Return an archiver for each stream that has a store. Report streams that cannot be opened."""
 
     def make(stream: Stream) -> list[Archiver]:
         has_store = stream.describe().archived is not None
@@ -107,7 +107,10 @@ def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Ar
     found, is_complete = read_streams(m, make)
     if not found:
         if is_complete:
-            say("no stream has a store. `meteor streams create NAME --store DIR` creates one.")
+            say(
+                "no stream has a store. `meteor streams create NAME --store DIR` creates such a "
+                "stream."
+            )
         raise click.exceptions.Exit(1)
     return found
 
@@ -315,7 +318,7 @@ def expire(
         if wanted > stop:
             _report_held_back(opened, stop, wanted)
         if stop <= first:
-            why = "" if wanted > stop else "; no whole file is old enough"
+            why = "" if wanted > stop else "; no whole file matches"
             say(f"stream {stream!r}: nothing to delete{why}.")
             return
         doomed = [segment for segment in archive.segments() if segment.last < stop]

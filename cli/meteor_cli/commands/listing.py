@@ -21,7 +21,7 @@ Found = tuple[list[T], bool]
 def read_streams(
     m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """Call ``read`` for each stream on a server, or only for ``only``; return all results."""
+    """Call ``read`` for each stream on a server, or for the stream ``only``; return all results."""
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:

@@ -145,7 +145,7 @@ def show_leader(session: Session, group: str, wait_s: float, as_json: bool) -> N
     """Print the id of the leader.
 
     The exit status is 1 if there is no leader. The leader may change at any time. If two processes
-    must not do the same work at once, use the term to fence it.
+    must not do the same work at once, use the term as a fencing token.
     """
     with session.peer_group(group) as opened:
         if opened.config.election == "none":
@@ -254,7 +254,7 @@ def delete(session: Session, group: str, force: bool, dry_run: bool, yes: bool) 
             more = f" and {len(alive) - _NAMED:,} more" if len(alive) > _NAMED else ""
             raise _failed(
                 f"Group {group!r} has live members: {', '.join(alive[:_NAMED])}{more}. Stop them "
-                "first, or delete the group with --force; live members recreate it."
+                "first, or delete the group with --force. Live members will then recreate it."
             )
         what = counted(len(members), "member") + (f" ({len(alive):,} alive)" if alive else "")
         what = f"deleted: {what}, all messages, all guarded values"

@@ -155,7 +155,7 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
             if stream.config.store is not None:
                 stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
-            pass  # the store, and therefore its archiver, is on another machine
+            pass  # this machine cannot reach the store, so its archiver runs on another one
         yield
 
 
@@ -174,7 +174,8 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
         try:
             rows = make(lines, number)
         except Unreadable as error:
-            # Publish the lines before it, so that the result does not depend on how they were read.
+            # Publish the lines before the unreadable one, so that the result does not depend on how
+            # the input was split into reads.
             if error.index and (rows := make(lines[: error.index], number)).values:
                 yield rows
             raise

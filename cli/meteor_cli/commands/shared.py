@@ -138,7 +138,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         "group": found.name,
         "confirmed": f"all records below {found.confirmed:,} of {end:,}, lag {found.lag:,}",
         "waiting": f"{counted(found.waiting, 'record')}; {counted(found.ready, 'key')} ready, "
-        f"{found.blocked:,} delayed or parked",
+        f"{found.blocked:,} blocked",
         "settled": f"{found.acked:,} acknowledged, {found.dead:,} dead, {found.purged:,} "
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
@@ -303,7 +303,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
         lost, their = f"{dead[0]} is dead", "its"
         if len(dead) > 1:
             lost, their = f"{len(dead):,} consumers are dead, such as {dead[0]}", "their"
-        why.append(f"{lost}. The next consumer that polls gets {their} records.")
+        why.append(f"{lost}. Other consumers get {their} records when they poll.")
     if not has_live:
         return why
     why += _held_back(found, keys)
@@ -330,7 +330,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
     why: list[str] = []
     for state, then in (
         ("parked", f"Resume one with `meteor shared resume {stream} {found.name} KEY`."),
-        ("delayed", "They are retried automatically."),
+        ("delayed", "The group resumes delivery when the delay ends."),
     ):
         stopped = [key.count for key in keys if key.state == state]
         if stopped:

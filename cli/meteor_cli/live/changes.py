@@ -29,12 +29,12 @@ class Change:
 
 
 def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None) -> list[Change]:
-    """Return the changes between two snapshots, by stream and group.
+    """Return the changes between two snapshots, ordered by stream and group.
 
     Args:
-        before: The earlier snapshot. With None, reports only problems that need attention.
+        before: The earlier snapshot. If None, return only problems that need attention.
         after: The later snapshot.
-        lag_max: Report when a group's lag rises above this number, and when it falls back.
+        lag_max: Report a group's lag when it rises above this number, and when it falls back.
     """
     if before is None:
         found = [_problems(None, seen, lag_max) for seen in after.streams.values()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Sort = Literal["name", "rate", "lag", "memory"]
 
-#: Lines above the rows: server, numbers, a notice, titles.
+#: Number of lines above the rows: server, totals, a notice, titles.
 _HEAD = 4
 _GAP = 2
 #: Fractions of maxmemory above which memory is shown in yellow and in red.

@@ -112,7 +112,7 @@ class Display:
             self._view = replace(self._view, problem=problem)
 
     def _draw(self) -> None:
-        """Draw the table at the current screen size. Also handle the resize signal."""
+        """Draw the table at the current screen size. Also called by the resize signal's handler."""
         if self._drawing:
             self._outdated = True  # the interrupted call draws again
             return

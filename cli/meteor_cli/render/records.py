@@ -13,7 +13,7 @@ from meteor_cli.render.template import Template, local_time, show_headers
 if TYPE_CHECKING:
     from meteor_py import Record, RecordBatch
 
-#: Number of bytes to show of a value that its codec cannot decode.
+#: Maximum number of bytes to show of a MessagePack value that cannot be shown as JSON.
 _BYTES_MAX = 1_000
 
 Render = Callable[["RecordBatch | list[Record]"], bytes]

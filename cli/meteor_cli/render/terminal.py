@@ -41,7 +41,7 @@ def is_cut_off(fd: int) -> bool:
 
 
 class Refused(click.ClickException):
-    """The command needs an explicit option before it does something destructive."""
+    """The command needs an explicit option before it does something risky."""
 
     exit_code = 2
 
@@ -66,7 +66,7 @@ def ask(question: str, *, yes: bool) -> None:
 
 
 def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
-    """Ask for confirmation. With ``--dry-run``, reports what would happen and return False.
+    """Ask for confirmation. With ``--dry-run``, report what would happen and return False.
 
     >>> confirm("stream 'a'", "deleted: 7 records", dry_run=False, yes=True)
     True

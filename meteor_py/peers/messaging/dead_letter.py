@@ -25,7 +25,8 @@ class PeerLetter:
     #: The id of the member that sent it; None if it was sent through a ``PeerGroup``.
     sender: str | None
     sent_at: float
-    #: The body's type: "json", "msgpack", "bytes", or a registered type's number.
+    #: The body's type: "json", "msgpack", "bytes", "" for None, or a registered type's number or
+    #: name.
     type: str
     body: bytes
 

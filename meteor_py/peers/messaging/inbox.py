@@ -2,8 +2,8 @@
 
 The server keeps unsettled messages in a stream. One thread reads the stream and passes a bounded
 number of messages from each queue to a dispatcher, whose threads call the handlers. Queues without
-a handler are skipped. If a queue exceeds the number of messages that this process can hold, it is
-*behind*: when there is room, the thread continues reading it from the queue's own position.
+a handler or an iterator are skipped. A queue with more messages than this process can hold is
+*behind*: when there is room, the thread continues reading from that queue's own position.
 
 Each read also fetches the session that owns the member. If that is another session, the thread
 drops the messages. Another process may handle them, or this process reads them again, in order,
@@ -102,7 +102,7 @@ class Inbox:
         self._state = SignalSafeCondition()
         self._queues: dict[str, QueueState] = {}
         self._dispatchers: list[Dispatcher] = []
-        self._turns: Dispatcher | None = None  # for handlers that take turns
+        self._turns: Dispatcher | None = None  # for handlers with a priority, which take turns
         self._done: dict[Key, None] = {}
         self._cursor: bytes | None = None
         self._identity = ("", "")
@@ -194,7 +194,7 @@ class Inbox:
     def _handle(self, message: Message) -> None:
         """Call the handler for a message. Runs in a dispatcher thread."""
         state = message.queue_state
-        assert state.function is not None, "only queues with a function have threads"
+        assert state.function is not None, "a queue without a function has a thread"
         try:
             if not self._open(message):
                 return
@@ -326,7 +326,7 @@ class Inbox:
             if state.held.pop(key, None) is not None:
                 state.bytes -= len(message.data)
             if fenced:
-                if message.member == self._member.id:  # else an unnamed member has rejoined
+                if message.member == self._member.id:  # else the member has rejoined with a new id
                     self._disown()
                 return
             self._done[key] = None
@@ -442,7 +442,7 @@ class Inbox:
             self._cursor = entry
 
     def _fetch(self, command: tuple[Any, ...], block_s: float = 0.0) -> Any:
-        """Read from the inbox; None if this session does not own it."""
+        """Read from the inbox; return None if this session does not own the member."""
         member, session = self._identity
         record: bytes | None
         found, record = self._connection.pipeline(
@@ -458,8 +458,8 @@ class Inbox:
         return None
 
     def _load(self, page: Sequence[Any]) -> list[tuple[bytes, list[bytes]]]:
-        """Read the bodies that entries share with entries in other inboxes, and adapt the size of
-        the next page."""
+        """Return the entries of a page, with the bodies that they share with other inboxes. Also
+        adapt the size of the next page."""
         entries: list[tuple[bytes, list[bytes]]] = [(entry, flat) for entry, flat in page]
         shared = [flat for _, flat in entries if len(flat) > 2 and flat[-2] == b"shared"]
         key = self._group.protocol.key
@@ -503,7 +503,7 @@ class Inbox:
             state.live = True
 
     def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
-        """Pass a message to its dispatcher; return False if the queue has no room."""
+        """Pass a message to its dispatcher; return False if it must be read again later."""
         place = read_place(entry)
         if place <= state.place:
             return True  # this message was read before
@@ -556,8 +556,8 @@ class Inbox:
 
 
 def _patience_s(state: QueueState) -> float:
-    """Seconds until a message in a queue can become overdue."""
-    assert state.timeout is not None, "the caller has checked it"
+    """Return the seconds until a message in a queue can become overdue."""
+    assert state.timeout is not None, "the queue has no timeout"
     times = [math.inf]
     for message in list(state.held.values()):
         # A handler may take a waiting message at any moment, and then has the full timeout.

@@ -64,7 +64,7 @@ PENDING_MAX = 10_000
 BODY_BYTES_MAX = 1_048_576
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.3)
-#: Seconds to wait for the server's reply when a message has timed out.
+#: Maximum seconds that the reply thread waits for the server when it reads replies.
 _LAST_READ_S = 1.0
 #: Maximum number of messages that one call stores, or whose replies one call reads.
 _BATCH = 100
@@ -129,7 +129,7 @@ class Request:
     deadline: float = 0.0
 
     def identity(self) -> tuple[str, str]:
-        """The sender's id and session."""
+        """Return the sender's id and session; both are empty if the sender is not a member."""
         return ("", "") if self.sender is None else (self.sender.id, self.sender.session)
 
 
@@ -215,7 +215,7 @@ class Requests:
         being sent. A caller of ``tell`` does not wait, so that its next message can share the
         call."""
         with self._state:
-            # A future's callback would wait for its own thread.
+            # A future's callback must not wait for room: it runs in the thread that makes room.
             is_callback = threading.current_thread() is self._thread
             free = self._room.wait_for(
                 lambda: self._has_room() or self._stopped,

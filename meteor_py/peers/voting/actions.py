@@ -39,7 +39,8 @@ class Action:
     params: Any
     #: The agreed time, in seconds on the group's clock.
     at: float
-    #: How many seconds late this process was when it started the action or learned of it.
+    #: Seconds between ``at`` and the moment when this process started the action or found that it
+    #: had missed it.
     late: float
     #: Maximum error of ``late`` in seconds, either way: the error of this process's group clock.
     error_bound: float
@@ -88,7 +89,7 @@ class Actions:
         self._stopped = False
 
     def is_sure(self, max_error: float) -> bool:
-        """Whether the clock's error is within ``max_error``, after further readings if needed."""
+        """Return whether the clock's error is at most ``max_error``. If needed, read it again."""
         self._group.now()
         clock = self._group.clock
         wait_s, times = _READING_S
@@ -191,7 +192,7 @@ class Actions:
 
     def _action(self, task: Task) -> Action:
         outcome, clock = task.outcome, self._group.clock
-        assert outcome.action is not None, "only votes on actions are scheduled"
+        assert outcome.action is not None, "a vote without an action was scheduled"
         return Action(
             name=outcome.action,
             params=outcome.topic,
@@ -205,7 +206,7 @@ class Actions:
 
 
 def _vote_of(task: Task) -> bool | None:
-    """How the member that runs the action voted."""
+    """Return how the task's member voted; None if it abstained or did not vote."""
     ids = {task.member.id, *task.member.former_ids}
     if ids.intersection(task.outcome.yes):
         return True

@@ -26,7 +26,7 @@ class _Reading(NamedTuple):
     error: float
 
     def bound(self, at: float) -> float:
-        """The reading's maximum error at another time."""
+        """Return the reading's maximum error at another time."""
         return self.error + _DRIFT * abs(at - self.at)
 
 
@@ -54,12 +54,12 @@ class GroupClock:
         return bool(self._readings)
 
     def now(self) -> float:
-        """The current time on the server's clock."""
+        """Return the current time on the server's clock."""
         at = now()
         return at + self._best(at).offset
 
     def until(self, time: float) -> float:
-        """Seconds from now until ``time``."""
+        """Return the seconds from now until ``time``."""
         return time - self.now()
 
     @property

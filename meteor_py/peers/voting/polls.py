@@ -2,7 +2,7 @@
 
 The server counts the votes and decides, so a vote survives the death of its proposer or the leader.
 Events report proposals and outcomes. If the event for an outcome was lost, the handle asks for the
-outcome when the vote is over, so every future completes. Until this process votes or proposes, no
+outcome when the vote is over, so every future completes. Until this process first uses votes, no
 thread runs and events about votes are ignored.
 """
 

@@ -26,7 +26,7 @@ class Proposal:
     topic: Any
     #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
-    #: How many voters must vote yes: a "majority", all ("consensus"), or a number.
+    #: The yes votes needed: a "majority" of the voters, all ("consensus"), or a number.
     kind: Kind | int
     #: When the vote ends, in seconds on the group's clock.
     deadline: float

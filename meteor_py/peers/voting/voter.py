@@ -37,7 +37,8 @@ class Voter:
         self._vote: Vote | None = None
         self._handlers: dict[str, Handler] = {}
         self._missed: list[Callable[[Action], object]] = []
-        #: Polls in which the member voted or tried to, and polls whose action it has scheduled.
+        #: Polls in which the member voted or tried to, and polls whose action it has scheduled or
+        #: missed.
         self._voted: dict[str, None] = {}
         self._acted: dict[str, None] = {}
         self._state = SignalSafeCondition()
@@ -66,8 +67,8 @@ class Voter:
         self.catch_up()
 
     def ask(self, proposal: Proposal, deadline: float) -> None:
-        """Vote before ``deadline`` (``now()`` clock). If there is no handler yet, ``catch_up``
-        votes later."""
+        """Queue a proposal for a vote before ``deadline`` (``now()`` clock). If there is no handler
+        yet, ``catch_up`` votes later."""
         if self._thread is not None:
             self._thread.call(self._consider, proposal, deadline)
 
@@ -127,7 +128,7 @@ class Voter:
             _log.warning("A vote by %r did not reach the server: %s", member, error)
             return
         if reply[0] != b"OK" or not reply[1]:
-            _log.info("A vote by %r in poll %s was too late.", member, poll)
+            _log.info("A vote by %r in poll %s did not count.", member, poll)
 
     def act(self, outcome: Outcome) -> None:
         """Schedule an agreed action. Safe to call from any thread."""
@@ -148,7 +149,7 @@ class Voter:
         if was_asked:
             actions.schedule(task)
         else:
-            actions.miss(task)  # the member was expelled after the vote, and has a new id
+            actions.miss(task)  # since the vote began, the member was expelled and got a new id
 
     def missed(self, action: Action) -> None:
         """Report an action that this member does not run."""

@@ -63,7 +63,11 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publish all records; return the seconds for which the publisher had to wait."""
+    """Publish all records, and kill and restart the server meanwhile.
+
+    Returns:
+        Seconds from the kill until records published after it were acknowledged.
+    """
     calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
     with ExitStack() as stack:
         pub = stream.publisher()

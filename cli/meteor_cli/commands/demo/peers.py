@@ -62,7 +62,7 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
         _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
         advance(1)
         leader, first = group.leader, group.term
-        assert leader is not None, "there are members"
+        assert leader is not None, "a group with members has a leader"
         elected = threading.Event()
 
         @group.on_elected

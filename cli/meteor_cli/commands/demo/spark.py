@@ -75,7 +75,7 @@ def read(url: str, stream: str) -> Outcome:
             cwd=folder,
             stdin=subprocess.PIPE,  # closes when this process ends, even if it is killed
             stdout=out,
-            stderr=said,  # Spark logs a lot
+            stderr=said,  # a file, because Spark logs enough to fill a pipe, and would then block
             env=_environment(url, folder),
             start_new_session=True,  # Ctrl-C must reach only this process, which ends Spark
         )
@@ -96,7 +96,7 @@ def _environment(url: str, folder: str) -> dict[str, str]:
     # The user's own Spark settings could break the tour.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
     return inherited | {
-        # Do not pass it as an argument or a Spark option: the URL may contain a password.
+        # Do not pass the URL as an argument or a Spark option: it may contain a password.
         "METEOR_URL": url,
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",

@@ -46,7 +46,7 @@ class Outcome:
     #: All handled records in time order, and the number that the killed process handled.
     handled: list[Handled]
     before: int
-    #: Seconds from the kill until another process handled the killed process's records.
+    #: Seconds from the kill until another process handled one of the killed process's records.
     pause_s: float
 
     @property

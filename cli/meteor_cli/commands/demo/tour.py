@@ -59,7 +59,7 @@ class Tour:
         self._records = records
         self._with_spark = spark
         self._colour = sys.stdout.isatty()
-        #: None means a private server. Its address is passed to the worker processes.
+        #: The server's address; None means a private server, which the tour starts.
         self._url = None if session.url == "embedded://" else session.url
         # A random suffix avoids names that other users of the server have chosen.
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""

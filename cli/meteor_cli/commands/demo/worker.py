@@ -69,7 +69,11 @@ class Worker:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition. If it does not become true in time, raise ``TimeoutError(what)``."""
+    """Wait for a condition. Raise ``TimeoutError`` if it does not become true in time.
+
+    Args:
+        what: What has not happened; the beginning of the error message.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:

@@ -20,9 +20,9 @@ local function append_time()
   return now
 end
 
--- Append a frame of n records (n is a string) at the offset `first`, and its entries (...) to the
--- index, if any. Trim both, and advance meta. Pass '' if there is no crc.
--- Returns nil on success. If the frame must be refused, writes nothing and returns the reply to send.
+-- Append a frame of n records (n is a string) to the log at the offset `first`. If there is an index,
+-- append the index entries (...) to it. Trim both, and advance meta. If there is no crc, pass ''.
+-- Return nil on success. If the frame must be refused, write nothing and return the reply to send.
 local function append_frame(first, n, now, name, payload, crc, index, ...)
   local count, entries = tonumber(n) or 0, 0
   if count < 1 or count > 99999 or format('%d', count) ~= n then return {'INVALID'} end
@@ -49,9 +49,9 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark has
     -- 48 digits: a frame's offset, the value of 'bytes' after it, and its append time. Records
     -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
-    -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
-    -- are at most 128. A call drops at most about 10,000 records, so that other clients do not wait
-    -- long.
+    -- start after it, and no frame needs to be read. Marks are at least a 32nd of a limit apart, and
+    -- there are at most 128. A call drops the records up to the oldest such mark and at most 10,000
+    -- records after it, so that other clients do not wait long.
     local sub = string.sub
     local age, most = string.match(m[9], '^(%d*):(%d*)$')
     age, most = tonumber(age) or math.huge, tonumber(most) or math.huge
@@ -107,7 +107,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     if marks ~= known then call('HSET', KEYS[2], 'marks', marks) end
   end
   -- 'large' tells readers how many frames to fetch at once (log/ring_reader.py): the offset
-  -- after the last frame larger than 512 KiB, and the size of the largest frame before that.
+  -- after the last frame larger than 512 KiB, and the size of the largest frame before that offset.
   local size = #payload
   if size > 524288 or not m[10] then
     local largest = m[10] and tonumber(string.match(m[10], ':(%d+)')) or 0

@@ -2,7 +2,7 @@
 -- Apply new limits on age and bytes to the frames that are already in the ring.
 --
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
--- ARGV  1 incarnation  2 the limits that the caller has set, as in meta's 'keep'
+-- ARGV  1 incarnation  2 the limits that the caller has set, in the format of meta's 'keep' field
 --       3 offset below which to drop all records  4 end of the stream when the ring was measured
 --       5 marks for the frames up to that end (see _append.lua)
 -- Returns {'OK'}, even if the limits have changed again; {'MORE'} if there is more to trim: call

@@ -5,8 +5,8 @@
 -- ARGV  1 incarnation  2 new capacity, '' to keep the current one
 --       3... other settings: field, value ('' to remove it), ...
 -- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if there is more to trim: call again;
---   {'ORDERED', ordering key}: the stream has this other key, and nothing changed; {'NOSTREAM'};
---   {'INCARNATION'}.
+--   {'ORDERED', ordering key}: the stream already has this different ordering key, and nothing was
+--   changed; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because a smaller capacity must not take effect before the log has been trimmed in small
 -- steps. Otherwise the next publish would trim the rest at once and block the server.
 

@@ -6,7 +6,7 @@
 -- Returns {the server's time in ms, ID for the next call ('' at the end), and for each frame its last
 --   offset, size in bytes and append time}. Skips entries that are not frames.
 -- Atomic only as a side effect: it is a script because XREVRANGE would send whole frames. A call
--- reads at most 500 entries, and about 1 MiB.
+-- stops after 500 entries, or once it has read 1 MiB.
 
 local clock = redis.call('TIME')
 local found = {clock[1] * 1000 + math.floor(clock[2] / 1000), ARGV[1]}

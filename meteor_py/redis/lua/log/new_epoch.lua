@@ -24,8 +24,8 @@ local number = int(math.max(tonumber(epoch), now) + tonumber(ARGV[4]))
 local epochs = redis.call('HGET', KEYS[1], 'epochs') .. ',+' .. number .. ':' .. int(next_offset)
 local _, commas = string.gsub(epochs, ',', '')
 if commas >= 1000 then
-  -- Drop the oldest epoch. A position from before the second epoch can then no longer be checked: -1
-  -- means that all records before it may have been lost.
+  -- Drop the oldest epoch, whose positions can then no longer be checked. The offset -1 in the next
+  -- entry means that all records of earlier epochs may have been lost.
   epochs = string.gsub(epochs, '^[^,]*,%+?(%d+):[^,]*', '%1:-1')
 end
 redis.call('HSET', KEYS[1], 'history', ARGV[3], 'epoch', number, 'epochs', epochs)

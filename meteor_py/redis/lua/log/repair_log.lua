@@ -1,22 +1,22 @@
--- Find entries that no publisher wrote, and copy all other entries into a new log.
+-- Find entries that meteor_py did not write, and copy all other entries into a new log or index.
 --
 -- KEYS  1 log or index  2 meta  3 the copy
 -- ARGV  1 incarnation  2 'log' or 'index'  3 ID after which to continue, '0-0' for the beginning
---       4 frames copied by earlier calls, '' to copy nothing  5 lifetime of an unfinished copy, ms
--- Returns {'MORE', ID for the next call, frames, IDs of foreign entries...}, as found in this call;
---   {'OK', '', frames, IDs...} at the end, after the copy has replaced the log; {'NOSTREAM'};
---   {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
+--       4 entries copied by earlier calls, '' to copy nothing  5 lifetime of an unfinished copy, ms
+-- Returns {'MORE', ID for the next call, number of valid entries and IDs of foreign entries that this
+--   call has found}; {'OK', '', the same} at the end, after the copy has replaced the original;
+--   {'NOSTREAM'}; {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
 -- Atomic because the copy must also contain frames that publishers append during the repair.
 --
 -- Only a copy works: the server never accepts an ID below the highest ID that a stream has ever had,
--- even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
+-- even after that entry is deleted. A call stops after 500 entries, or once it has read 1 MiB.
 
 local meta = redis.call('HMGET', KEYS[2], 'incarnation', 'next')
 if meta[1] ~= ARGV[1] then return {meta[1] and 'INCARNATION' or 'NOSTREAM'} end
 local copied, after = tonumber(ARGV[4]), ARGV[3]
 if copied and copied > 0 and redis.call('XLEN', KEYS[3]) ~= copied then return {'GONE'} end
 
--- Return whether meteor_py wrote this entry: a frame in the log, or an index entry.
+-- Return whether an entry can be from meteor_py. An index entry needs only a valid ID.
 local function is_ours(id, fields)
   local last, n = string.match(id, '^(%d+)-(%d+)$')
   last, n = tonumber(last), tonumber(n)

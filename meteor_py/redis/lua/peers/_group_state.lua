@@ -6,8 +6,8 @@ local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
--- Maximum number of times that a message to any member moves. A message moves only when its member
--- leaves, so the limit stops only an endless series of members that leave before they handle it.
+-- Maximum number of times that a message to any member moves. A message moves only when its receiver
+-- dies or leaves, so only a long series of receivers that never handle it can reach the limit.
 local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
@@ -22,11 +22,11 @@ local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
 -- scripts, which does not know this field, can safely run at the same time.
 local due = tonumber(s[8] or 0)
 
--- If no script ran for half a ttl, the server was down or its clock was set. Each member then gets
--- a full ttl for its next heartbeat, and all other deadlines keep their remaining time. A member
--- gets this grace once per heartbeat: otherwise, clients that are repeatedly late or that rarely
--- call would keep a dead member alive forever. If the clock steps back a little, time stands still
--- until the clock catches up.
+-- If no script ran for half a ttl, the server was down, its clock was set, or no client called. Each
+-- member then gets a full ttl for its next heartbeat. The expirations of dead members and the ends of
+-- votes keep their remaining time. A member gets this grace once per heartbeat: otherwise, clients
+-- that are repeatedly late or that rarely call would keep a dead member alive forever. If the clock
+-- steps back a little, time stands still until the clock catches up.
 local micros, seconds
 local function read_clock()
   local time = call('TIME')
@@ -151,8 +151,8 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
--- Move a message to another member; return its size in bytes. The dead member may have begun to
--- handle it, so its delivery count moves too.
+-- Move a message to another member; return the size of its body in bytes. The former receiver may have
+-- begun to handle the message, so the message's delivery count moves too.
 local function move(inbox, owner, others, place)
   local entry = call('XRANGE', P .. 'inbox:' .. inbox, place, place)[1]
   if not entry then  -- part of the group was deleted
@@ -182,10 +182,11 @@ local function move(inbox, owner, others, place)
   return #f.body
 end
 
--- When a member leaves, its inbox becomes an orphan. Messages that were sent to any member move to
--- another member, and the senders of all other messages get an error. Each call does part of this
--- work, since an inbox may hold a million messages or a gigabyte. If there is no other member, a dead
--- named member keeps its messages until another member joins or the dead one rejoins.
+-- When a member dies or leaves, its inbox becomes an orphan. Messages that were sent to any member move
+-- to another member. If the member was removed, the senders of its other messages get an error. Each
+-- call does part of this work, since an inbox may hold a million messages or a gigabyte. A dead named
+-- member keeps its other messages. If there is no other member, it keeps all of its messages until
+-- another member joins or the dead one rejoins.
 local budget, bytes, orphans = 500, 262144, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
@@ -281,9 +282,9 @@ local function decide(id, result, reason)
   local f = call('HMGET', key, 'when', 'name')
   call('ZREM', POLLS, id)
   call('ZREM', LIMITS, id)
-  if not f[1] then return end  -- it was deleted
+  if not f[1] then return end  -- the poll was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- Members that rejoin before an agreed action is due must be able to find it.
+  -- Members that rejoin before an agreed action is due must be able to find its poll.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)
@@ -293,11 +294,11 @@ local function decide(id, result, reason)
   end
   emit('decided', unpack(describe(id)))
 end
--- Count one vote. Votes are counted as they arrive, because a poll may have a thousand of them.
+-- Count one vote. A poll may have a thousand votes, too many to count again whenever one arrives.
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)
-  if not quorum then return decide(id, 'no', reason) end  -- it was deleted
+  if not quorum then return decide(id, 'no', reason) end  -- the poll was deleted
   call('HSET', P .. 'votes:' .. id, vote.member, vote.says)
   local open = call('HINCRBY', key, 'open', -1)
   local yes = call('HINCRBY', key, 'yes', vote.says == 'y' and 1 or 0)
@@ -331,7 +332,7 @@ local function prune()
   end
 end
 
--- Drop a member as 'left', 'removed' or 'expired'. With 'stays', a named member becomes dead instead.
+-- Remove a member as 'left', 'removed' or 'expired'. With 'stays', mark a named member as dead instead.
 -- The caller holds the election afterwards, so that a member about to be dropped is not elected.
 local function drop(id, reason, stays)
   local m = read_member(id)

@@ -1,6 +1,6 @@
 -- Peer group messages: writes inboxes, replies and dead letters. The scripts that send and settle
--- messages load only this file, because they run for every message. All other scripts continue with
--- _group_state.lua.
+-- messages load only this file, because they run for every message. All other scripts, except
+-- open.lua, continue with _group_state.lua.
 --
 -- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
 -- keys.py describes the keys.
@@ -22,8 +22,8 @@ local function pairs_of(flat)
 end
 
 -- Members: 'index:session:persistent:alive:priority:joined:metadata'. A dead member's session is
--- prefixed with '-': no process has such a session, but the session's former owner can tell that it
--- was the last owner.
+-- prefixed with '-'. No process has such a session, but the process that had the session last can
+-- still recognize it.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end

@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
--- Delete a peer group with all its keys.
+-- Delete a peer group and its keys, except those of messages and closed polls.
 --
 -- KEYS  1 the prefix of the group's keys
--- ARGV  1 'force' to delete it even if it has live members  2... keys named after members
+-- ARGV  1 'force' to delete it even if it has live members  2... keys named after members and sessions
 -- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', number of live members}
--- Atomic because a member must not join in between. Replies and messages expire on their own.
+-- Atomic because a member must not join in between. The caller deletes the keys of messages and closed
+-- polls afterwards.
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end

@@ -3,7 +3,7 @@
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
---       6 'takeover', or 'fail' if a live member has the name
+--       6 what to do if a live member has the name: 'takeover' or 'fail'
 --       7 maximum number of members in a group
 -- Returns {'OK', index, ms left on the lease, the last entry in the member's inbox: this session gets
 --   all entries up to that entry again}, or {'NOGROUP'}  {'FULL', members}
@@ -41,7 +41,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- Hand over the messages to any member that were sent while all members were dead.
+-- Hand over the messages to any member that dead members kept because no other member was alive.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

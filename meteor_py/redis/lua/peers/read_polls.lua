@@ -3,10 +3,10 @@
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 'poll' or 'member'  2 its id
--- Returns {'OK', ms left to vote, fields and values of a poll as in its events, ...}; only 'OK' if
---   there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has not voted yet, then
---   the passed actions that it was asked about. Future actions precede those from the last hour, and
---   the nearest come first. At most 200 passed actions are returned.
+-- Returns {'OK', ms left to vote, fields and values of a poll in the format of its events, ...}; only
+--   'OK' if there is no poll; or {'NOGROUP'}. For a member: the open polls in which it has not voted
+--   yet, then the polls of agreed actions that it was asked to vote on. Future actions precede those
+--   from the last hour, and the nearest come first. At most 200 agreed actions are returned.
 -- Atomic because it also closes polls whose time is up: every client that reads polls helps with this.
 
 local reply = {'OK'}

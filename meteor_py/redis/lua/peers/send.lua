@@ -133,7 +133,7 @@ local function store(m)
   for _, id in ipairs(target) do
     if full(id) then return 'FULL\n' .. id end
   end
-  -- A `tell` stores the message for all receivers: they may register a handler later.
+  -- A `tell` is also stored for receivers without a handler: they may register one later.
   if m.verb == 'tell' then
     for _, id in ipairs(lacking or {}) do
       if full(id) then return 'FULL\n' .. id end

@@ -12,7 +12,6 @@ local m = read_member(ARGV[2])
 if not m or m.session ~= ARGV[3] then return {'FENCED'} end
 -- Each call closes a limited number of polls, so a poll whose time is up may still be listed. Such a
 -- poll accepts no votes.
-
 local ends, limit = call('ZSCORE', POLLS, ARGV[1]), call('ZSCORE', LIMITS, ARGV[1])
 if not ends or tonumber(ends) <= now or (limit and tonumber(limit) <= now) then return {'OK', 0} end
 if call('HGET', P .. 'votes:' .. ARGV[1], ARGV[2]) ~= '-' then return {'OK', 0} end

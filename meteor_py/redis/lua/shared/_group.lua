@@ -7,14 +7,15 @@
 --       2 incarnation of stream and group  3 this consumer, an id of six characters
 --
 -- The states of a record. Each offset from the group's start to `next` is in exactly one state:
---   held         in a delivery batch in `batches:<consumer>`: up to 32 records that one step granted
+--   held         in `batches:<consumer>`, in a delivery batch of up to 32 records from one step
 --   waiting      in the entry of its ordering key, or in a chunk in `waiting` if many records wait
 --   dead letter  in `letters`, until a consumer has published it
 --   settled      not stored anywhere, only counted
--- The states of an ordering key. A key has an entry in `keys` while it has unsettled records or is
--- stopped. The consumer that holds records of a key is its owner. A key has at most one owner.
+-- The states of an ordering key. A key has an entry in `keys` while it has held or waiting records, or
+-- is delayed or parked. A key has at most one owner: the consumer that holds records of the key or has
+-- reserved the key.
 --   free         has waiting records but no owner. It is in `ready`, by its first waiting offset.
---   owned        has an owner. If the owner may claim waiting records, it is in `more:<owner>`.
+--   owned        has an owner. If the owner may claim waiting records, the key is in `more:<owner>`.
 --   delayed      stopped until a time in `delayed`. If records wait, it is in `blocked`.
 --   parked       stopped until it is resumed. If records wait, it is in `blocked`.
 --   behind       owned, but a returned record that waits is older than those held. It is in `blocked`.
@@ -22,9 +23,9 @@
 -- `blocked` and `unsettled`, which lists batches and dead letters by their lowest offset.
 --
 -- Two clocks that never go back drive the group. `clock` decides when delays end. `tick` decides when
--- leases end, and advances by at most half a lease between two calls. Neither a server outage nor a
--- jump of the server's time can therefore end a lease, and consumers that come and go cannot prolong
--- one.
+-- leases end, and advances by at most half a lease between two calls. Therefore, neither a server
+-- outage nor a jump of the server's time can end a lease that was just renewed, and consumers that
+-- come and go cannot prolong the leases of others.
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
 local byte, sub, match, gmatch = string.byte, string.sub, string.match, string.gmatch
 local pack, unpack_struct, concat = struct.pack, struct.unpack, table.concat
@@ -59,7 +60,7 @@ end
 local p = read_progress(unpack_struct(PROGRESS, s[2]))
 
 -- A consumer: the number of its last step; the end of its lease, in ticks; the number of records held;
--- the numbers of the first and last batches that its last step granted; three flags; the key that it
+-- the numbers of the first and last batch that its last step granted; three flags; the key that it
 -- has reserved for a record's last delivery attempt; its name; and the report of its last step. The
 -- flags: `idle`; `alone`, if it holds a record on its last attempt and must get no other; `dead`.
 local MEMBER = '<dddddBBBHc0Hc0I4c0'

@@ -1,10 +1,10 @@
 -- Library for shared/step and shared/maintain: key entries, and lines of waiting offsets.
 --
 -- A line is a string of offsets in ascending order, seven bytes each. A plain entry consists of the
--- owner (six bytes), the number of records held (two bytes), and the line of waiting offsets. A longer
--- entry begins with byte 255, and has the fields of `extended` below between the number and the line.
--- An entry holds up to NEAR offsets, or slightly more. Further offsets are in chunks, which are the
--- fields '<key>:<number>' of `waiting`.
+-- owner (six bytes), the number of records held (two bytes), and the line of waiting offsets. An
+-- extended entry begins with byte 255, and has the fields of `extended` below between the number and
+-- the line. New offsets go into the entry until it has NEAR of them. Later offsets go into chunks,
+-- which are the fields '<key>:<number>' of `waiting`. Returned offsets can make the line longer.
 --
 -- `entries` maps each key that this call uses to its entry. Most entries need no table, so a value has
 -- one of three forms. A number is an entry that this consumer owns and that has no waiting records. It
@@ -119,7 +119,7 @@ end
 local function as_table(k)
   local t = entries[k]
   if type(t) == 'table' then return t end
-  if not t then stored[k], t = false, 0 end -- a keyless record has no entry while it is first held
+  if not t then stored[k], t = false, 0 end -- a keyless record gets an entry when it is returned
   t = type(t) == 'string' and parse(t, true) or
     {owner = t > 0 and me or NOBODY, held = t, line = '', set = false, extended = false}
   entries[k] = t
@@ -147,7 +147,7 @@ local function let_go(k, t, count)
   if t.held >= cap and t.line ~= '' then tell(t.owner, k) end
   t.held = t.held - count
 end
--- Free a key if its owner holds none of its records and does not reserve it for a last try.
+-- Free a key if its owner holds none of its records and has not reserved it for a last attempt.
 local function disown(k, t)
   if t.held > 0 or k == c.kept then return end
   local x = t.extended
@@ -158,5 +158,5 @@ end
 
 -- The report of this call, and its changes to `failures` and `unsettled`.
 local failed, refused, lost, dropped = {}, {}, {}, {}
-local healed = {}          -- settled offsets, collected only while some record has failures
-local marks = {}           -- the lowest offset of each batch and dead letter; false once it is settled
+local healed = {}          -- settled offsets whose failure counts, if any, are to be deleted
+local marks = {}           -- the lowest offset of each changed batch or dead letter; false if settled

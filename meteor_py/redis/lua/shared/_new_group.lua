@@ -1,6 +1,6 @@
 -- Library for shared/open and shared/convert: the initial values of a group.
 
--- Redis stores a small hash as a list, which it searches for each field, unless a value is long.
+-- Redis stores a small hash as a list, which it searches for each field. A long value prevents that.
 local PADDING = string.rep('-', 600)
 -- Releases before 0.3 expect a hash at the key that holds this text, so they refuse the group
 -- without changing anything.

@@ -78,7 +78,7 @@ local function make_returns()
       tell(t.owner, k)
     end
   end
-  -- Give up on a record; return whether the record is removed from its key.
+  -- Give up on a record; return whether to remove the record from its key.
   local function give_up(o, k, t, reason, failures)
     if parks then extend(t).stop = PARKED end
     if letters then

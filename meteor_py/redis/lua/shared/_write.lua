@@ -1,6 +1,6 @@
--- Library for shared/step and shared/maintain: writes the changes, and wakes idle consumers. They call
--- write_changes() at their end. It returns what the consumer must do if nothing was granted (see
--- shared/step), and the ms until maintenance is due.
+-- Library for shared/step and shared/maintain: writes the changes, and wakes idle consumers. Both
+-- scripts call write_changes() at their end. It returns two items for the reply of shared/step: what to
+-- do if nothing was granted, and the ms until maintenance is due.
 local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
   local opened, closed = {}, {}
   for mark, o in pairs(marks) do

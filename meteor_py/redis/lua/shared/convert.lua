@@ -18,7 +18,7 @@ local call, text = redis.call, function(o) return string.format('%.0f', o) end
 local prefix = ARGV[2]
 local found = call('HGET', KEYS[1], 'incarnation')
 if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
-local PORTION, PER_KEY = 500, 15 -- work of one call: an offset counts 1, a key PER_KEY
+local PORTION, PER_KEY = 500, 15 -- limit on the work of one call: an offset counts 1, a key PER_KEY
 local NEAR, CHUNK = 128, 128 -- as in shared/_keys.lua
 local EXTENDED, FREE, DELAYED, PARKED = '<Bc6HBdddddd', 0, 1, 2
 
@@ -43,7 +43,7 @@ if call('TYPE', state).ok == 'hash' then
 end
 if call('HGET', KEYS[2], 'converting') ~= '1' then return {'OK', 0} end
 
--- 2. Ordering keys, a few at a time; a long one takes several calls.
+-- 2. Ordering keys, a few at a time. A key with many records takes several calls.
 local groups, budget = prefix .. 'groups', PORTION
 local suspects = call('EXISTS', prefix .. 'suspects') == 1
 local function add_line(key, entry, offsets)
@@ -146,7 +146,7 @@ for _ = 1, 64 do
 end
 if call('EXISTS', groups) == 1 then return {'OK', 1} end
 
--- 3. Dead letters: list them in `unsettled`, as batches are.
+-- 3. Dead letters: add them to `unsettled`.
 local cursor = call('HGET', KEYS[2], 'letters_cursor') or '0'
 if cursor ~= 'done' then
   local scanned = call('HSCAN', KEYS[13], cursor, 'COUNT', 200)
@@ -161,7 +161,7 @@ if cursor ~= 'done' then
   return {'OK', 1}
 end
 
--- 4. Consumers, and the end.
+-- 4. Remove the old consumers, then finish the conversion.
 local some = call('HRANDFIELD', prefix .. 'consumers', 100) or {}
 if #some > 0 then
   for _, consumer in ipairs(some) do

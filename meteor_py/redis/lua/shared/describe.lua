@@ -3,8 +3,9 @@
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 letters  4 ready  5 blocked  6 unsettled
 -- ARGV  none
--- Returns {incarnation and end of the stream, fields of the group's meta, time, number of ready ordering
---   keys, of blocked ordering keys and of dead letters, then the lowest offset in each of KEYS 4 to 6}
+-- Returns {incarnation and end of the stream, fields and values of the group's meta, time, number of
+--   ready ordering keys, of blocked ordering keys and of dead letters, then for each of KEYS 4 to 6 its
+--   first member and that member's offset}
 -- Atomic because 'confirmed' is the lowest unsettled offset, and a record may move between the sets.
 
 local call, first = redis.call, {}

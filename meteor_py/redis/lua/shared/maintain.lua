@@ -11,14 +11,14 @@
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED', number of its last step or -1, its report}
 -- Atomic because a record must not be lost between a batch and the waiting records of its key.
 
-local RETURN = 64 -- stop taking back records in a call after at least this many
+local RETURN = 64 -- a call that has taken back this many records takes back no further batch
 local waits = call('ZCARD', KEYS[11])
 local put_back, give_up, count_failure, fail, is_waiting, take_out = make_returns()
 
 -- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any
 -- record in between may have killed it, so from now on these records are delivered one at a time. The
--- death counts as a failure of the first record. But the group does not give up on that record because
--- of a death until it has been delivered alone.
+-- death counts as a failure of the first record, unless the group would then give up on a record that
+-- has not yet been delivered alone.
 local function blame_first(k, t)
   local x = t.extended
   local o, suspected = x.blame, x.blame <= x.suspect
@@ -66,7 +66,7 @@ local function free_kept(k)
   disown(k, as_table(k))
 end
 local function forget(id)
-  told[id] = nil -- write_changes must not create the list again
+  told[id] = nil -- otherwise write_changes would create the `more` list again
   call('UNLINK', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
 end
 

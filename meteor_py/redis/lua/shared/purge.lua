@@ -55,7 +55,7 @@ if raw then
       local head = struct.unpack('<I7', line)
       for set = 5, 6 do call('ZADD', KEYS[set], 'XX', head, key) end
     end
-    -- An owner that holds no records has reserved the key for a last try.
+    -- An owner that holds no records has reserved the key for a record's last delivery attempt.
     if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end
     t[2] = owner
     local plain = t[4] == FREE and t[5] < 0 and t[6] < 0 and t[10] <= 0

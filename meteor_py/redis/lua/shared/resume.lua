@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Make a parked or delayed ordering key available again, and reset its first record's failures.
+-- Make a parked or delayed ordering key available again, and reset the failure count of its first
+-- waiting record.
 --
 -- KEYS  1 meta of the stream  2 meta of the group  3 keys  4 ready  5 blocked  6 delayed  7 failures
 --       8 idle

@@ -5,7 +5,8 @@
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
 --       5 frames moved so far, from all stages  6 the first frame to move from this stage
 --       7 frames in this stage  8 bytes after which to stop; each frame counts 1 KiB extra
--- Returns {'OK', frames moved so far, from all stages}, or the reason why no frame was moved:
+-- Returns {'OK', frames moved so far, from all stages}, or the reason why a frame could not be moved,
+--   after this call may have moved others:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'FENCED', current version}  {'AT', frames moved so far}: ARGV[5] is wrong
 --   {'LOST'}, {'INVALID'}: the frame is not in the stage, or another program has changed it
@@ -13,7 +14,7 @@
 -- out of memory: each frame leaves the stage when it enters the log, so the server needs room for
 -- only one frame. Otherwise a full server could never empty the stage.
 
--- The number of records is last; older releases did not write it.
+-- The value ends with the number of records, which older releases did not write.
 local version, done, total, records = string.match(
   redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(%d+):(%d+)(.*)$')
 if version ~= ARGV[4] then return {'FENCED', tonumber(version or 0)} end
@@ -32,7 +33,8 @@ local function strings(packed)
   return #found % 2 == 0 and #found > 0 and #found < 5000 and found or nil
 end
 
--- A release before 0.3 staged one entry per frame: two bytes for each record's key, then the keys.
+-- Convert an index entry from a release before 0.3, which staged one entry per frame: two bytes for
+-- each record's key, then the keys. Return any other entry unchanged.
 local function renewed(found, n)
   if #found[1] ~= 2 * n then return found end
   local entries = {}
@@ -52,7 +54,8 @@ local function renewed(found, n)
 end
 
 local next_offset, now = tonumber(m[4]), append_time()
-local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216) -- other clients must wait
+-- All other clients wait during this call, so it stops after 16 MiB, whatever the caller asks for.
+local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216)
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}

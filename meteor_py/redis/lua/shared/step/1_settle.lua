@@ -3,8 +3,8 @@
 --
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
 -- ARGV  4 number of this step, one higher than the last
---       5 'wait' if the consumer will wait for a wake-up in case it gets no records; 'busy' if it no
---         longer waits; else ''
+--       5 'wait' if the consumer will wait for a wake-up if it gets no records; 'busy' if it no longer
+--         waits; else ''
 --       6 number of records wanted  7 batches to acknowledge: 'n,n,...'
 --       8 first offset of an entry that the index has dropped, '' for none; 9 and 10 its strings (see
 --         records/ordering_index.py), or 'lost' and the offset after the lost records
@@ -16,10 +16,11 @@
 --         To keep a key's records in order, a client also returns the later records that it holds.
 -- Returns {'OK', or 'AGAIN' with the same reply if this step was already done; next offset to scan; end
 --   of the stream; number of the first batch granted; {offsets of each batch, seven bytes each};
---   report; end of the records that only the store has, 0 if the index has them; 1 if maintenance is
---   due; what to do if nothing was granted: 0 claim again, 1 wait for a wake-up, 2 wait for a wake-up
---   or a new index entry; then ms until maintenance is due, -1 for never, 0 for 'AGAIN', after which
---   the consumer must claim before it waits; epoch of the stream; the stream's field 'large'}
+--   report; end of the next records if the index lacks them but the store or the ring may have them,
+--   else 0; 1 if maintenance is due, else 0; what to do if nothing was granted: 0 claim again, 1 wait
+--   for a wake-up, 2 wait for a wake-up or a new index entry; with 2, ms until maintenance is due (-1
+--   without 2, or if it is never due; 0 in an 'AGAIN' reply, after which the consumer must claim before
+--   it waits); epoch of the stream; the stream's field 'large'}
 --   A report is '' or 'failed;refused;lost;dropped'. failed: 'o:failures,...' of granted records that
 --   have failed before. refused: 'o,...' not settled, because the batch no longer has them. lost:
 --   'first:last,...'. dropped: 'o:failures,...' of records discarded without a dead letter
@@ -30,7 +31,7 @@
 -- most one owner.
 
 local number, mode = tonumber(ARGV[4]), ARGV[5]
-local want = max(min(tonumber(ARGV[6]), 512), 0) -- limited, because all clients wait for the script
+local want = max(min(tonumber(ARGV[6]), 512), 0) -- limited, because other clients wait meanwhile
 if number == c.step then
   local lines = {}
   for n = c.first, c.last do

@@ -1,7 +1,7 @@
 -- 3. Claim waiting records, the oldest first. A suspect is a record that may have killed a consumer.
--- Its last try is granted alone, so that no other record is blamed if it kills its consumer. If the next
--- record is a last try and the consumer holds other records, the consumer reserves the key. It then gets
--- no more records until it has settled all that it holds.
+-- For its last delivery attempt, a suspect is granted alone, so that no other record is blamed if it
+-- kills its consumer. If such a suspect is next and the consumer holds other records, the consumer
+-- reserves the suspect's key. It then gets no more records until it has settled all that it holds.
 local QUANTUM, ROUND = 16, 64 -- records to take from one key in the first turn; keys in one round
 local ROUNDS = 16
 local got, granted, offsets = 0, {}, {}
@@ -10,9 +10,9 @@ local stop = c.alone or (c.kept ~= '' and c.holding > 0)
 local left = {} -- keys from which this consumer may claim more records
 local waits = call('ZCARD', KEYS[11])
 
--- Return whether a suspect may be granted now. If this is its last try, set `stop`.
+-- Return whether a suspect may be granted now. If this is its last delivery attempt, set `stop`.
 local function may_try(k, t, o)
-  if t.held > 0 then return false end -- other suspects of this key must be settled first
+  if t.held > 0 then return false end -- the key's held records must be settled first
   local failures = tries > 0 and tonumber(call('HGET', KEYS[13], text(o)) or 0)
   if failures and failures >= tries - 1 then
     stop = true

@@ -1,4 +1,4 @@
--- 4. Scan each new record once. The record is granted, waits, or is settled by a purge.
+-- 4. Scan new records, each once. Grant the record, let it wait, or settle it if it is to be purged.
 local SCAN = 512 -- maximum number of records that one call scans, or slightly more
 local nxt, stored_stop = p.next, 0
 local function lose(to)
@@ -116,7 +116,7 @@ local function scan_row(row)
         line, count = line .. pack('<I7', nxt + count), count + 1
       end
       pushed[k], p.waiting = before and before .. line or line, p.waiting + count
-      if before then -- the owner has already been told
+      if before then -- this call has already told the key's owner, if necessary
       elseif type(t) ~= 'string' then
         t = as_table(k)
         local x = t.extended
