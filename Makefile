@@ -3,6 +3,8 @@
 BIN := .venv/bin
 N ?= 4
 ARGS ?=
+# The folders whose tests `make chaos` repeats on a cluster. `make test` repeats some (tests/cluster/test_promises.py).
+ON_A_CLUSTER := $(addprefix tests/,archive cli client fundamentals log peers publish shared spark store subscribe)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chaos bench bench-competitors lint format docs spark lock clean
@@ -23,6 +25,8 @@ chaos: .venv/installed ## inject random faults and check the history; ARGS="--se
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py \
 		tests/chaos/frames_*.py tests/chaos/parquet_*.py tests/chaos/split_*.py tests/chaos/cluster_*.py)
+	$(if $(ARGS),,METEOR_TEST_CLUSTER=valkey $(BIN)/pytest -n $(N) $(ON_A_CLUSTER))
+	$(if $(ARGS),,METEOR_TEST_CLUSTER=redis $(BIN)/pytest -n $(N) $(ON_A_CLUSTER))
 
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -59,7 +59,8 @@ def connect(
             sentinels, also the time that a call waits for a failover or a slot move before it
             raises ``ConnectionFailed``.
         remap: Replacements for addresses that cluster nodes or sentinels announce but this client
-            cannot reach (Docker, NAT), as ``{(host, port): (host, port)}``.
+            cannot reach (Docker, NAT), as ``{(host, port): (host, port)}``. The address can also
+            contain them (docs/production/cluster.md).
 
     Raises:
         ValueError: ``url`` is not a valid address.
@@ -226,8 +227,8 @@ class Client(Closeable):
     def redis(self) -> redis.Redis:
         """A redis-py client for the same server, for other commands. It never retries.
 
-        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Closing this
-        client also closes the redis-py client.
+        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Do not close it:
+        closing this client does, and a closed ``RedisCluster`` cannot be used again.
         """
         return self._connector.redis
 

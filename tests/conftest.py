@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 from hypothesis import settings
+from redis.cluster import RedisCluster
 
 from meteor_py.testing import Cluster
 from tests.support.group_members import GroupHarness
@@ -70,7 +71,9 @@ def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     if kind is None:
         yield request.getfixturevalue("server").url
         return
-    with Cluster(program=binaries()[kind]) as cluster:
+    # redis-py would ask one node only. A test that finds no keys must have looked at all of them.
+    with pytest.MonkeyPatch.context() as patch, Cluster(program=binaries()[kind]) as cluster:
+        patch.setitem(RedisCluster.COMMAND_FLAGS, "KEYS", RedisCluster.PRIMARIES)
         yield cluster.url
 
 
@@ -86,8 +89,9 @@ def any_url(request: pytest.FixtureRequest) -> str:
     if request.param == "fake":
         # A named fake, which all clients in a test share.
         return f"fake://{secrets.token_hex(8)}"
-    name = "redis_server" if request.param == "redis" else "server"
-    running: Server = request.getfixturevalue(name)
+    if request.param == "valkey":
+        return emptied(request.getfixturevalue("server_url"))
+    running: Server = request.getfixturevalue("redis_server")
     return emptied(running.url)
 
 
@@ -125,13 +129,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On a cluster, run only tests that need nothing but the shared server's address."""
     if os.environ.get(CLUSTER) is None:
         return
-    used = {item: set(getattr(item, "fixturenames", ())) for item in items}
-    chosen = [item for item in items if used[item] & {"server_url", "server"} == {"server_url"}]
+    chosen = [item for item in items if _runs_on_cluster(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
     for item in items:
         for mark in item.iter_markers("single_server"):
             item.add_marker(pytest.mark.skip(reason=f"needs a single server: {mark.args[0]}"))
+
+
+def _runs_on_cluster(item: pytest.Item) -> bool:
+    used = set(getattr(item, "fixturenames", ()))
+    if "any_url" in used and isinstance(item, pytest.Function):
+        return bool(item.callspec.params["any_url"] == "valkey")
+    return used & {"server_url", "server"} == {"server_url"}
 
 
 @pytest.fixture

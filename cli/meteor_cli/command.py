@@ -108,6 +108,10 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
+class CommandGroup(Command, Group):
+    """A command that also has subcommands."""
+
+
 #: Command names that users may know from other tools, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",

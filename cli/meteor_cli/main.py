@@ -28,7 +28,7 @@ from meteor_cli.signals import repeat_lost_signal
 #: others, and the help imports none.
 COMMANDS = {
     "demo": "Take a tour; every figure is measured.",
-    "server": "Run a server until Ctrl-C, and print its URL.",
+    "server": "Run a server until Ctrl-C, or describe one.",
     "tail": "Print the records of a stream, and follow it.",
     "publish": "Publish records from arguments or a pipe.",
     "seek": "Move a group to another position.",

@@ -33,12 +33,14 @@ _HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<po
 #: reads their replies before the connection is used. meteor_py itself sets all options that no URL
 #: can set.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
-#: Login options for the sentinels, which have their own users.
+#: Options for addresses that name several servers. The sentinels have their own users.
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+_SEVERAL_OPTIONS = {"": (), "+cluster": ("remap",), "+sentinel": ("remap", *_SENTINEL_OPTIONS)}
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
 )  # fmt: skip
+_REMAP_NEEDS_SEVERAL = "remap is for redis+cluster:// and redis+sentinel:// addresses only."
 _CERT_REQS = ("required", "optional", "none")
 _TLS_VERSIONS = (771, 772)  # values of ssl.TLSVersion; older versions are insecure
 #: URL parameters of servers and stores whose values are not secret. All others are masked.
@@ -46,7 +48,7 @@ _HARMLESS = (
     "allow_bucket_creation", "allow_bucket_deletion", "blob_storage_authority", "buffer_size",
     "client_id", "client_name", "credential_kind", "db", "default_bucket_location",
     "dfs_storage_authority", "enable_tls", "endpoint_override", "project_id", "region",
-    "replication", "retry_limit_seconds", "scheme", "sentinel_username", "ssl_ca_certs",
+    "remap", "replication", "retry_limit_seconds", "scheme", "sentinel_username", "ssl_ca_certs",
     "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers",
     "ssl_keyfile", "ssl_min_version", "tenant_id", "user", "username",
 )  # fmt: skip
@@ -163,7 +165,8 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
 
     Args:
         remap: For a cluster or sentinels, a mapping ``{(host, port): (host, port)}``. It maps an
-            address that a node announces to an address that this client can reach.
+            address that a node announces to an address that this client can reach. It is added to
+            the ``remap`` in the URL, and overrides it.
 
     Raises:
         ValueError: The scheme is unknown, or the URL is malformed.
@@ -174,9 +177,10 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
         raise TypeError(f"An address must be a str, not {type(url).__name__}.")
     scheme, separator, _ = url.partition("://")
     if separator and scheme in _SEVERAL:
-        return replace(_several(url), remap=_check_remap(remap or {}))
+        found = _several(url)
+        return replace(found, remap={**found.remap, **_check_remap(remap or {})})
     if remap:
-        raise ValueError("remap is for redis+cluster:// and redis+sentinel:// addresses only.")
+        raise ValueError(_REMAP_NEEDS_SEVERAL)
     if separator and scheme in _REMOTE:
         return _remote(url, scheme)
     if separator and scheme in ("embedded", "fake"):
@@ -206,7 +210,8 @@ def _several(url: str) -> Address:
             raise ValueError("it contains an unescaped character")
         seeds = _hosts(match["hosts"], _SEVERAL[scheme])
         service, database = _split_path(match["path"] or "", kind)
-        own, query = _take_sentinel_options(match["query"] or "", kind)
+        own, query = _take_own_options(match["query"] or "", kind)
+        remap = _parse_remap(own.pop("remap", ""))
     except ValueError as error:
         reason = _without_secrets(str(error), url)
         raise ValueError(f"{mask(url)!r} is not a valid address: {reason}. Write {form}.") from None
@@ -217,19 +222,42 @@ def _several(url: str) -> Address:
     return Address(
         *(scheme, mask(url), options, single.connection_class, None, seeds, service),
         sentinel_options={} if kind == "cluster" else tls | own,
+        remap=remap,
     )
 
 
 def _hosts(text: str, port: int) -> tuple[Node, ...]:
     found: list[Node] = []
     for part in text.split(","):
-        match = _HOST.fullmatch(part)
-        if match is None or (match["port"] and not 0 < int(match["port"]) < 65_536):
+        node = _parse_node(part, port)
+        if node is None:
             raise ValueError(
                 f"{part!r} is not a host or host:port (write an IPv6 address in brackets)"
             )
-        found.append((match["ip6"] or match["name"], int(match["port"] or port)))
+        found.append(node)
     return tuple(dict.fromkeys(found))
+
+
+def _parse_node(text: str, default_port: int = 0) -> Node | None:
+    """Return host and port; None if the text is malformed, or has no port and needs one."""
+    match = _HOST.fullmatch(text)
+    port = int(match["port"] or default_port) if match else 0
+    return (match["ip6"] or match["name"], port) if match and 0 < port < 65_536 else None
+
+
+def _parse_remap(text: str) -> dict[Node, Node]:
+    """Parse ``announced=reachable,announced=reachable``; each is a host and its port.
+
+    >>> _parse_remap("172.18.0.2:6379=localhost:7001")
+    {('172.18.0.2', 6379): ('localhost', 7001)}
+    """
+    found: dict[Node, Node] = {}
+    for pair in filter(None, text.split(",")):
+        announced, reachable = (_parse_node(part) for part in pair.partition("=")[::2])
+        if announced is None or reachable is None:
+            raise ValueError(f"{pair!r} in remap is not announced_host:port=reachable_host:port")
+        found[announced] = reachable
+    return found
 
 
 def _split_path(path: str, kind: str) -> tuple[str, str]:
@@ -246,12 +274,13 @@ def _split_path(path: str, kind: str) -> tuple[str, str]:
     return service, database
 
 
-def _take_sentinel_options(query: str, kind: str) -> tuple[dict[str, str], str]:
-    """Return the login options for the sentinels, and the rest of the query."""
+def _take_own_options(query: str, kind: str) -> tuple[dict[str, str], str]:
+    """Return the options that an address of a single server does not have, and the other ones."""
     pairs = parse_qsl(query, keep_blank_values=True)
-    taken = {name: value for name, value in pairs if name in _SENTINEL_OPTIONS}
-    if taken and kind != "sentinel":
-        raise ValueError(f"{next(iter(taken))} is for redis+sentinel:// addresses only")
+    taken = {name: value for name, value in pairs if name in _SEVERAL_OPTIONS["+sentinel"]}
+    for name in taken:
+        if name not in _SEVERAL_OPTIONS[f"+{kind}"]:
+            raise ValueError(f"{name} is for redis+sentinel:// addresses only")
     if kind == "cluster" and dict(pairs).get("db", "0") != "0":
         raise ValueError("a cluster has only database 0")
     rest = urlencode([pair for pair in pairs if pair[0] not in taken])
@@ -294,6 +323,9 @@ def _remote(url: str, scheme: str, kind: str = "") -> Address:
         if name not in allowed:
             if name in _TLS_OPTIONS:
                 raise ValueError(f"{name!r} is a TLS option. Use rediss{kind}:// for TLS.")
+            if name == "remap":
+                raise ValueError(_REMAP_NEEDS_SEVERAL)
+            allowed += _SEVERAL_OPTIONS[kind]
             raise ValueError(
                 f"{name[:64]!r} cannot be set in the URL, because delivery guarantees depend on "
                 f"connection options. The URL can set {', '.join(allowed)}; set the timeout with "

@@ -23,26 +23,29 @@ The guarded text drops it in its first statement, because scripts count their ke
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
 _DROP_GUARD = b"KEYS[#KEYS] = nil "
+#: Number of guarded texts to remember: more than there are scripts.
+_CACHED = 256
 
 
 class GuardedText(NamedTuple):
     """The text of a script that expects a guard key, and the hash of this text."""
 
-    source: bytes
     text: bytes
     sha: str
 
     @classmethod
+    @lru_cache(_CACHED)
     def of(cls, source: bytes) -> GuardedText:
         """Add the statement that drops the guard key, without changing any line number."""
         flags, newline, body = source.partition(b"\n")
         start = flags + newline if flags.startswith(b"#!") else b""
         text = start + _DROP_GUARD + (body if start else source)
-        return cls(source, text, _sha(text))
+        return cls(text, _sha(text))
 
 
 class Script:
@@ -55,7 +58,6 @@ class Script:
             first, body = self.source.split(b"\n", 1)
             self.source = b"\n".join((first, *map(_read, libraries), body))
         self.sha = _sha(self.source)
-        self._guarded = GuardedText.of(self.source)
         #: Whether EVALSHA_RO can run the script, on replicas and for users with read-only access.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
         # fakeredis would parse the '#!lua' line as Lua, and lacks two of the server's libraries.
@@ -68,9 +70,7 @@ class Script:
     @property
     def guarded(self) -> GuardedText:
         """The text for clusters, which starts by dropping the guard key, and its hash."""
-        if self._guarded.source is not self.source:  # tests replace ``source``
-            self._guarded = GuardedText.of(self.source)
-        return self._guarded
+        return GuardedText.of(self.source)
 
     def __repr__(self) -> str:
         return f"Script({self.name!r})"

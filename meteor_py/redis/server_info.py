@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from meteor_py.errors import ServerRefused
-from meteor_py.redis.address import Address
+from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection, parse_info
 from meteor_py.redis.connector import Connector
+
+_T = TypeVar("_T", int, bool)
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,9 @@ class ServerDescription:
     """A snapshot of a server or cluster. Fields that the server does not disclose are None.
 
     For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
-    ``uptime`` is the shortest uptime of a primary. Each of these four fields is None if one of the
-    primaries does not disclose it or cannot be reached.
+    ``uptime`` is the shortest uptime of a primary. ``append_only`` is true if it is true for all
+    primaries. Each of these five fields is None if one of the primaries does not disclose it or
+    cannot be reached.
     """
 
     #: "valkey", "redis", or "fake".
@@ -36,8 +39,14 @@ class ServerDescription:
     uptime: int | None = None
     #: The primaries of a cluster. For an unreachable primary, only the address is set.
     nodes: tuple[ServerDescription, ...] = ()
-    #: The address of a cluster node. None for any other server.
+    #: The address. With sentinels it is the primary's address, and for a whole cluster it is None.
     address: str | None = None
+    #: The server's ``maxmemory-policy``. Only "noeviction" is safe.
+    memory_policy: str | None = None
+    #: Whether the server keeps its data in an append-only file.
+    append_only: bool | None = None
+    #: For a node of a cluster, the slots that it owns: the first and the last of each range.
+    slots: tuple[tuple[int, int], ...] = ()
 
 
 def describe_all(connector: Connector) -> ServerDescription:
@@ -47,6 +56,7 @@ def describe_all(connector: Connector) -> ServerDescription:
     nodes = tuple(connector.use_each(_describe_node, _unreachable))
     products = sorted({node.product for node in nodes if node.product})
     versions = sorted({node.version for node in nodes if node.version})
+    policies = sorted({node.memory_policy for node in nodes if node.memory_policy})
     return ServerDescription(
         product=", ".join(products) or None,
         version=", ".join(versions) or None,
@@ -56,30 +66,43 @@ def describe_all(connector: Connector) -> ServerDescription:
         clients=_combined(sum, [node.clients for node in nodes]),
         uptime=_combined(min, [node.uptime for node in nodes]),
         nodes=nodes,
+        memory_policy=", ".join(policies) or None,
+        append_only=_combined(all, [node.append_only for node in nodes]),
     )
 
 
 def _describe_node(connection: Connection) -> ServerDescription:
-    return replace(describe_server(connection), address=str(connection.target))
+    rows: list[Any] = connection.call("CLUSTER", "SLOTS")
+    slots = sorted((int(row[0]), int(row[1])) for row in rows if _is_at(row[2], connection.node))
+    return replace(describe_server(connection), slots=tuple(slots))
+
+
+def _is_at(primary: list[Any], node: Node | None) -> bool:
+    """Return whether a primary in CLUSTER SLOTS is the node that was asked."""
+    host, port = node or ("", 0)
+    # A node that does not know its own address sends no host, or a question mark.
+    return int(primary[1]) == port and primary[0] in (host.encode(), b"", b"?", None)
 
 
 def _unreachable(address: Address) -> ServerDescription:
     return ServerDescription(address=str(address))
 
 
-def _combined(function: Callable[[list[int]], int], values: list[int | None]) -> int | None:
+def _combined(function: Callable[[list[_T]], _T], values: list[_T | None]) -> _T | None:
     known = [value for value in values if value is not None]
     return function(known) if len(known) == len(values) else None
 
 
 def describe_server(connection: Connection) -> ServerDescription:
-    """Describe the server. If the user is not allowed to call INFO, all fields are None."""
+    """Describe the server. If the user is not allowed to call INFO, only the address is set."""
+    address = str(connection.target)
     if connection.address.scheme == "fake":
-        return ServerDescription("fake")
+        return ServerDescription("fake", address=address)
     try:
-        return parse_facts(parse_info(connection.call("INFO")))
+        facts = parse_info(connection.call("INFO"))
     except ServerRefused:
-        return ServerDescription()
+        facts = {}
+    return replace(parse_facts(facts), address=address)
 
 
 def parse_facts(facts: dict[str, str]) -> ServerDescription:
@@ -105,4 +128,6 @@ def parse_facts(facts: dict[str, str]) -> ServerDescription:
         memory_max=number("maxmemory") or None,
         clients=number("connected_clients"),
         uptime=number("uptime_in_seconds"),
+        memory_policy=facts.get("maxmemory_policy"),
+        append_only=None if "aof_enabled" not in facts else facts["aof_enabled"] == "1",
     )

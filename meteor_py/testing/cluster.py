@@ -249,7 +249,7 @@ class Cluster(ServerGroup):
 
     def add_node(self, replica_of: Node | None = None) -> Node:
         """Start a node and add it to the cluster, as a primary without slots or as a replica."""
-        node = self._new_node().start()
+        node = self._add_node().start()
         node.id = node.ask("CLUSTER", "MYID").decode()
         known = next(each for each in self.nodes if each.running)
         node.ask("CLUSTER", "MEET", HOST, known.port, known.bus_port)
@@ -286,14 +286,17 @@ class Cluster(ServerGroup):
     def _forget_servers(self) -> None:
         self.nodes.clear()
 
-    def _new_node(self) -> Node:
-        self.nodes.append(Node(self._args, self._program, self._node_timeout_s))
+    def _add_node(self) -> Node:
+        self.nodes.append(self._new_node())
         return self.nodes[-1]
+
+    def _new_node(self) -> Node:
+        return Node(self._args, self._program, self._node_timeout_s)
 
     def _start_servers(self) -> None:
         primaries, replicas = self._shape
         for _ in range(primaries * (1 + replicas)):
-            self._new_node()
+            self._add_node()
         for node in self.nodes:
             # Nodes that know each other from the start skip the handshake, which takes seconds.
             lines = [self._line(number, node) for number in range(len(self.nodes))]

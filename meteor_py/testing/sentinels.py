@@ -183,13 +183,19 @@ class Sentinels(ServerGroup):
         self.servers.clear()
         self.sentinels.clear()
 
+    def _new_server(self) -> Server:
+        return Server(*self._args, program=self._program, port=0)
+
+    def _new_sentinel(self) -> Sentinel:
+        return Sentinel(self._program)
+
     def _start_servers(self) -> None:
         replicas, sentinels = self._shape
-        primary = Server(*self._args, program=self._program, port=0)
+        primary = self._new_server()
         self.servers.append(primary)
         primary.start()
         for _ in range(replicas):
-            replica = Server(*self._args, program=self._program, port=0)
+            replica = self._new_server()
             self.servers.append(replica)
             replica.start()
             # Do not set this as a server option: after a promotion and a restart, the server would
@@ -197,7 +203,7 @@ class Sentinels(ServerGroup):
             with plain_client(replica.url) as client:
                 client.replicaof(HOST, primary.port)
         for _ in range(sentinels):
-            self.sentinels.append(Sentinel(self._program))
+            self.sentinels.append(self._new_sentinel())
         for sentinel in self.sentinels:
             sentinel.configure(self._configuration(sentinel))
             sentinel.start()

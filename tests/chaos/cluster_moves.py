@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,56 +17,18 @@ import pytest
 import redis
 
 import meteor_py as meteor
-from meteor_py.testing import Cluster, Node
+from meteor_py.testing import Cluster
 from tests.chaos.backend import Proxies
 from tests.chaos.mutants import FunctionText, plant, text_of
 from tests.conftest import require_redis
 from tests.support.client_load import PEERS, RESULT_S, STREAM, Load, read_log, wait_until
 from tests.support.servers import HOST, binaries
+from tests.support.slot_mover import WAYS, SlotMover
 
 MOVES = 20
-#: Seconds for which a slow move pauses at its beginning, and then after each key.
-SLOW_S = (0.3, 0.02)
-#: Seconds after which an abandoned move is repaired.
-ABANDONED_S = 1.0
 #: Number of rounds in which a publisher loses a reply, and its delivery timeout in seconds.
 ROUNDS = 3
 TIMED_OUT_S = 0.8
-
-
-class Mover:
-    """Moves the stream's slot and the peer group's slot, in various ways."""
-
-    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
-        self._cluster, self._rng = cluster, rng
-        self.took_s: dict[str, list[float]] = {}
-
-    def move(self, how: str) -> None:
-        for name in (STREAM, PEERS):
-            slot = self._cluster.slot(name)
-            target = self._rng.choice(self._cluster.others(self._cluster.owner(slot)))
-            began = time.monotonic()
-            getattr(self, how)(slot, target)
-            if name == STREAM:
-                self.took_s.setdefault(how, []).append(time.monotonic() - began)
-
-    def fast(self, slot: int, target: Node) -> None:
-        self._cluster.move_slot(slot, target)
-
-    def slow(self, slot: int, target: Node) -> None:
-        pauses = iter(SLOW_S)
-        last = SLOW_S[-1]
-        self._cluster.move_slot(
-            slot, target, keys_per_step=1, on_step=lambda: time.sleep(next(pauses, last))
-        )
-
-    def abandoned(self, slot: int, target: Node) -> None:
-        self._cluster.begin_move(slot, target).migrate(keys=self._rng.randint(0, 4))
-        time.sleep(ABANDONED_S)
-        self._cluster.repair()
-
-    def atomic(self, slot: int, target: Node) -> None:
-        self._cluster.move_slot(slot, target, atomic=True)
 
 
 def test_load_check_fails_if_scripts_run_on_the_importing_node(
@@ -77,12 +38,12 @@ def test_load_check_fails_if_scripts_run_on_the_importing_node(
     plant_here("unguarded-scripts", monkeypatch)
     plant_here("followed-ask", monkeypatch)
     with Cluster() as cluster, meteor.connect(cluster.url) as client:
-        load, mover = Load(client), Mover(cluster, rng)
+        load, mover = Load(client), SlotMover(cluster, rng, (STREAM, PEERS))
         with pytest.raises((AssertionError, redis.ResponseError)):
             move_until_something_fails(load, mover)
 
 
-def move_until_something_fails(load: Load, mover: Mover) -> None:
+def move_until_something_fails(load: Load, mover: SlotMover) -> None:
     with load:
         for _ in range(MOVES):
             mover.move("slow")
@@ -162,12 +123,12 @@ def test_twenty_slot_moves_neither_lose_nor_duplicate_nor_reorder_records(
 ) -> None:
     if kind == "redis":
         require_redis()
-    ways = ["fast", "slow", "abandoned", *(["atomic"] if kind == "valkey" else [])]
+    ways = WAYS[kind]
     with (
         Cluster(program=binaries()[kind]) as cluster,
         meteor.connect(cluster.url) as client,
     ):
-        load, mover = Load(client), Mover(cluster, rng)
+        load, mover = Load(client), SlotMover(cluster, rng, (STREAM, PEERS))
         pauses: dict[str, list[float]] = {}
         with load:
             for number in range(MOVES):

@@ -163,7 +163,7 @@ MUTANTS = {
     ),
 }
 
-#: Bugs that show while slots move. cluster_moves.py plants them.
+#: Bugs that show while slots move. cluster_moves.py and spark_moves.py plant them.
 CLUSTER_MUTANTS = {
     "unguarded-scripts": Mutant(
         "scripts do not declare the guard key",
@@ -177,6 +177,17 @@ CLUSTER_MUTANTS = {
             (
                 "return self.read(timeout_s)",
                 "return __import__('tests.chaos.mutants').chaos.mutants.follow_ask(self, command)",
+            ),
+        ),
+    ),
+    "renamed-writer": Mutant(
+        "a writer that restarts has another name, so its repeated version is not recognised",
+        "publish.transaction:commit",
+        (
+            (
+                "names = [stage.name for stage in staged]",
+                "names, writer = [stage.name for stage in staged], "
+                "writer + str(__import__('os').getppid())",
             ),
         ),
     ),

@@ -32,6 +32,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
         shown = {
             command: succeed(url, *command.split(), *arguments, "--json").objects
             for command, arguments in {
+                "server info": [],
                 "streams ls": [],
                 "streams info": ["orders"],
                 "groups ls": ["orders"],

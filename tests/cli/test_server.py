@@ -1,8 +1,9 @@
-"""``meteor server`` runs a server until the command ends."""
+"""``meteor server`` runs a server until the command ends, and ``server info`` describes one."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import redis
 
 from meteor_py.server import open_embedded
+from tests.conftest import ServerFactory
 from tests.support.commands import CommandResult, RunningCommand, meteor, succeed
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
@@ -174,12 +176,39 @@ def test_tcp_option_is_refused_for_a_server_that_runs_without_tcp(
     [
         (["--private", "--dir", "somewhere"], "Omit --dir or --private"),
         (["--url", "redis://localhost"], "Pass --dir"),
+        (["--private", "info"], "only for running a server"),
     ],
 )
 def test_contradictory_options_are_refused(arguments: list[str], sentence: str) -> None:
     done: CommandResult = meteor(None, "server", *arguments)
     assert (done.code, done.out) == (2, b"")
     assert sentence in done.err
+
+
+def test_info_describes_a_server(private_server: ServerFactory) -> None:
+    limits = ("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru")
+    server = private_server("--appendonly", "yes", *limits)
+    for name in ("orders", "trades"):
+        succeed(server.url, "publish", name, "hello")
+    facts = dict(
+        re.split(r" {2,}", line, maxsplit=1) for line in succeed(server.url, "server", "info").lines
+    )
+    info = server.info("all")
+    assert facts["server"] == server.url
+    assert facts["version"] == f"Valkey {info['valkey_version']}"
+    assert facts["memory"].endswith(" of 536.9 MB")
+    assert (facts["role"], facts["maxmemory-policy"]) == ("primary", "allkeys-lru")
+    assert (facts["append-only file"], facts["streams"][:3]) == ("yes", "2, ")
+    assert "slots" not in facts
+    (found,) = succeed(server.url, "server", "info", "--json").objects
+    assert (found["memory_max"], found["append_only"], found["streams"]) == (2**29, True, 2)
+    assert (found["slots"], found["clients"]) == ([], 1)
+
+
+def test_info_of_an_unreachable_server_is_an_error() -> None:
+    done = meteor("redis://127.0.0.1:1", "server", "info")
+    assert (done.code, done.out) == (1, b"")
+    assert "cannot be reached" in done.err
 
 
 def pid_of(url: str) -> int:

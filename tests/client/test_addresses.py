@@ -59,6 +59,18 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
     assert str(address.at(("::1", 1))) == "redis://[::1]:1"
 
 
+def test_address_contains_remapped_addresses() -> None:
+    url = "redis+cluster://a?remap=10.0.0.5:6379=localhost:7005,[::1]:1=b:2&client_name=c"
+    address = parse(url, {("::1", 1): ("d", 3)})
+    assert address.at(("10.0.0.5", 6379)).options["port"] == 7005
+    assert address.at(("::1", 1)).options["host"] == "d", "an argument overrides the address"
+    assert address.options == {"client_name": "c"}
+    assert str(address) == url, "nothing in it is secret"
+    sentinels = parse("redis+sentinel://a/m?remap=s:26379=localhost:5&sentinel_password=p")
+    assert sentinels.sentinel_at(("s", 26379)).options["port"] == 5
+    assert sentinels.sentinel_options == {"password": "p"}
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -76,6 +88,9 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
         ("redis+sentinel://a", "the name of the primary is missing"),
         ("redis+sentinel://a/name/x", "must be a database number"),
         ("redis+cluster://a#b", "unescaped character"),
+        ("redis+cluster://a?remap=b:1", "is not announced_host:port=reachable_host:port"),
+        ("redis+cluster://a?remap=b=c", "is not announced_host:port=reachable_host:port"),
+        ("redis+sentinel://a/m?remap=b:1=c:70000", "is not announced_host:port="),
     ],
 )
 def test_malformed_address_is_refused_with_the_reason(url: str, words: str) -> None:
@@ -110,3 +125,5 @@ def test_remap_of_the_wrong_type_is_refused(remap: Any) -> None:
 def test_remap_needs_a_cluster_or_sentinels() -> None:
     with pytest.raises(ValueError, match="remap is for"):
         meteor.connect("redis://a", remap={("a", 1): ("b", 1)})
+    with pytest.raises(ValueError, match="remap is for"):
+        meteor.connect("redis://a?remap=a:1=b:1")

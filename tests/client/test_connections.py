@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from tests.support.servers import plain_client
+from tests.support.servers import each_primary, plain_client
 from tests.support.waiting import eventually
 
 
@@ -20,20 +20,25 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 
 @pytest.fixture
-def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[bytes]]]:
-    """The server's connections, except for the client's own."""
+def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
+    """The connections of all servers, except for the client's own."""
     with plain_client(url) as plain:
-        client.streams()
+        client.describe()  # connects to each primary
+        servers = each_primary(plain)
 
         def ids() -> set[Any]:
-            return {each["id"] for each in plain.client_list()}
+            return {
+                (number, each["id"])
+                for number, server in enumerate(servers)
+                for each in server.client_list()
+            }
 
         own = ids()
         yield lambda: ids() - own
 
 
 def test_closing_a_shared_subscriber_closes_its_connections(
-    client: meteor.Client, connections: Callable[[], set[bytes]]
+    client: meteor.Client, connections: Callable[[], set[Any]]
 ) -> None:
     stream = client.stream("s", ordering_key="key")
     with stream.publisher() as pub:
@@ -47,7 +52,7 @@ def test_closing_a_shared_subscriber_closes_its_connections(
 
 
 def test_closing_an_archiver_closes_its_terms_connections(
-    client: meteor.Client, connections: Callable[[], set[bytes]], tmp_path: Path
+    client: meteor.Client, connections: Callable[[], set[Any]], tmp_path: Path
 ) -> None:
     stream = client.stream("s", store=tmp_path, archive=False)
     with stream.publisher() as pub:

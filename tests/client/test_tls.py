@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,45 +15,15 @@ import meteor_py as meteor
 from meteor_py.redis import address
 from meteor_py.redis.connection import Connection
 from tests.conftest import require_redis
+from tests.support.certificates import PASSWORD, create_certificates, tls_options
 from tests.support.servers import HOST, Server, binaries, free_port
 from tests.support.waiting import eventually
-
-PASSWORD = "key-password-4711"
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create two CAs, a server certificate for 127.0.0.1, and a client certificate with keys."""
     folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*args: str) -> None:
-        try:
-            subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("openssl is not on PATH.")
-
-    for name in ("ca", "other"):
-        openssl(
-            *("req", "-x509", *NEW_KEY, "-nodes", "-subj", f"/CN={name}"),
-            *("-keyout", f"{name}.key", "-out", f"{name}.pem"),
-        )
-    (folder / "names").write_text(f"subjectAltName=IP:{HOST}")
-    for name in ("server", "client"):
-        openssl(
-            *("req", *NEW_KEY, "-nodes", "-subj", f"/CN={name}"),
-            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
-        )
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
-            *("-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem"),
-        )
-    openssl("ec", "-in", "client.key", "-aes256", "-passout", f"pass:{PASSWORD}", "-out", "locked")
-    together = (folder / "client.pem").read_text() + (folder / "client.key").read_text()
-    (folder / "together.pem").write_text(together)
-    (folder / "authorities").mkdir()
-    (folder / "authorities" / "ca.pem").write_text((folder / "ca.pem").read_text())
-    openssl("rehash", "authorities")
+    create_certificates(folder)
     return folder
 
 
@@ -63,8 +32,7 @@ def start(folder: Path, *options: str) -> tuple[Server, str]:
     port = free_port()
     server = Server(
         binaries()["redis"],
-        *("--tls-port", str(port), "--tls-cert-file", f"{folder}/server.pem"),
-        *("--tls-key-file", f"{folder}/server.key", "--tls-ca-cert-file", f"{folder}/ca.pem"),
+        *tls_options(folder, port),
         *options,
     )
     return server, f"rediss://{HOST}:{port}/0"

@@ -17,6 +17,7 @@ from meteor_py.redis.slot_map import SlotMap
 from meteor_py.redis.topology import Search
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
+from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.proxy import Proxy
 from tests.support.readers import check_values, value
 from tests.support.servers import HOST
@@ -233,14 +234,11 @@ def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
 @contextmanager
 def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
     """A client that can reach the nodes only through proxies."""
-    with ExitStack() as stack:
-        proxies = [stack.enter_context(Proxy(HOST, node.port)) for node in cluster.primaries]
-        remap = {
-            (HOST, node.port): (HOST, proxy.port)
-            for node, proxy in zip(cluster.primaries, proxies, strict=True)
-        }
-        url = f"redis+cluster://{HOST}:{proxies[0].port}"
-        yield stack.enter_context(meteor.connect(url, timeout=timeout, remap=remap)), proxies
+    with (
+        ProxiedCluster(cluster) as made,
+        meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,
+    ):
+        yield through, made.proxies
 
 
 def test_opening_the_plain_redis_client_delays_no_other_call(cluster: Cluster) -> None:

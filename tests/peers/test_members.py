@@ -25,7 +25,6 @@ from meteor_py.peers import member_handle
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE
 from tests.support.peering import GROUP, LONG_S, Heard, Open, ids, watching
 from tests.support.peering import open_group as open_group
-from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 # Joining and leaving
@@ -193,15 +192,15 @@ def test_any_process_can_remove_a_member_for_good(open_group: Open) -> None:
     assert not again.lost.is_set()
 
 
-def test_removed_member_that_saw_no_event_does_not_rejoin(url: str, open_group: Open) -> None:
+def test_removed_member_that_saw_no_event_does_not_rejoin(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     one.join("b")
     me = two.join("a")
-    with plain_client(url) as redis:
-        both = redis.pipeline(transaction=True)  # so that no member sees the event
-        both.eval(PEERS_LEAVE.source, 1, one._handle.protocol.prefix, "a", "", "")
-        both.delete(one._handle.protocol.key("events"))
-        both.execute()
+    protocol = one._handle.protocol
+    leave = ("EVAL", PEERS_LEAVE.source, 1, protocol.prefix, "a", "", "")
+    # In one transaction, so that no member sees the event.
+    together = [("MULTI",), leave, ("DEL", protocol.key("events")), ("EXEC",)]
+    protocol.connector.pipeline(together)
     assert me.lost.wait(10)
     assert me.reason == "removed"
 

@@ -19,6 +19,8 @@ from tests.support.server_work import Work, counted
 from tests.support.servers import plain_client
 from tests.support.sharing import Queue, die, expire
 
+pytestmark = pytest.mark.single_server("MONITOR shows the calls of one server")
+
 #: Limits for one call. They correspond to about 1 ms on an idle machine.
 COMMANDS = 500
 ARGUMENTS = 2_500

@@ -22,7 +22,7 @@ from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from pyspark_meteor.sink_options import parse_sink
 from pyspark_meteor.writing import stage_all
-from tests.support.spark import END_S, batches, failure, stream_of
+from tests.support.spark import END_S, batches, failure, forget_last_commit, stream_of
 from tests.support.spark_engine import own_process
 from tests.support.transactions import contents, lasting, numbers
 
@@ -60,15 +60,6 @@ def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> Streami
     query = begin(frame.select("value"), url, folder, **{"stream": "s"} | options)
     assert query.awaitTermination(END_S), "the query does not end"
     return query
-
-
-def forget_last_commit(folder: Path) -> None:
-    """Remove Spark's record of its last commit, as if the driver had died just before."""
-    commits = folder / "checkpoint" / "commits"
-    names = [path.name for path in commits.iterdir() if path.name.isdigit()]
-    last = max(names, key=int)
-    (commits / last).unlink()
-    (commits / f".{last}.crc").unlink()
 
 
 @contextmanager
@@ -112,6 +103,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     assert contents(target) == f"{numbers(2800)} {numbers(2800)}"
 
 
+@pytest.mark.single_server("the tasks look for keys on it")
 def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:

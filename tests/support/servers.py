@@ -22,7 +22,7 @@ from meteor_py.testing import server as kit
 from meteor_py.testing.server import HOST
 from tests.support.waiting import eventually
 
-__all__ = ["HOST", "Replica", "Server", "binaries", "free_port", "plain_client"]
+__all__ = ["HOST", "Replica", "Server", "binaries", "each_primary", "free_port", "plain_client"]
 
 
 def binaries() -> dict[str, Path]:
@@ -46,6 +46,13 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
         **(settings | options),
     )
     return cast(redis.Redis, client)
+
+
+def each_primary(plain: redis.Redis | RedisCluster) -> list[redis.Redis]:
+    """Return a client of each primary of a cluster, or ``plain`` itself for a single server."""
+    if isinstance(plain, RedisCluster):
+        return [plain.get_redis_connection(node) for node in plain.get_primaries()]
+    return [plain]
 
 
 class Server(testing.Server):

@@ -104,3 +104,12 @@ def offsets(spark: SparkSession, folder: Path) -> list[int]:
 def batches(query: StreamingQuery) -> list[int]:
     """Return the number of rows in each micro-batch that had any."""
     return [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
+
+
+def forget_last_commit(folder: Path) -> None:
+    """Remove Spark's record of its last commit, as if the driver had died just before."""
+    commits = folder / "checkpoint" / "commits"
+    names = [path.name for path in commits.iterdir() if path.name.isdigit()]
+    last = max(names, key=int)
+    (commits / last).unlink()
+    (commits / f".{last}.crc").unlink(missing_ok=True)  # Spark writes it last

@@ -28,21 +28,26 @@ SOURCE, TARGET = "source", "target"
 END_S = 100
 
 
-def fill(m: meteor.Client, count: int) -> None:
-    """Publish the numbers to copy."""
+def fill(m: meteor.Client, count: int, first: int = 0) -> None:
+    """Publish the numbers to copy, from ``first`` up to but not including ``count``."""
     with m.stream(SOURCE, capacity=100_000).publisher() as pub:
-        for start in range(0, count, 500):
+        for start in range(first, count, 500):
             pub.publish_many([b"%d" % i for i in range(start, start + 500)])
 
 
 class Copy:
     """The program in a separate process, with its Java process."""
 
-    def __init__(self, url: str, folder: Path, **orders: Any) -> None:
+    def __init__(
+        self, url: str, folder: Path, *, python: Path | None = None, **orders: Any
+    ) -> None:
+        """Start the program. ``python`` replaces the interpreter of Spark's workers."""
         folder.mkdir(exist_ok=True)
         self._log = folder / "log"
         orders = {"url": url, "folder": str(folder)} | orders
         environment = os.environ | SPARK_ENVIRONMENT | SPARK_PYTHON
+        if python is not None:
+            environment["METEOR_TEST_PYTHON"] = str(python)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.spark_copy", json.dumps(orders)],
@@ -65,6 +70,11 @@ class Copy:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the program has ended with an error."""
+        return bool(self._process.poll())
 
     def wait(self) -> None:
         """Wait until the program succeeds."""

@@ -27,6 +27,10 @@ _MEMBER = ("status", "leads", "persistent", "priority", "joined", "metadata")
 
 #: The fields of each object, by command.
 FIELDS = {
+    "server info": (
+        "address", "product", "version", "role", "memory", "memory_max", "memory_policy",
+        "append_only", "clients", "uptime", "slots", "streams", "stream_bytes",
+    ),
     "streams ls": _STREAM,
     "streams info": _STREAM,
     "groups ls": ("stream", *_GROUP),
