@@ -48,7 +48,7 @@ from meteor_py.records.position import Position, diverged_at, newest_epoch, path
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import EntryIdTaken, ScriptMissing
 from meteor_py.redis.scripts import PUBLISH
-from meteor_py.redis.topology import pauses_s
+from meteor_py.redis.topology import pause_after_s
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.completion import SENDER_PREFIX
 from meteor_py.runtime.locks import SignalSafeEvent
@@ -230,6 +230,7 @@ class Sender:
             self._pause()
         except ServerRefused as error:  # the server refused a command other than publish
             self.window.doubt_sent()
+            self._reason = error  # of a batch in doubt, too
             self._refuse(error)
         self._expire()
 
@@ -586,7 +587,7 @@ class Sender:
         self._reason = reason
 
     def _pause(self) -> None:
-        pause = pause_s(max(self._failures, 1), *pauses_s(self._reason, _BACKOFF_S))
+        pause = pause_after_s(self._reason, max(self._failures, 1), _BACKOFF_S)
         left = self.window.oldest.deadline - time.monotonic() if self.window else 0
         self._abandoned.wait(max(min(pause, left), 0))
 

@@ -33,9 +33,16 @@ from meteor_py.redis import keys as key_names
 from meteor_py.redis.address import LOGIN_OPTIONS, Address, Node, mask, show_node
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
-from meteor_py.redis.topology import ABANDONED_S, PAUSES_S, Redirects, Topology, slot_of
+from meteor_py.redis.topology import (
+    ABANDONED_S,
+    Outage,
+    Redirects,
+    Search,
+    Topology,
+    slot_of,
+)
 from meteor_py.redis.wire import Wire
-from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.locks import SignalSafeEvent
 
 #: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
@@ -55,8 +62,14 @@ _KEEPALIVE = {
 #: million records/s.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
+#: Seconds for connecting to a node that was found only just in time.
+_CONNECT_MIN_S = 0.05
+
 #: Bytes that redis-py receives at a time. It reads only the replies to its login commands.
 _HANDSHAKE_SIZE = 4096
+
+#: Longest pause after a redirect, as a share of the timeout. A call is then tried a few times.
+PAUSE_SHARE = 0.25
 
 #: Arguments larger than this many bytes are sent separately, without a copy.
 _JOIN_MAX = 16_384
@@ -73,7 +86,6 @@ _OF_CLUSTER = (redis.exceptions.AskError, redis.exceptions.ClusterCrossSlotError
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
 #: Errors that suggest that another server has the keys, or soon will.
 _AWAY = (
-    redis.BusyLoadingError,
     redis.exceptions.ClusterDownError,
     redis.exceptions.MasterDownError,
     redis.exceptions.ReadOnlyError,
@@ -125,7 +137,10 @@ class Connection:
         #: The node of the current or last connection; None for a single server.
         self.node: Node | None = node
         self._redirects = Redirects()
+        self._outage = Outage()
         self._interrupts = 0
+        self._pause: SignalSafeEvent | None = None  # ends when interrupt() sets it
+        self._search: Search | None = None  # for interrupt()
         self._connection: AbstractConnection | None = None
         #: Sends commands and reads replies; None if not connected, or if the server is a fake.
         self.wire: Wire | None = None
@@ -261,12 +276,15 @@ class Connection:
         Raises:
             ConnectionFailed: The server cannot be reached.
         """
-        was_connected = self.connected
+        was_connected = self._connection is not None
         try:
-            return work(*args, **kwargs)
+            result = work(*args, **kwargs)
         except ConnectionFailed as error:
             if not (was_connected or error.redirected):
                 raise
+        else:
+            self._outage.since = None
+            return result
         return self.retry_redirected(work, *args, **kwargs)
 
     def retry_redirected(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -283,15 +301,18 @@ class Connection:
         interrupts, failures = self._interrupts, 0
         while True:
             try:
-                return work(*args, **kwargs)
+                result = work(*args, **kwargs)
             except ConnectionFailed as error:
                 failures += 1
-                pause = pause_s(failures, *PAUSES_S)
-                if not error.redirected or time.monotonic() + pause > deadline:
+                pause_s = min(self._outage.pause_s(failures), self.timeout_s * PAUSE_SHARE)
+                if not error.redirected or time.monotonic() + pause_s > deadline:
                     raise
-                if self._interrupts != interrupts:
+                self._pause = pause = SignalSafeEvent()
+                if self._interrupts != interrupts or pause.wait(pause_s):
                     raise
-            time.sleep(pause)
+            else:
+                self._outage.since = None
+                return result
 
     # -- the server's history ------------------------------------------------------------------
 
@@ -395,15 +416,25 @@ class Connection:
 
     def _prepare(self) -> AbstractConnection:
         """Return an unconnected redis-py connection for the node that the topology names."""
-        self.node = self._pinned or self.topology.locate(self.tag)
+        timeout_s = self.timeout_s
+        if self.topology.is_movable and self._pinned is None:
+            self.node, timeout_s = self._find_node()
         target = self.target
-        options = connection_options(target, self.timeout_s)
+        options = connection_options(target, timeout_s)
         self._handshake_only = False
         if target.uses_tls:
             options["redis_connect_func"] = self._log_in
         return target.connection_class(
             **target.options, **options, socket_read_size=_HANDSHAKE_SIZE
         )
+
+    def _find_node(self) -> tuple[Node | None, float]:
+        """Return the node that has the keys, and the seconds that are left for connecting to it."""
+        self._search = search = Search(self.timeout_s)
+        try:
+            return self.topology.locate(self.tag, search), max(search.left_s, _CONNECT_MIN_S)
+        finally:
+            self._search = None
 
     @property
     def target(self) -> Address:
@@ -434,6 +465,11 @@ class Connection:
     def interrupt(self) -> None:
         """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
         self._interrupts += 1
+        search, pause = self._search, self._pause
+        if search is not None:
+            search.interrupt()
+        if pause is not None:
+            pause.set()
         self.leave_node()
 
     def leave_node(self) -> None:
@@ -444,10 +480,10 @@ class Connection:
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
         # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
-        sock = self._socket()
-        if sock is not None:
-            with suppress(OSError):  # already closed
-                sock.shutdown(socket.SHUT_RDWR)
+        for sock in (self._socket(), _socket_of(opening)):  # logging in may take long, too
+            if sock is not None:
+                with suppress(OSError):  # already closed
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
         """Return the file descriptor to wait for, or -1 if there is no connection."""
@@ -455,8 +491,7 @@ class Connection:
         return -1 if sock is None else sock.fileno()
 
     def _socket(self) -> socket.socket | None:
-        sock = getattr(self._connection, "_sock", None)
-        return sock if isinstance(sock, socket.socket) else None  # a fake server has none
+        return _socket_of(self._connection)
 
     def _fail(self, error: Exception) -> NoReturn:
         if self.topology.is_movable:
@@ -538,6 +573,11 @@ class Connection:
             f"{message} If the server requires a client certificate, set ssl_certfile and "
             "ssl_keyfile (docs/production/tls.md)."
         )
+
+
+def _socket_of(connection: AbstractConnection | None) -> socket.socket | None:
+    sock = getattr(connection, "_sock", None)
+    return sock if isinstance(sock, socket.socket) else None  # a fake server has none
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, Node
-from meteor_py.redis.connection import Argument, Connection
+from meteor_py.redis.connection import PAUSE_SHARE, Argument, Connection
 from meteor_py.redis.embedded_connection import EmbeddedConnection
+from meteor_py.redis.node_connections import NodeConnections
 from meteor_py.redis.plain_client import open_plain
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.sentinels import Sentinels
 from meteor_py.redis.server_warnings import check_server, warn_of_hidden_history
-from meteor_py.redis.shared_connection import ConnectionBusy, SharedConnection
+from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.redis.slot_map import SlotMap
-from meteor_py.redis.topology import PAUSES_S, Topology, slot_of, tag_of
-from meteor_py.runtime.backoff import pause_s
+from meteor_py.redis.topology import Outage, Search, Topology, slot_of, tag_of
 
 if TYPE_CHECKING:
     import redis
@@ -35,17 +35,31 @@ _T = TypeVar("_T")
 _SCANNED = 1000
 #: Maximum number of keys to list with one GETKEYSINSLOT command.
 _SLOT_KEYS = 100_000
-#: Maximum number of nodes to contact in parallel.
-_NODES = 32
+#: Seconds for an attempt that begins shortly before the deadline.
+_ATTEMPT_MIN_S = 0.05
+
+#: Number of forks that led to this process. Comparing it is cheaper than a call of ``getpid()``.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class Connector:
     """A client's access to its server or cluster. Thread-safe, and usable after a fork.
 
-    ``call``, ``pipeline``, ``run`` and ``use`` share one connection per server. They may send a
-    command more than once. An idle connection may have died unnoticed, so they retry once on a new
-    one. On a cluster, and with sentinels, they retry for up to ``timeout_s`` seconds, because keys
-    can move to other servers. Code that must not repeat a command must open its own connection.
+    ``call``, ``pipeline``, ``run`` and ``use`` may send a command more than once. An idle
+    connection may have died unnoticed, so they retry once on a new one. On a cluster, and with
+    sentinels, they retry for up to ``timeout_s`` seconds, because keys can move to other servers.
+    Code that must not repeat a command must open its own connection.
+
+    Threads take turns on one connection to a single server. On a cluster they do not, because a
+    node that does not reply must not delay calls for other nodes.
 
     The *tag* of a command is the hash tag of its keys: the name of the stream or peer group.
     """
@@ -56,12 +70,15 @@ class Connector:
         self._server: EmbeddedServer | None = None
         self._resolved: Address | None = None
         self._topology = _topology(address, timeout_s)
-        self._shared: dict[Node | None, SharedConnection] = {}
+        self._topology.on_departure(self._keep_only)
+        self._single: SharedConnection | None = None  # to a single server
+        self._nodes = NodeConnections(self._connect_to)
         self._redis: redis.Redis | None = None
         self._checked: set[Node | None] = set()
+        self._outage = Outage()
         self._closed = False
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._forks = _forks
 
     @property
     def closed(self) -> bool:
@@ -77,11 +94,18 @@ class Connector:
     @property
     def redis(self) -> redis.Redis:
         """See ``Client.redis``. Closing the connector also closes this client."""
-        with self._exclusive():
-            if self._redis is None:
-                self._redis = open_plain(self.resolve(), self.timeout_s, self._topology)
-            self.resolve()  # raises an error if the connector is closed
-            return self._redis
+        address = self.resolve()  # raises if closed
+        if self._redis is None:
+            # Without the lock: redis-py may wait for nodes that do not reply.
+            opened = open_plain(address, self.timeout_s, self._topology)
+            with self._exclusive():
+                if self._redis is None and not self._closed:
+                    self._redis = opened
+            if self._redis is not opened:  # another thread was faster
+                opened.close()
+        self._check_open()
+        assert self._redis is not None, "opened above"
+        return self._redis
 
     def open_connection(self, tag: str | None) -> Connection:
         """Return a new connection for the keys with a hash tag. The caller must close it."""
@@ -98,13 +122,15 @@ class Connector:
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply."""
+        if not self._topology.is_movable:
+            return self._single_connection().use(self._use_checked, Connection.call, command)
         tag = tag_of(command) if self._topology.guards_slots else None
         return self.use(lambda connection: connection.call(*command), tag)
 
     def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Send commands in one round trip and return their replies."""
         if not self._topology.guards_slots:
-            return self.use(lambda found: found.pipeline(commands, self.timeout_s), None)
+            return self.use(lambda found: found.pipeline(commands, found.timeout_s), None)
         return self._again(partial(self._scatter, commands))
 
     def run(self, script: Script, script_keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
@@ -118,8 +144,13 @@ class Connector:
         ``work`` may be called several times. It must not use the connector.
         """
         if not self._topology.is_movable:
-            return self._shared_connection(None).use(partial(self._checked_use, work))
-        return self._again(lambda: self._use_at(self._topology.locate(tag), tag, work))
+            reply: _T = self._single_connection().use(self._use_checked, work)
+            return reply
+
+        def use_once(search: Search) -> _T:
+            return self._use_at(self._locate(tag, search), search, work, tag)
+
+        return self._again(use_once)
 
     def use_each(
         self,
@@ -137,10 +168,10 @@ class Connector:
         """
         if not self._topology.is_movable:
             return [self.use(work, None)]
-        results: dict[Node | None, _T] = {}
+        results: dict[Node, _T] = {}
 
-        def use_rest() -> None:
-            nodes = self._topology.primaries()
+        def use_rest(search: Search) -> None:
+            nodes = self._topology.primaries(search)
             for node in [*results]:
                 if node not in nodes:
                     del results[node]  # it is no longer a primary
@@ -148,11 +179,11 @@ class Connector:
                 if node in results:
                     continue
                 try:
-                    results[node] = self._use_at(node, None, work)
+                    results[node] = self._use_at(node, Search(self.timeout_s), work)
                 except ConnectionFailed:
                     if unreachable is None:
                         raise
-                    results[node] = unreachable(self.address.at(node) if node else self.address)
+                    results[node] = unreachable(self.address.at(node))
 
         self._again(use_rest)
         return list(results.values())
@@ -164,7 +195,8 @@ class Connector:
 
     def is_same_server(self, tag: str, other: str) -> bool:
         """Return whether two tags' keys are on the same server, as far as the client knows."""
-        return self._topology.locate(tag) == self._topology.locate(other)
+        search = Search(self.timeout_s)
+        return self._topology.locate(tag, search) == self._topology.locate(other, search)
 
     def find_keys(self, prefix: str) -> set[bytes]:
         """Return all keys that start with ``prefix``. The prefix must include the hash tag."""
@@ -185,114 +217,123 @@ class Connector:
         """Close the shared connections. An embedded server stops with its last user."""
         with self._exclusive():
             self._closed = True
-            shared = list(self._shared.values())
+            single = self._single
         self._topology.close()
-        for connection in shared:
-            connection.close_after_use()
+        self._nodes.close()
+        if single is not None:
+            single.close_after_use()
         for resource in (self._redis, self._server):
             if resource is not None:
                 resource.close()
 
     # -- helpers -------------------------------------------------------------------------------
 
-    def _again(self, work: Callable[[], _T]) -> _T:
+    def _again(self, work: Callable[[Search], _T]) -> _T:
         """Call ``work``. If the connection fails, try again for up to ``timeout_s`` seconds."""
-        deadline = time.monotonic() + self.timeout_s
+        search = Search(self.timeout_s)
         failures = 0
         while True:
             self._check_open()
             try:
-                return work()
+                result = work(search)
             except ConnectionFailed:
                 failures += 1
-                pause = pause_s(failures, *PAUSES_S)
-                if time.monotonic() + pause > deadline:
+                pause = min(self._outage.pause_s(failures), self.timeout_s * PAUSE_SHARE)
+                if pause > search.left_s:
                     raise
+            else:
+                self._outage.since = None
+                return result
             time.sleep(pause)
 
-    def _use_at(self, node: Node | None, tag: str | None, work: Callable[[Connection], _T]) -> _T:
-        """Call ``work`` once, with the shared connection to a node."""
-
-        def use(connection: Connection) -> _T:
-            connection.tag = tag  # for error messages
-            return self._checked_use(work, connection)
-
+    def _use_at(
+        self, node: Node, search: Search, work: Callable[[Connection], _T], tag: str | None = None
+    ) -> _T:
+        """Call ``work`` once, with a connection to a node."""
+        connection = self._take(node, search)
+        connection.tag = tag  # for error messages
         try:
-            # Without a timeout, a signal handler that holds one node's connection and waits for
-            # another's could deadlock.
-            return self._shared_connection(node).use(use, timeout_s=self.timeout_s)
-        except ConnectionBusy:
-            raise ConnectionFailed(
-                f"Other threads kept the connection to {self.address} busy until the deadline."
-            ) from None
+            return work(connection)
+        finally:
+            self._nodes.put_back(node, connection)
 
-    def _scatter(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+    def _scatter(self, commands: Sequence[Sequence[Argument]], search: Search) -> list[Any]:
         """Send each command to the node that holds its keys; return the replies in order.
 
         Commands without a key, such as MULTI, are allowed if all other commands have the same tag.
         """
         tags = [tag_of(command) for command in commands]
         first = next((tag for tag in tags if tag is not None), None)
-        places = self._topology.locate_each([first, *tags])
+        places = self._topology.locate_each([first, *tags], search)
         if None in places:
             places[None] = places[first]
         parts: dict[Any, list[int]] = {}
         for at, tag in enumerate(tags):
             parts.setdefault(places[tag], []).append(at)
         replies: list[Any] = [None] * len(commands)
-        ordered = sorted(parts.items())  # a fixed order, so that two threads cannot deadlock
-        for start in range(0, len(ordered), _NODES):
-            self._exchange(commands, replies, ordered[start : start + _NODES], [])
+        opened: list[tuple[Node, Connection, list[int]]] = []
+        try:
+            for node, numbers in parts.items():
+                connection = self._take(node, search)
+                opened.append((node, connection, numbers))
+                connection.send(commands[at] for at in numbers)
+            while opened:
+                node, connection, numbers = opened[-1]
+                found = connection.read_all(len(numbers), _left_s(search))
+                for at, reply in zip(numbers, found, strict=True):
+                    replies[at] = reply
+                opened.pop()
+                self._nodes.put_back(node, connection)
+        finally:  # after an error, the next caller must not read these replies
+            for _, connection, _ in opened:
+                connection.close()
         return replies
 
-    def _exchange(
-        self,
-        commands: Sequence[Sequence[Argument]],
-        replies: list[Any],
-        parts: list[tuple[Node, list[int]]],
-        opened: list[tuple[Connection, list[int]]],
-    ) -> None:
-        """Reserve connections to all nodes, send all commands, then read all replies."""
-        if parts:
-            node, places = parts[0]
-
-            def reserve(connection: Connection) -> None:
-                self._exchange(commands, replies, parts[1:], [*opened, (connection, places)])
-
-            self._use_at(node, None, reserve)
-            return
+    def _take(self, node: Node, search: Search) -> Connection:
+        """Take out a connection to a node. Its timeout is the time that the search has left."""
+        connection = self._nodes.take(node)
+        connection.timeout_s = _left_s(search)
         try:
-            for connection, places in opened:
-                connection.send(commands[at] for at in places)
-            for connection, places in opened:
-                found = connection.read_all(len(places), self.timeout_s)
-                for at, reply in zip(places, found, strict=True):
-                    replies[at] = reply
-        except BaseException:  # The next caller must not read this call's unread replies.
-            for connection, _ in opened:
-                connection.close()
+            if node not in self._checked:
+                check_server(connection)
+                self._checked.add(node)
+        except BaseException:
+            connection.close()
             raise
+        return connection
 
-    def _shared_connection(self, node: Node | None) -> SharedConnection:
+    def _locate(self, tag: str | None, search: Search) -> Node:
+        node = self._topology.locate(tag, search)
+        assert node is not None, "only a single server has no nodes"
+        return node
+
+    def _connect_to(self, node: Node) -> Connection:
+        return Connection(self.resolve(), self.timeout_s, self._topology, None, node)
+
+    def _keep_only(self, nodes: Collection[Node]) -> None:
+        """Close the connections to nodes that have left."""
+        self._nodes.keep_only(nodes)
+        self._checked = {node for node in list(self._checked) if node in nodes}
+
+    def _single_connection(self) -> SharedConnection:
+        single = self._single
+        if single is not None and self._forks == _forks and not self._closed:
+            return single
         with self._exclusive():
-            self._check_open()
-            shared = self._shared.get(node)
-            if shared is None:
-                address = self.resolve()
-                # Drop lost connections. Otherwise this dict would grow with every replaced node.
-                self._shared = {at: one for at, one in self._shared.items() if one.connected}
-                opener = partial(Connection, address, self.timeout_s, self._topology, None, node)
-                shared = self._shared[node] = SharedConnection(opener)
-            return shared
+            address = self.resolve()
+            if self._single is None:
+                self._single = SharedConnection(partial(Connection, address, self.timeout_s))
+            return self._single
 
-    def _checked_use(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
-        self._check_open()  # another thread may have closed the client in the meantime
+    def _use_checked(
+        self, connection: Connection, work: Callable[..., _T], args: Sequence[Any] = ()
+    ) -> _T:
+        if self._closed:  # another thread may have closed the client in the meantime
+            self._check_open()
         if connection.node not in self._checked:
             check_server(connection)
             self._checked.add(connection.node)
-        if self._topology.is_movable:  # the caller retries, possibly on another connection
-            return work(connection)
-        return connection.retry_idle(work, connection)
+        return connection.retry_idle(work, connection, *args)
 
     def _resolve(self) -> Address:
         if self.address.scheme == "fake":
@@ -316,17 +357,21 @@ class Connector:
 
     def _exclusive(self) -> threading.RLock:
         """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
+        if self._forks != _forks:
+            self._forks = _forks
             self._lock = threading.RLock()
-            self._shared = {}  # at the fork, another thread may have been in the middle of a call
+            self._single = None  # at the fork, another thread may have been in a call
         return self._lock
 
 
 def _topology(address: Address, timeout_s: float) -> Topology:
     if address.kind == "cluster":
-        return SlotMap(address, timeout_s)
+        return SlotMap(address)
     return Sentinels(address, timeout_s) if address.kind == "sentinel" else Topology()
+
+
+def _left_s(search: Search) -> float:
+    return max(search.left_s, _ATTEMPT_MIN_S)
 
 
 def _scan(call: Callable[..., Any], prefix: str) -> set[bytes]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from socket import socket
+import os
+import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from redis.connection import AbstractConnection
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError
 
 from meteor_py.redis.address import Address
 from meteor_py.redis.connection import connection_options
-from meteor_py.redis.topology import Topology
+from meteor_py.redis.topology import Search, Topology
 from meteor_py.redis.wire import READ_SIZE
 
 if TYPE_CHECKING:
@@ -47,16 +49,35 @@ def _open_cluster(address: Address, options: dict[str, Any]) -> redis.RedisClust
 
 
 def _following(base: Any, address: Address, topology: Topology) -> Any:
-    """Return a connection class that always connects to the primary that the sentinels name."""
+    """Return a connection class that always connects to the primary that the sentinels name.
+
+    When the primary is replaced, the topology shuts down the sockets of these connections. The pool
+    then opens other ones, and a command under way raises ``redis.ConnectionError``.
+    """
 
     class FollowingConnection(base):  # type: ignore[misc]
-        def _connect(self) -> socket:
-            node = topology.locate(None)
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            topology.watch(self)
+
+        def _connect(self) -> socket.socket:
+            version = topology.version
+            node = topology.locate(None, Search(self.socket_connect_timeout))
             assert node is not None, "Sentinels.locate() returned no node"
             where = address.at(node).options
             self.host, self.port = where["host"], where["port"]
-            connected: socket = super()._connect()
+            connected: socket.socket = super()._connect()
+            self._sock = connected  # first: leave_node() must find it from here on
+            if topology.version != version:
+                connected.close()
+                raise ConnectionError(f"The primary of {address} has changed.")
             return connected
+
+        def leave_node(self) -> None:
+            sock = self._sock
+            if sock is not None and self.pid == os.getpid():  # otherwise it is the parent's
+                with suppress(OSError):  # already closed
+                    sock.shutdown(socket.SHUT_RDWR)
 
     return FollowingConnection
 

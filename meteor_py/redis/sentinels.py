@@ -23,9 +23,9 @@ import redis
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
 from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection
-from meteor_py.redis.topology import REFRESH_S, Topology, Watched
+from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, Watched
 from meteor_py.redis.wire import NO_REPLY
-from meteor_py.runtime.locks import LockBusy, run_locked
+from meteor_py.runtime.locks import LockBusy
 from meteor_py.runtime.threads import JoinableThread
 
 _log = logging.getLogger(__name__)
@@ -54,14 +54,15 @@ class Sentinels(Topology):
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address = address
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._lock = threading.RLock()
+        self._start_lock = threading.RLock()  # no thread holds it while it asks a sentinel
         self._pid = os.getpid()
         self.version = 0
         self._node: Node | None = None
         self._epoch = -1  # the configuration epoch in which ``_node`` became the primary
         self._is_stale = True
-        self._asked_at = -REFRESH_S
+        self._timer = RefreshTimer()
         self._sentinels = list(address.seeds)
         self._silent_until: dict[Node, float] = {}  # sentinels that did not reply
         #: Weak references to the connections, keyed by the ``id()`` of the reference. Every access
@@ -70,18 +71,19 @@ class Sentinels(Topology):
         self._watcher: _Watcher | None = None
         self.is_closed = False
 
-    def locate(self, tag: str | None) -> Node:
-        if self._pid != os.getpid():  # after a fork, the watcher and the lock's holder are gone
-            self._pid, self._lock, self._watcher = os.getpid(), threading.RLock(), None
+    def locate(self, tag: str | None, search: Search) -> Node:
+        if self._pid != os.getpid():  # after a fork, the watcher and the locks' holders are gone
+            self._lock, self._start_lock = threading.RLock(), threading.RLock()
+            self._pid, self._watcher = os.getpid(), None
         if not self._is_usable():
-            self._refresh_locked()
+            self._refresh_if_stale(search)
         self._start_watcher()
         if self._node is None:
             raise ConnectionFailed(f"The sentinels at {self._address} did not name a primary.")
         return self._node
 
-    def primaries(self) -> Sequence[Node]:
-        return [self.locate(None)]
+    def primaries(self, search: Search) -> Sequence[Node]:
+        return [self.locate(None, search)]
 
     def note_failed(self, node: Node | None) -> None:
         self._is_stale = True
@@ -99,11 +101,13 @@ class Sentinels(Topology):
         if watcher is not None and self._pid == os.getpid():
             watcher.stop()
 
-    def check(self) -> None:
+    def check(self, search: Search) -> None:
         """Ask the sentinels now. If the primary has changed, make all connections leave it."""
         try:
-            self._refresh_locked(force=True)
-        except MeteorError as error:
+            search.run_locked(
+                self._lock, search.timeout_s, lambda: self._refresh(search, force=True)
+            )
+        except (MeteorError, LockBusy) as error:
             self._is_stale = True  # makes the watcher ask again
             _log.debug("Cannot ask the sentinels at %s: %s", self._address, error)
 
@@ -118,19 +122,21 @@ class Sentinels(Topology):
         return list(self._sentinels)
 
     def _is_usable(self) -> bool:
-        if self._node is None:
-            return False
-        return not self._is_stale or time.monotonic() - self._asked_at < REFRESH_S
+        return self._node is not None and not (self._is_stale and self._timer.is_due)
 
-    def _refresh_locked(self, *, force: bool = False) -> None:
+    def _refresh_if_stale(self, search: Search) -> None:
+        # With a primary at hand, do not wait for a thread that waits for a silent sentinel.
+        patience_s = search.timeout_s if self._node is None else REFRESH_S
         try:
-            run_locked(self._lock, self._timeout_s, lambda: self._refresh(force=force))
+            search.run_locked(self._lock, patience_s, lambda: self._refresh(search, force=False))
         except LockBusy:
-            raise ConnectionFailed(
-                f"Another thread is still asking the sentinels at {self._address} for the primary."
-            ) from None
+            if self._node is None:
+                raise ConnectionFailed(
+                    f"Another thread is still asking the sentinels at {self._address} for the "
+                    "primary."
+                ) from None
 
-    def _refresh(self, *, force: bool) -> None:
+    def _refresh(self, search: Search, *, force: bool) -> None:
         """Ask the sentinels for the primary. If none replies, keep the known primary.
 
         With ``force``, ask even if another thread has just asked, and include the sentinels that
@@ -140,20 +146,45 @@ class Sentinels(Topology):
             return  # another thread has just asked
         # Clear the flag first: another thread may set it again while this one asks.
         self._is_stale = False
+        try:
+            best, replied, failure = self._ask_all(search, force=force)
+        except BaseException:  # this caller gave up; the next one asks at once
+            self._is_stale = True
+            raise
+        # A minority may have missed a failover. If a majority reports a lower epoch, the sentinels
+        # were set up again and their epochs restarted.
+        is_majority = 2 * replied > len(self._sentinels)
+        is_valid = best is not None and (best[0] >= self._epoch or is_majority)
+        self._timer.note(found_news=is_valid and best != (self._epoch, self._node))
+        if best is not None and is_valid:
+            self._adopt(*best)
+            return
+        self._is_stale = True  # none replied, or only sentinels that may have missed a failover
+        if self._node is None:
+            raise self._unreachable(failure)
+
+    def _ask_all(
+        self, search: Search, *, force: bool
+    ) -> tuple[tuple[int, Node] | None, int, MeteorError | None]:
+        """Ask the sentinels, until one names a new primary.
+
+        Returns:
+            The highest configuration epoch with its primary, the number of replies, and a failure.
+        """
         best: tuple[int, Node] | None = None
         replied = 0
         failure: MeteorError | None = None
-        deadline = time.monotonic() + self._timeout_s
-        share_s = max(_ASK_S, self._timeout_s / len(self._sentinels))
         now = time.monotonic()
-        for sentinel in sorted(self._sentinels, key=lambda one: self._silent_until.get(one, 0.0)):
-            left_s = deadline - time.monotonic()
+        ordered = sorted(self._sentinels, key=lambda one: self._silent_until.get(one, 0.0))
+        for number, sentinel in enumerate(ordered, 1):
+            share_s = search.share_s(len(ordered) - number, _ASK_S)
             is_silent = not force and self._silent_until.get(sentinel, 0.0) > now
-            if left_s <= 0 or (best is not None and is_silent):
+            if share_s <= 0 or (best is not None and is_silent):
                 continue
             try:
-                found, others = self._ask(sentinel, min(left_s, share_s))
+                found, others = self._ask(sentinel, search, share_s)
             except MeteorError as error:
+                search.check()
                 self._silent_until[sentinel] = time.monotonic() + _AVOID_S
                 if failure is None or isinstance(failure, ConnectionFailed):
                     failure = error
@@ -163,22 +194,15 @@ class Sentinels(Topology):
             best = max(best, found) if best is not None else found
             if best is found and others is not None:  # sentinels are added and removed over time
                 self._sentinels = list(dict.fromkeys([*self._address.seeds, *others]))
+                for gone in self._silent_until.keys() - self._sentinels:
+                    self._silent_until.pop(gone, None)
             if found[0] > self._epoch >= 0:
                 break  # There is a new primary: do not wait for sentinels that may not reply.
-        self._asked_at = time.monotonic()
-        # A minority may have missed a failover. If a majority reports a lower epoch, the sentinels
-        # were set up again and their epochs restarted.
-        is_majority = 2 * replied > len(self._sentinels)
-        if best is not None and (best[0] >= self._epoch or is_majority):
-            self._adopt(*best)
-        elif self._node is None:
-            self._is_stale = True
-            raise self._unreachable(failure)
-        else:
-            self._is_stale = True  # none replied, or only sentinels that may have missed a failover
+        return best, replied, failure
 
     def _adopt(self, epoch: int, node: Node) -> None:
         before, self._node, self._epoch = self._node, node, epoch
+        self._report_nodes([node])
         if before not in (None, node):
             self.version += 1
             for reference in list(self._connections.values()):
@@ -186,15 +210,19 @@ class Sentinels(Topology):
                 if connection is not None:
                     connection.leave_node()
 
-    def _ask(self, sentinel: Node, timeout_s: float) -> tuple[tuple[int, Node], list[Node] | None]:
+    def _ask(
+        self, sentinel: Node, search: Search, timeout_s: float
+    ) -> tuple[tuple[int, Node], list[Node] | None]:
         """Ask a sentinel; return its configuration epoch, the primary, and the other sentinels."""
-        connection = Connection(self._address.sentinel_at(sentinel), timeout_s)
-        try:
-            flat = connection.call("SENTINEL", "MASTER", self._address.service)
-            facts = dict(zip(flat[::2], flat[1::2], strict=True))
-            others = self._peers_of(connection)
-        finally:
-            connection.close()
+        probe = Connection(self._address.sentinel_at(sentinel), timeout_s)
+        flat, others = search.ask(
+            probe,
+            lambda connection: (
+                connection.call("SENTINEL", "MASTER", self._address.service),
+                self._peers_of(connection),
+            ),
+        )
+        facts = dict(zip(flat[::2], flat[1::2], strict=True))
         node = facts[b"ip"].decode(), int(facts[b"port"])
         return (int(facts.get(b"config-epoch", 0)), node), others
 
@@ -220,11 +248,12 @@ class Sentinels(Topology):
             )
         if failure is not None and not isinstance(failure, ConnectionFailed):
             return failure
-        return ConnectionFailed(f"No sentinel at {self._address} replied. {failure}")
+        why = failure or "The timeout is too short."
+        return ConnectionFailed(f"No sentinel at {self._address} replied. {why}")
 
     def _start_watcher(self) -> None:
         if self._watcher is None:
-            with self._lock:
+            with self._start_lock:
                 if self._watcher is None and not self.is_closed:
                     watcher = _Watcher(self)
                     watcher.start()
@@ -252,6 +281,7 @@ class _Watcher:
         self._connections: dict[Node, Connection] = {}
         self._retry_at: dict[Node, float] = {}
         self._failures: dict[Node, int] = {}
+        self._search: Search | None = None
         self._thread = JoinableThread(self._run, "meteor-sentinels")
 
     def start(self) -> None:
@@ -264,6 +294,9 @@ class _Watcher:
             self._wake.send(b".")
         except OSError:
             pass  # the thread has ended
+        search = self._search
+        if search is not None:
+            search.interrupt()
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
@@ -278,7 +311,7 @@ class _Watcher:
                     # A new subscription needs a check: an earlier message may have been missed.
                     is_new = self._connect(topology)
                     if has_message or is_new or topology.is_stale:
-                        topology.check()
+                        self._check(topology)
                 except Exception:  # whatever happens, the thread must keep listening
                     must_repeat = True
                     _log.exception("The sentinel watcher failed. It will retry.")
@@ -289,6 +322,11 @@ class _Watcher:
             self._woken.close()
             self._wake.close()
 
+    def _check(self, topology: Sentinels) -> None:
+        self._search = Search(topology.timeout_s)
+        if not self._stopped:  # only now: stop() interrupts the search that it finds
+            topology.check(self._search)
+
     def _disconnect(self, sentinels: Sequence[Node]) -> None:
         for sentinel in sentinels:
             self._connections.pop(sentinel).close()
@@ -297,6 +335,8 @@ class _Watcher:
         """Subscribe to each sentinel that has no connection yet; return whether any succeeded."""
         found, known = False, topology.known
         self._disconnect([sentinel for sentinel in self._connections if sentinel not in known])
+        for gone in self._failures.keys() - known:
+            self._failures.pop(gone), self._retry_at.pop(gone, None)
         for sentinel in known:
             is_due = time.monotonic() >= self._retry_at.get(sentinel, 0.0)
             if sentinel in self._connections or not is_due or self._stopped:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meteor_py.errors import ConnectionFailed
 from meteor_py.runtime.locks import LockBusy, run_locked
@@ -20,15 +20,15 @@ _T = TypeVar("_T")
 
 
 def use_temporary(
-    open_connection: Callable[[], Connection], work: Callable[[Connection], _T]
+    open_connection: Callable[[], Connection], work: Callable[..., _T], *args: Any
 ) -> _T:
-    """Call ``work`` with a new connection, then close the connection.
+    """Call ``work`` with a new connection and ``args``, then close the connection.
 
     Signal handlers need this: the code that they interrupt may be using the shared connection.
     """
     connection = open_connection()
     try:
-        return work(connection)
+        return work(connection, *args)
     finally:
         connection.close()
 
@@ -46,23 +46,23 @@ class SharedConnection:
         self._lock = threading.RLock()
         self._user: int | None = None  # the id of the thread that is in the middle of a call
 
-    def use(self, work: Callable[[Connection], _T], *, timeout_s: float = -1) -> _T:
-        """Call ``work`` with the connection.
+    def use(self, work: Callable[..., _T], *args: Any, timeout_s: float = -1) -> _T:
+        """Call ``work`` with the connection and ``args``.
 
         Raises:
             ConnectionBusy: Another thread used the connection for ``timeout_s`` seconds.
         """
         if timeout_s >= 0:
             try:
-                return run_locked(self._lock, timeout_s, lambda: self.use(work))
+                return run_locked(self._lock, timeout_s, lambda: self.use(work, *args))
             except LockBusy:
                 raise ConnectionBusy("The connection is in use.") from None
         with self._lock:  # use ``with``, so that Ctrl-C cannot leave the lock locked
             if self._user is not None:  # this is a signal handler that interrupted a call
-                return use_temporary(self._open_connection, work)
+                return use_temporary(self._open_connection, work, *args)
             try:
                 self._user = threading.get_ident()
-                return work(self._connection)
+                return work(self._connection, *args)
             finally:
                 self._user = None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,11 @@ from typing import Any, NamedTuple
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
 from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection
-from meteor_py.redis.topology import REFRESH_S, Topology, slot_of
-from meteor_py.runtime.locks import LockBusy, run_locked
+from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, slot_of
+from meteor_py.runtime.locks import LockBusy
 
+#: How often to ask again for a map that contradicts a MOVED reply.
+_CONTRADICTIONS = 10
 #: Seconds to wait for one node's reply before asking the next node.
 _ASK_S = 1.0
 #: Host values in a CLUSTER SLOTS reply that stand for the node that sent the reply.
@@ -46,9 +47,8 @@ class SlotMap(Topology):
     is_movable = True
     guards_slots = True
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: Address) -> None:
         self._address = address
-        self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._table = _Table([], [], [])
@@ -59,10 +59,10 @@ class SlotMap(Topology):
         #: others still reports its former slots. These nodes are asked last until another replies.
         self._doubtful: set[Node | None] = set()
         self._is_stale = True
-        self._refreshed_at = -REFRESH_S
+        self._timer = RefreshTimer()
 
-    def locate(self, tag: str | None) -> Node:
-        self._refresh_if_stale()
+    def locate(self, tag: str | None, search: Search) -> Node:
+        self._refresh_if_stale(search)
         if tag is None:
             return self._known_primaries()[0]
         slot = slot_of(tag)
@@ -77,24 +77,27 @@ class SlotMap(Topology):
             raise error
         return node
 
-    def locate_each(self, tags: Iterable[str | None]) -> dict[str | None, Node | None]:
-        self._refresh_if_stale()
+    def locate_each(
+        self, tags: Iterable[str | None], search: Search
+    ) -> dict[str | None, Node | None]:
+        self._refresh_if_stale(search)
         moved, find = self._moved, self._table.find
         found: dict[str | None, Node | None] = {}
         for tag in tags:
             slot = None if tag is None else slot_of(tag)
             node = None if slot is None else moved.get(slot) or find(slot)
-            found[tag] = node or self.locate(tag)
+            found[tag] = node or self.locate(tag, search)
         return found
 
-    def primaries(self) -> Sequence[Node]:
-        self._refresh_if_stale()
+    def primaries(self, search: Search) -> Sequence[Node]:
+        self._refresh_if_stale(search)
         return sorted(set(self._known_primaries()))
 
     def note_moved(self, slot: int, node: Node) -> None:
         self._moved[slot] = node
         self._prefer(node)
         self._is_stale = True
+        self._report_nodes(self._all_nodes())
 
     def note_failed(self, node: Node | None) -> None:
         self._is_stale = True
@@ -104,6 +107,9 @@ class SlotMap(Topology):
             if other == node:
                 self._moved.pop(slot, None)
 
+    def _all_nodes(self) -> set[Node]:
+        return {*self._table.nodes, *list(self._moved.values())}  # a list: threads change the dict
+
     def _known_primaries(self) -> list[Node]:
         """Return the nodes in the map, starting with the preferred ones."""
         nodes = list(dict.fromkeys(self._table.nodes))
@@ -112,13 +118,15 @@ class SlotMap(Topology):
     def _prefer(self, node: Node) -> None:
         self._ask_first = [node, *(known for known in self._ask_first if known != node)][:3]
 
-    def _refresh_if_stale(self) -> None:
+    def _refresh_if_stale(self, search: Search) -> None:
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.RLock()
         if self._is_usable():
             return
+        # With a map at hand, do not wait for a thread that waits for a node without a reply.
+        patience_s = REFRESH_S if self._table.nodes else search.timeout_s
         try:
-            run_locked(self._lock, self._timeout_s, self._refresh)
+            search.run_locked(self._lock, patience_s, lambda: self._refresh(search))
         except LockBusy:
             if not self._table.nodes:
                 raise ConnectionFailed(
@@ -126,52 +134,59 @@ class SlotMap(Topology):
                 ) from None
 
     def _is_usable(self) -> bool:
-        if not self._table.nodes:
-            return False
-        return not self._is_stale or time.monotonic() - self._refreshed_at < REFRESH_S
+        return bool(self._table.nodes) and not (self._is_stale and self._timer.is_due)
 
-    def _refresh(self) -> None:
+    def _refresh(self, search: Search) -> None:
         """Ask one node after another for the map until one replies. If none does, keep the map."""
         if self._is_usable():
             return  # another thread has just refreshed the map
-        deadline = time.monotonic() + self._timeout_s
         known = dict.fromkeys([*self._ask_first, *self._table.nodes, *self._address.seeds])
         nodes = sorted(known, key=lambda node: node in self._doubtful)
-        share_s = max(_ASK_S, self._timeout_s / len(nodes))
         failure: MeteorError | None = None
         # Clear the flag first: another thread may set it again while this one asks.
         self._is_stale = False
-        for node in nodes:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            try:
-                table = self._ask(node, min(left_s, share_s))
-            except MeteorError as error:
-                if failure is None or isinstance(failure, ConnectionFailed):
-                    failure = error
-                continue
-            self._table = table
-            for slot, other in list(self._moved.items()):
-                if table.find(slot) == other:
-                    self._moved.pop(slot, None)
-            self._source = node
-            if node not in self._doubtful:
-                self._doubtful = set()
-                self._prefer(node)
-            self._refreshed_at = time.monotonic()
-            return
+        try:
+            for number, node in enumerate(nodes, 1):
+                share_s = search.share_s(len(nodes) - number, _ASK_S)
+                if self._table.nodes:  # the caller can do without a new map
+                    share_s = min(share_s, _ASK_S)
+                if share_s <= 0:
+                    break
+                try:
+                    table = self._ask(node, search, share_s)
+                except MeteorError as error:
+                    search.check()
+                    self._doubtful = {*self._doubtful, node}
+                    if failure is None or isinstance(failure, ConnectionFailed):
+                        failure = error
+                    continue
+                self._adopt(table, node)
+                return
+        except BaseException:  # this caller gave up; the next one asks at once
+            self._is_stale = True
+            raise
         self._is_stale = True
-        self._refreshed_at = time.monotonic()
+        self._timer.note(found_news=False)
         if not self._table.nodes:
             raise self._unreachable(failure)
 
-    def _ask(self, node: Node, timeout_s: float) -> _Table:
-        connection = Connection(self._address.at(node), timeout_s)
-        try:
-            rows: list[Any] = connection.call("CLUSTER", "SLOTS")
-        finally:
-            connection.close()
+    def _adopt(self, table: _Table, source: Node) -> None:
+        self._timer.note(found_news=table != self._table)
+        self._table = table
+        for slot, other in list(self._moved.items()):
+            if table.find(slot) == other:
+                self._moved.pop(slot, None)
+        if self._moved and self._timer.fruitless < _CONTRADICTIONS:
+            self._is_stale = True  # the node that was asked has not heard of the move yet
+        self._source = source
+        if source not in self._doubtful:
+            self._doubtful = set()
+            self._prefer(source)
+        self._report_nodes(self._all_nodes())
+
+    def _ask(self, node: Node, search: Search, timeout_s: float) -> _Table:
+        probe = Connection(self._address.at(node), timeout_s)
+        rows: list[Any] = search.ask(probe, lambda connection: connection.call("CLUSTER", "SLOTS"))
         if not rows:
             raise ConnectionFailed(
                 f"The cluster at {self._address} has no slots assigned. Create the cluster with "
@@ -193,7 +208,8 @@ class SlotMap(Topology):
                 "use a redis:// or rediss:// address.",
                 code=failure.code,
             )
-        return ConnectionFailed(f"No node of the cluster at {self._address} replied. {failure}")
+        why = failure or "The timeout is too short."
+        return ConnectionFailed(f"No node of the cluster at {self._address} replied. {why}")
 
 
 def _node(primary: list[Any], asked: Node) -> Node:

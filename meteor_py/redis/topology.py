@@ -7,24 +7,38 @@ wrong one, the connection reports it to the topology. Callers therefore treat a 
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+import weakref
 from binascii import crc_hqx
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from meteor_py.errors import ConnectionFailed
 from meteor_py.redis.address import Node
+from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.locks import LockBusy, run_locked
+
+_T = TypeVar("_T")
 
 _SLOTS = 16_384
 #: Number of tags and slots to cache, for clients that repeatedly list many streams.
 _CACHED = 8_192
-#: Minimum number of seconds between two refreshes, even if many connections fail.
-REFRESH_S = 0.1
-#: First and longest pause, in seconds, between attempts while a slot moves or a primary changes.
-#: The pause doubles after each attempt.
-PAUSES_S = (0.005, 0.1)
-#: Redirects more than this many seconds apart are unrelated.
-_APART_S = 1.0
+#: Minimum number of seconds between two refreshes, even if many connections fail: at first, and
+#: in a long outage.
+REFRESH_S, _REFRESH_MAX_S = 0.1, 1.0
+#: Pauses between attempts in seconds while a slot moves or a primary changes. They double up to the
+#: second, and then grow slowly up to the third.
+_FIRST_S, _STEADY_S, _LONGEST_S = 0.005, 0.1, 1.0
+#: Factor by which pauses grow in a long outage. A pause is then about a sixth of the time that the
+#: outage has lasted, so clients notice its end soon, but do not flood the servers meanwhile.
+_GROWTH = 1.2
+#: Redirects, or refreshes of the topology, more than this many seconds apart are unrelated.
+_APART_S = 3.0
+#: Seconds between checks whether a search that waits for another thread was interrupted.
+_SLICE_S = 0.05
 #: If a slot has been moving for this many seconds, the move was probably abandoned.
 ABANDONED_S = 5.0
 
@@ -33,6 +47,84 @@ class Watched(Protocol):
     """A connection that a topology can tell to leave its node."""
 
     def leave_node(self) -> None: ...
+
+
+class Probe(Protocol):
+    """A connection that asks a server where the keys are."""
+
+    def connect(self) -> object: ...
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_P = TypeVar("_P", bound=Probe)
+
+
+class Search:
+    """The search for a node on behalf of one caller, who waits for ``timeout_s`` seconds at most.
+
+    Any thread may interrupt it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._is_interrupted = False
+        self._probe: Probe | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def share_s(self, others: int, least_s: float) -> float:
+        """Return how long to wait for one server, if ``others`` can be asked after it.
+
+        It is at least ``least_s`` if the caller has that much time, but leaves half of the time to
+        the others.
+        """
+        left_s = self.left_s
+        return min(max(least_s, left_s / (others + 1)), left_s / 2) if others else left_s
+
+    def ask(self, probe: _P, work: Callable[[_P], _T]) -> _T:
+        """Call ``work`` with a connection to one server, and close the connection."""
+        self._probe = probe
+        try:
+            probe.connect()
+            self.check()  # from here on, interrupt() finds a socket
+            return work(probe)
+        finally:
+            self._probe = None
+            probe.close()
+
+    def run_locked(self, lock: threading.RLock, timeout_s: float, work: Callable[[], _T]) -> _T:
+        """Call ``work`` with a lock held.
+
+        Raises:
+            LockBusy: Another thread did not release the lock within ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + min(timeout_s, self.left_s)
+        while True:
+            self.check()
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                return run_locked(lock, min(left_s, _SLICE_S), work)
+            except LockBusy:
+                if left_s <= _SLICE_S:
+                    raise
+
+    def check(self) -> None:
+        """Raise ``ConnectionFailed`` if the search was interrupted."""
+        if self._is_interrupted:
+            raise ConnectionFailed("The search for the server that has the keys was interrupted.")
+
+    def interrupt(self) -> None:
+        """Make the search fail."""
+        self._is_interrupted = True
+        probe = self._probe
+        if probe is not None:
+            probe.interrupt()
 
 
 class Topology:
@@ -47,20 +139,36 @@ class Topology:
     #: Increases whenever all connections must reconnect.
     version = 0
 
-    def locate(self, tag: str | None) -> Node | None:
+    _departure: weakref.WeakMethod[Callable[[Collection[Node]], None]] | None = None
+
+    def locate(self, tag: str | None, search: Search) -> Node | None:
         """Return the node that holds the keys with a hash tag, or any node if there is no tag.
 
         Returns None for a single server, which is always at the address itself.
         """
         return None
 
-    def locate_each(self, tags: Iterable[str | None]) -> dict[str | None, Node | None]:
+    def locate_each(
+        self, tags: Iterable[str | None], search: Search
+    ) -> dict[str | None, Node | None]:
         """Return the node for each tag, like ``locate``."""
-        return {tag: self.locate(tag) for tag in tags}
+        return {tag: self.locate(tag, search) for tag in tags}
 
-    def primaries(self) -> Sequence[Node | None]:
-        """Return all primary nodes. A single server is represented by None."""
-        return [None]
+    def primaries(self, search: Search) -> Sequence[Node]:
+        """Return all primary nodes. A single server has none."""
+        return ()
+
+    def on_departure(self, keep_only: Callable[[Collection[Node]], None]) -> None:
+        """Call a method with the nodes that remain whenever one may have left.
+
+        The topology does not keep the method's object alive.
+        """
+        self._departure = weakref.WeakMethod(keep_only)
+
+    def _report_nodes(self, nodes: Collection[Node]) -> None:
+        keep_only = self._departure and self._departure()
+        if keep_only:
+            keep_only(nodes)
 
     def note_moved(self, slot: int, node: Node) -> None:
         """Record that a server named ``node`` as the new owner of a slot."""
@@ -109,12 +217,71 @@ def _tag(key: str) -> str:
     return key[start:stop] if 0 < start < stop else key
 
 
-def pauses_s(error: Exception | None, others_s: tuple[float, float]) -> tuple[float, float]:
-    """Return the shortest and longest pause after ``error``.
+def redirect_pause_s(failures: int) -> float:
+    """Return the seconds to wait after consecutive redirects, with jitter.
 
-    They are ``PAUSES_S`` if the error is a redirect, and ``others_s`` otherwise.
+    >>> redirect_pause_s(1) <= 0.005 and 0.5 <= redirect_pause_s(1000) <= 1
+    True
     """
-    return PAUSES_S if getattr(error, "redirected", False) else others_s
+    doubled_s = _FIRST_S * 2.0 ** min(failures - 1, 30)
+    if doubled_s <= _STEADY_S:
+        return pause_s(failures, _FIRST_S, _STEADY_S)
+    steps = failures - 6  # doubling reaches _STEADY_S with the sixth
+    return min(_STEADY_S * _GROWTH ** min(steps, 100), _LONGEST_S) * random.uniform(0.5, 1)
+
+
+def pause_after_s(error: Exception | None, failures: int, others_s: tuple[float, float]) -> float:
+    """Return the seconds to wait after consecutive failures, of which ``error`` was the last.
+
+    ``others_s`` are the first and the longest pause after errors that are no redirects.
+    """
+    if getattr(error, "redirected", False):
+        return redirect_pause_s(failures)
+    return pause_s(failures, *others_s)
+
+
+class Outage:
+    """The time for which all calls have failed. Later calls then pause longer from the start."""
+
+    __slots__ = ("since",)
+
+    def __init__(self) -> None:
+        #: When the first of the calls failed. None after a call that succeeded.
+        self.since: float | None = None
+
+    def pause_s(self, failures: int) -> float:
+        """Return the seconds to wait after a call has failed for the nth time, with jitter."""
+        now = time.monotonic()
+        since = self.since
+        if since is None:
+            self.since = since = now
+        lasting_s = min((now - since) * (1 - 1 / _GROWTH), _LONGEST_S)
+        return max(redirect_pause_s(failures), lasting_s * random.uniform(0.5, 1))
+
+
+class RefreshTimer:
+    """Decides when to refresh a topology: soon at first, less often in a long outage."""
+
+    def __init__(self) -> None:
+        self._refreshed_at = -_APART_S
+        #: Consecutive refreshes that found nothing new.
+        self.fruitless = 0
+
+    @property
+    def is_due(self) -> bool:
+        interval_s = min(REFRESH_S * _GROWTH**self.fruitless, _REFRESH_MAX_S)
+        return time.monotonic() - self._refreshed_at >= interval_s
+
+    def note(self, *, found_news: bool) -> None:
+        """Note that a refresh has ended."""
+        now = time.monotonic()
+        is_first = found_news or now - self._refreshed_at > _APART_S
+        self.fruitless = 0 if is_first else min(self.fruitless + 1, 100)
+        self._refreshed_at = now
+
+    def reset(self) -> None:
+        """Make the next refresh due at once."""
+        self._refreshed_at, self.fruitless = -_APART_S, 0
 
 
 class Redirects:

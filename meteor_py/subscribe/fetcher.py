@@ -21,8 +21,7 @@ from meteor_py.records.codec import Codec
 from meteor_py.records.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record
-from meteor_py.redis.topology import pauses_s
-from meteor_py.runtime.backoff import pause_s
+from meteor_py.redis.topology import pause_after_s
 from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
@@ -65,6 +64,7 @@ class Fetcher:
         self._config = config
         self._member = member
         self._on_assigned = on_assigned
+        self._failures = 0  # consecutive ones, also of several polls
         self._announced: Term | None = None  # the last term whose ``on_assigned`` has returned
         try:
             if config.group is not None:
@@ -175,7 +175,6 @@ class Fetcher:
     def _fetch_until_available(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
         failure: ConnectionFailed | StoreUnavailable | None = None
-        failures = 0  # consecutive failures
         tried = False
         while not self.interrupted:
             left = max(deadline - time.monotonic(), 0.0)
@@ -190,17 +189,18 @@ class Fetcher:
                     if self.buffer.ready():
                         return  # an earlier fetch left records, and the lease is still ours
                     self._fetch_past_gaps(max(deadline - time.monotonic(), 0.0), records)
+                    self._failures = 0
                     if self._holds_lease() and not self.interrupted and self.buffer.ready():
                         return
-                failure, failures = None, 0
+                failure, self._failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
             except (ConnectionFailed, StoreUnavailable) as error:
                 failure = error
-                failures += 1
+                self._failures += 1
                 left = max(deadline - time.monotonic(), 0.0)
                 if not self.interrupted:
-                    time.sleep(min(left, pause_s(failures, *pauses_s(error, _BACKOFF_S))))
+                    time.sleep(min(left, pause_after_s(error, self._failures, _BACKOFF_S)))
         self.buffer.close()  # again: the buffer may have reconnected since the interruption
 
     def _hold_lease(self, timeout_s: float) -> bool:

@@ -14,11 +14,13 @@ import meteor_py as meteor
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.address import parse
 from meteor_py.redis.slot_map import SlotMap
+from meteor_py.redis.topology import Search
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
 from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.proxy import Proxy
 from tests.support.readers import check_values, value
+from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -47,18 +49,18 @@ def test_cluster_address_of_a_single_server_is_refused(url: str) -> None:
 def test_node_whose_slot_map_led_to_a_failure_is_asked_last(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = SlotMap(parse(cluster.url), 5.0)
+    slots = SlotMap(parse(cluster.url))
     asked: list[object] = []
     ask = SlotMap._ask
 
-    def note(slots: SlotMap, node: Any, timeout_s: float) -> Any:
+    def note(slots: SlotMap, node: Any, search: Search, timeout_s: float) -> Any:
         asked.append(node)
-        return ask(slots, node, timeout_s)
+        return ask(slots, node, search, timeout_s)
 
     monkeypatch.setattr(SlotMap, "_ask", note)
     for _ in range(3):  # each node's slot map leads to a failure
-        slots.note_failed(slots.locate("orders"))
-        slots._refreshed_at = -1.0  # allow the next refresh at once
+        slots.note_failed(slots.locate("orders", Search(5.0)))
+        slots._timer.reset()  # allow the next refresh at once
     assert asked[0] != asked[1]
 
 
@@ -237,3 +239,30 @@ def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Cli
         meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,
     ):
         yield through, made.proxies
+
+
+def test_opening_the_plain_redis_client_delays_no_other_call(cluster: Cluster) -> None:
+    with (
+        # The client uses the seed only to find the nodes. redis-py asks it again.
+        Proxy(HOST, cluster.primaries[0].port) as seed,
+        meteor.connect(f"redis+cluster://{HOST}:{seed.port}", timeout=60) as m,
+    ):
+        stream = m.stream(NAMES[0], create=True)
+        seed.stall("replies")
+        before = seed.counters.requests
+        opening = threading.Thread(target=lambda: m.redis, daemon=True)
+        opening.start()
+        eventually(lambda: seed.counters.requests > before)
+        found: list[int] = []
+
+        def publish() -> None:
+            with stream.publisher() as pub:
+                found.append(pub.publish(b"x").result())
+
+        publishing = threading.Thread(target=publish, daemon=True)
+        publishing.start()
+        publishing.join(10)
+        assert found == [0]
+        seed.heal()
+        opening.join(10)
+        assert m.redis.hget(keys.meta(NAMES[0]), "next") == b"1"

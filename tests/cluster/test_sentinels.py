@@ -12,6 +12,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import sentinels as sentinels_module
 from meteor_py.redis.address import parse
+from meteor_py.redis.topology import Search
 from meteor_py.testing import Sentinels
 from meteor_py.testing.sentinels import Sentinel
 from meteor_py.testing.server import HOST
@@ -68,7 +69,7 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
         sentinels.failover()
         after = (HOST, sentinels.primary.port)
         assert after != before
-        eventually(lambda: m._connector._topology.locate(None) == after)
+        eventually(lambda: m._connector._topology.locate(None, Search(5.0)) == after)
         pub.publish(b"y").result()
         assert pub._sender._connection.node == after
 
@@ -84,7 +85,7 @@ def test_sentinel_with_outdated_information_is_outvoted(sentinels: Sentinels) ->
         url = sentinels.url.replace("://", f"://{stale.address},")
         with meteor.connect(url) as m:
             assert m.streams() == []
-            assert m._connector._topology.locate(None) == (HOST, new.port)
+            assert m._connector._topology.locate(None, Search(5.0)) == (HOST, new.port)
     finally:
         stale.close()
 
@@ -94,18 +95,20 @@ def test_announcement_makes_the_client_also_ask_unresponsive_sentinels(
 ) -> None:
     topology = sentinels_module.Sentinels(parse(sentinels.url), 5.0)
     try:
-        topology.locate(None)
+        topology.locate(None, Search(5.0))
         asked: list[object] = []
         ask = sentinels_module.Sentinels._ask
 
-        def note(asking: sentinels_module.Sentinels, node: Any, timeout_s: float) -> Any:
+        def note(
+            asking: sentinels_module.Sentinels, node: Any, search: Search, timeout_s: float
+        ) -> Any:
             asked.append(node)
-            return ask(asking, node, timeout_s)
+            return ask(asking, node, search, timeout_s)
 
         monkeypatch.setattr(sentinels_module.Sentinels, "_ask", note)
         silent = topology.known[0]
         topology._silent_until[silent] = float("inf")
-        topology.check()
+        topology.check(Search(5.0))
         assert silent in asked
     finally:
         topology.close()
@@ -137,10 +140,14 @@ def test_error_for_an_unknown_primary_contains_its_name(sentinels: Sentinels) ->
         m.streams()
 
 
-def test_plain_redis_client_follows_the_primary(sentinels: Sentinels) -> None:
+def test_plain_redis_client_leaves_the_former_primary(sentinels: Sentinels) -> None:
     with meteor.connect(sentinels.url) as m:
         m.redis.set("a", 1)
-        sentinels.failover()
-        m.redis.connection_pool.disconnect()
+        assert m.redis.execute_command("WAIT", 2, 10_000) == 2
+        before = m.redis.connection_pool.get_connection()
+        before.connect()
+        m.redis.connection_pool.release(before)
+        new = sentinels.failover()  # the former primary still runs and accepts writes
+        eventually(lambda: m.redis.info("server")["tcp_port"] == new.port)
         assert m.redis.get("a") == b"1"
-        assert m.redis.info("replication")["role"] == "master"
+        assert before.port == new.port, "the pool still has a connection to the former primary"
