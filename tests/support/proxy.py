@@ -105,7 +105,7 @@ class Proxy:
             self._faults.mid_reply = after_bytes
 
     def stall(self, direction: Direction = "both") -> None:
-        """Hold back bytes in one direction or both. Connections stay open; new ones are accepted."""
+        """Hold back bytes. Connections stay open, and new connections are accepted."""
         with self._control():
             self._faults.stalled.update(_sides(direction))
 

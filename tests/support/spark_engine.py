@@ -133,7 +133,7 @@ class Engine:
 
 
 class Task:
-    """A stand-in for TaskContext. All attempts at a task have the same one, even after a restart."""
+    """A stand-in for TaskContext, the same for all attempts at a task, even after a restart."""
 
     def __init__(self, batch: int, partition: int = 0, run: str = "run") -> None:
         self._partition = partition
