@@ -439,7 +439,7 @@ class Interrupted(BaseException):
     """Stands for Ctrl-C or ``sys.exit()`` in a handler."""
 
 
-def test_base_exception_in_a_handler_ends_run_and_is_raised_there(url: str) -> None:
+def test_run_raises_a_base_exception_from_its_handler(url: str) -> None:
     with Queue(url, "AB") as queue:
         consumer = queue.consumer()
 

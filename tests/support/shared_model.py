@@ -65,8 +65,8 @@ class Model:
             del self.holder[offset]
         if died:  # only the first record of each key can have been in progress
             for key, offset in heads.items():
-                # A death can be the last failure only of a suspect: only a suspect's last
-                # attempt is delivered alone.
+                # A death can be the last failure only of a suspect: only a suspect's last try is
+                # delivered alone.
                 suspected = offset <= bounds.get(key, -1)
                 if suspected or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)

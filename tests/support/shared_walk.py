@@ -474,7 +474,7 @@ class Walk(Model):
             self.holder[offset] = hand.id
         if last_tries:
             held = [o for o, c in self.holder.items() if c == hand.id]
-            assert len(held) == 1, "a last attempt was not delivered alone"
+            assert len(held) == 1, "a last try was not delivered alone"
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
