@@ -275,7 +275,7 @@ class Walk(Model):
         late.deliveries.exchange()
         late.held.clear()
         refused = late.deliveries.take_refused()
-        assert set(refused) == said, "the refused settlements are not the late ones"
+        assert set(refused) == said, "the refused settlements are not exactly the late ones"
         after = self.state()
         for found in (before, after):  # `late` rejoins and may get dead letters
             for part in _OF_CONSUMERS:
