@@ -499,7 +499,7 @@ def test_an_interrupted_close_does_not_wait_the_full_timeout_again_at_exit(end: 
     )  # fmt: skip
     assert time.monotonic() - begun < 15, "the exit waited for the delivery timeout of 30 seconds"
     assert "KeyboardInterrupt" in done.stderr
-    assert "may duplicate it" in done.stderr, "the undelivered record must be reported"
+    assert "may duplicate it" in done.stderr, "the undelivered record was not reported"
 
 
 FAILING = """

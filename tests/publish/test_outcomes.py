@@ -137,7 +137,7 @@ def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     assert pub.publish_many([b"lost"] * 5).result(10) == 1
     assert not pub._sender.must_check
     replicated.fail_over()
-    assert pub._sender._connection.connected, "the sender has not noticed that its connection died"
+    assert pub._sender._connection.connected, "the sender already knows that its connection died"
     eventually(lambda: pub._sender._connection.readable)
     with pytest.raises(meteor.LogTruncated) as loss:
         getattr(pub, end)()
