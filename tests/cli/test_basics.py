@@ -96,7 +96,7 @@ def test_version_option_prints_the_library_version() -> None:
 
 def test_reference_is_up_to_date() -> None:
     written = (ROOT / "docs" / "cli.md").read_text()
-    assert written == reference(), "python -m meteor_cli.reference > docs/cli.md"
+    assert written == reference(), "run python -m meteor_cli.reference > docs/cli.md"
 
 
 def test_url_is_accepted_before_and_after_the_command(url: str) -> None:

@@ -66,7 +66,7 @@ def test_broken_json_is_not_sent(url: str, members: list[Membership], group: Pee
         assert (done.code, done.out) == (2, b"")
         assert f"""Invalid value for {what}: '{{"a":' starts like JSON""" in done.err
         assert "Use --text" in done.err
-    assert group._handle.protocol.look().view == before, "no member was asked to vote"
+    assert group._handle.protocol.look().view == before, "a member was asked to vote"
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])

@@ -197,7 +197,7 @@ def test_values_that_the_codec_cannot_decode_are_refused(
     done = meteor(url, "publish", "orders", given=b"\n".join([good, good, bad, good]))
     assert (done.code, done.out) == (1, b"")
     assert "Record 3 in the input is invalid: " in done.err
-    assert "2 records published" in done.err, "the user knows where to continue"
+    assert "2 records published" in done.err, "the error does not say where to continue"
     assert values(url) == [good.decode() if codec == "text" else {"a": 1}] * 2
 
 
@@ -330,4 +330,4 @@ def test_records_awaiting_replies_are_counted_after_ctrl_c(server: Server, url: 
         proxy.resume()
         done = running.end()
     assert "3 records published to stream 'orders', offsets 0 to 2" in done.err
-    assert done.code in (0, 130), "the command may have finished just before"
+    assert done.code in (0, 130)  # it may have finished just before

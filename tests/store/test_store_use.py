@@ -28,7 +28,7 @@ def m(url: str) -> Iterator[meteor.Client]:
 
 
 def segments(m: meteor.Client, root: Path, *, number: int = 4, size: int = 30) -> meteor.Stream:
-    """A stream with ``number`` files; the ring holds only the last few records."""
+    """Create a stream with ``number`` files; the ring holds only the last records."""
     stream = stored(m, root)
     for _ in range(number):
         fill(stream, size)
