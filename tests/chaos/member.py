@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error. Return whether to close the subscriber."""
+        """Take records one by one until the member leaves or the subscriber ends; return True."""
         began = now()
         for record in subscriber:
             with self._lock:

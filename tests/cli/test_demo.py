@@ -82,7 +82,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 
-def test_another_users_server_is_left_unchanged(url: str) -> None:
+def test_demo_leaves_the_given_server_unchanged(url: str) -> None:
     with plain_client(url) as neighbour:
         neighbour.set("mine", "1")
         connection = neighbour.client_id()
@@ -92,7 +92,7 @@ def test_another_users_server_is_left_unchanged(url: str) -> None:
         assert neighbour.client_id() == connection
         assert neighbour.keys("*") == before
     assert done.err.startswith("meteor: warning: The server at ")
-    assert done.err.count("\n") == 1, "the warning shows a source line"
+    assert done.err.count("\n") == 1, "more than the warning was printed"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_missing_or_outdated_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("line", SHELL)
-def test_suggested_shell_line_is_a_command(line: str) -> None:
+def test_suggested_shell_line_names_an_existing_command(line: str) -> None:
     command = line.rpartition(" | ")[2]
     program, *arguments = shlex.split(command)
     assert program == "meteor"

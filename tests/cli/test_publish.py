@@ -221,7 +221,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),
     ],
 )
-def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
+def test_wrong_argument_prints_the_reason_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "publish", "orders", *arguments)
@@ -265,7 +265,7 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
     assert "Traceback" not in done.err
 
 
-def test_unreachable_server_prints_one_message(private_server: ServerFactory) -> None:
+def test_unreachable_server_is_reported_without_a_traceback(private_server: ServerFactory) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
     server.kill()

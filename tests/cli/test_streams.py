@@ -278,7 +278,7 @@ def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
         (["streams", "create", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
+def test_wrong_argument_prints_the_reason_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, *arguments)

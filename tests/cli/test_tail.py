@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_ends_tail_with_exit_code_130(url: str, stream: Str
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
+def test_missing_stream_is_reported_on_one_line_and_is_not_created(url: str) -> None:
     done = meteor(url, "tail", "nope")
     assert (done.code, done.out) == (1, b"")
     assert done.err.startswith("meteor: There is no stream 'nope'. `meteor streams ls`")
@@ -293,7 +293,7 @@ def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
         (["-g", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
+def test_wrong_argument_prints_the_reason_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "tail", "orders", *arguments)

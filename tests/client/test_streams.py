@@ -105,7 +105,7 @@ def test_passing_a_setting_or_create_creates_the_stream_at_once(
         assert drain(sub) == []
 
 
-def test_dead_letters_create_their_stream(client: meteor.Client) -> None:
+def test_attaching_a_receiver_creates_its_dead_letter_stream(client: meteor.Client) -> None:
     stream, letters = client.stream("s", create=True), client.stream("letters")
     with stream.subscriber(group="g") as sub:
         sub.attach_receiver(print, on_error=letters)

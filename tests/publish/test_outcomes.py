@@ -258,7 +258,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     assert [batch for batch, _ in settled] == batches, "a batch was left to be sent again"
     assert all(isinstance(error, meteor.NotReplicated) for _, error in settled)
     assert sending._acked is not None
-    assert sending._acked.offset == 4, "a later loss would not be reported"
+    assert sending._acked.offset == 4, "the newest acknowledged offset was not stored"
 
 
 def test_flush_returns_at_once_if_the_sender_has_ended(proxied: ProxiedStream) -> None:

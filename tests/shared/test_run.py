@@ -461,7 +461,7 @@ def interrupting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupting")
-def test_ctrl_c_ends_run_after_its_handlers(url: str) -> None:
+def test_ctrl_c_ends_a_waiting_run_and_its_threads(url: str) -> None:
     with Queue(url, "ABC") as queue:
         log = Log()
         consumer = queue.consumer()

@@ -77,7 +77,7 @@ def lagging(
     return Lagging(replicated, request.param)
 
 
-def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
+def test_query_that_allows_loss_steps_back_to_the_records_that_replaced_lost_ones(
     lagging: Lagging, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lagging.engine() as engine:
@@ -98,7 +98,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
     lagging.wait_until_confirmed(50)
 
 
-def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
+def test_query_that_allows_loss_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
@@ -249,7 +249,7 @@ def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
 # Damaged frames
 
 
-def test_lenient_query_skips_a_damaged_frame_and_no_more(
+def test_query_that_allows_loss_skips_a_damaged_frame_and_no_more(
     url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("orders", capacity=1000)

@@ -295,7 +295,7 @@ def test_lost_reply_adds_no_second_dead_letter(server: Server, real: DeadLetterS
     assert len(real.letters()) == 1
 
 
-def test_repeatedly_lost_replies_add_one_dead_letter_per_record(
+def test_randomly_lost_requests_and_replies_add_one_dead_letter_per_record(
     server: Server, real: DeadLetterStreams, rng: Random
 ) -> None:
     records = [real.record(b"%d" % n) for n in range(40)]

@@ -340,7 +340,7 @@ def lost(known: list[tuple[int, bytes]], log: dict[int, bytes]) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DRAIN_S) -> bool:
-    """Wait for a condition; return whether it became true. Later checks show what is missing."""
+    """Wait for a condition; return whether it became true. If not, a later check fails."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
