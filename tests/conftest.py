@@ -1,8 +1,8 @@
 """Fixtures for all tests: servers, seeds, and a guard against threads left behind.
 
-`url` is an empty, real Valkey. `any_url` runs a test on every kind of server. `private_server` is
-for tests that kill, pause or configure their server. `rng` is the only source of randomness: a
-failed test prints the seed that repeats it.
+`url` is the address of an empty Valkey server. `any_url` runs a test on every kind of server,
+including the fake one. `private_server` is for tests that kill, pause or configure their server.
+Tests draw random numbers from `rng`, and a failed test prints the seed that repeats it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def private_server() -> Iterator[ServerFactory]:
 
 
 def require_redis() -> None:
-    """Skip if there is no redis-server, except in CI, where the whole suite must run."""
+    """Skip the test if redis-server is not installed. In CI, fail: the whole suite must run."""
     if "redis" not in binaries():
         missing = "redis-server is not on PATH (Debian: apt-get install redis-server)."
         if os.environ.get("CI") == "true":

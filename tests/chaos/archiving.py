@@ -35,12 +35,12 @@ CHECK_S = 0.05
 
 
 def hasten() -> None:
-    """Make archivers clean up often, and trust their last commit for less than a pause."""
+    """Make archivers clean up often, and trust their last commit for less time than a pause."""
     archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 
 class Store(meteor.ParquetStore):
-    """Records appends, and lets its archiver die or stop at the worst moments."""
+    """Records appends, and lets its archiver die before or after an append, or stop after it."""
 
     def __init__(
         self, config: WorkerConfig, writer: Writer, signals: RunSignals, rng: random.Random

@@ -52,7 +52,7 @@ class Service(Protocol):
     def url(self) -> str: ...
 
     def primary(self) -> Server:
-        """The server that has the stream."""
+        """Return the server that has the stream."""
 
     def replicas(self) -> list[Server]: ...
 
@@ -175,7 +175,7 @@ class Trial:
                 pass  # the idle record was not acknowledged
 
     def check(self) -> tuple[int, int]:
-        """Check that every loss was reported; count the acknowledged and the lost records."""
+        """Check that every loss was reported; return the number of acked and of lost records."""
         log, publishing = read_log(self.stream), self.publishing
         assert publishing.problems == self.group.problems == []
         assert unreported(publishing.acked, log, publishing.reported) == []
@@ -189,7 +189,7 @@ class Trial:
 
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 @pytest.mark.parametrize("acks", [0, 1])
-def test_killing_a_primary_loses_no_replicated_record_and_every_other_loss_is_reported(
+def test_losses_are_reported_if_a_primary_is_killed_and_acks_1_prevents_losses(
     kind: str, acks: int, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acked = gone = 0
@@ -247,7 +247,7 @@ def test_planned_cluster_failovers_lose_nothing(
 
 
 @pytest.mark.parametrize("paused", [True, False], ids=["client pause", "no client pause"])
-def test_planned_sentinel_failover_loses_nothing_while_writes_are_paused(
+def test_planned_sentinel_failover_reports_losses_and_pausing_writes_prevents_them(
     paused: bool, program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (

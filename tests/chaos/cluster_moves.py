@@ -1,9 +1,10 @@
 """Twenty slot moves under load; part of ``make chaos``.
 
 A publisher, a group, two shared consumers and a peer group work while the stream's slot and the
-peer group's slot move. A slot moves at once, slowly, with a tool that dies and is repaired later,
-or, on Valkey, atomically. The log must contain exactly the acknowledged records, and every consumer
-must get every record once and in order. The test prints the publisher's longest pause.
+peer group's slot move. A slot moves at once, slowly, in two parts because the tool dies and a
+repair finishes the move, or, on Valkey, atomically. The log must contain exactly the acknowledged
+records, and the group and the shared consumers must get every record once and in order. The test
+prints the publisher's longest pauses.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ GROWTH_MAX_MB = 256
 
 
 @pytest.mark.timeout(3600)
-def test_a_million_mutants_are_refused_or_well_formed_in_bounded_memory(
+def test_a_million_broken_frames_are_refused_or_decoded_in_bounded_memory(
     rng: random.Random,
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,7 +24,7 @@ Kind = Literal[
     # Group members
     "assigned",  # a term begins at `first`
     "deliver",  # records from `first` on were delivered
-    "confirm",  # the member requested to confirm all records below `first`
+    "confirm",  # the member asked to confirm all records below `first`
     "confirmed",  # such a request succeeded
     "refused",  # such a request was refused
     "lease_lost",

@@ -24,7 +24,7 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 OUTCOME_S = 40.0
 #: Maximum seconds to handle a batch.
 HANDLE_S = 0.005
-#: Probabilities, per handled batch or record.
+#: Probabilities, per polled batch or, for members that iterate, per 20 records.
 LEAVE = 0.01
 REOPEN = 0.005
 DIE = 0.001
@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error. Return whether to close the subscriber."""
+        """Take records one by one until the member leaves or the subscriber ends; return True."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -233,7 +233,7 @@ class Member(threading.Thread):
             time.sleep(min(silence_s, 2.0) * 1.2)
 
     def _had_enough(self, subscriber: meteor.Subscriber) -> bool:
-        """Sometimes leave the group for a while. Returns whether to close the subscriber."""
+        """Sometimes leave the group for a while. Return whether to close the subscriber."""
         chance = 1.0 if self._signals.calm() else self._rng.random()
         if chance < LEAVE:
             subscriber.deactivate()

@@ -28,11 +28,12 @@ from tests.support.proxy import Direction
 from tests.support.servers import plain_client
 
 REPLY_S = 2.0
-#: Duration of an archiver's stop at a commit, in lease TTLs; long enough for a takeover.
+#: Range of the duration of an archiver's stop at a commit, in lease TTLs. Most are long enough for
+#: a takeover.
 STOPS = (0.8, 2.5)
-#: Duration of an owner's pause after a lost reply, in lease TTLs.
+#: Range of the duration of an owner's pause after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
-#: Seconds from the lost reply to that pause.
+#: Range of the seconds from arming that fault to the pause.
 LOSE_S = (0.02, 0.2)
 #: Fraction of slot moves that run without a stop, and the maximum number of keys that the other
 #: moves transfer before they stop.
@@ -212,7 +213,7 @@ class Nemesis:
         return True
 
     def _show_store(self) -> None:
-        assert self._store is not None, "only a store can be hidden"
+        assert self._store is not None, "the run has no store"
         os.rename(self._hidden(self._store), self._store)
         self._writer.add("shown", who="nemesis")
 
@@ -401,7 +402,7 @@ class Nemesis:
         return slot.name in self._busy
 
 
-#: All kinds of faults, then the kinds that need a store.
+#: The kinds of faults that need neither a cluster nor a store.
 KINDS = (
     "kill_member",
     "pause_member",
@@ -423,6 +424,7 @@ KINDS = (
 )
 #: The kinds that need a cluster.
 CLUSTER_KINDS = ("move", "failover", "partition")
+#: The kinds that need a store.
 STORE_KINDS = (
     "kill_archiver",
     "pause_archiver",

@@ -1,7 +1,6 @@
 """Observers of a run, which bypass the proxies: they record server state, the log and the store.
 
-One client takes the samples one after another with plain commands, so they do not depend on the
-library.
+A redis-py client takes the samples one after another, so they do not depend on the library.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _NOT_NOW = (
 
 
 class Sampler(threading.Thread):
-    """Samples the state of the server until it is stopped."""
+    """A thread that samples the state of the server until ``stop()`` is called."""
 
     def __init__(self, backend: Backend, groups: Sequence[str], writer: Writer) -> None:
         super().__init__(name="sampler", daemon=True)
@@ -65,7 +64,7 @@ class Sampler(threading.Thread):
             self.sample()
 
     def sample(self) -> Event | None:
-        """Take one sample; return None if the server does not reply."""
+        """Take one sample; return None if the server is unavailable or no longer has the slot."""
         with self._lock:
             began = now()
             try:
@@ -139,7 +138,7 @@ class Recorder(threading.Thread):
                 self._reached = batch.last_offset + 1
 
     def catch_up(self, end: int, timeout_s: float) -> None:
-        """Wait until the recorder has read all records below `end`, or has failed."""
+        """Wait until the recorder has read all records below `end` or has failed, or a timeout."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and self._reached < end and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)
@@ -183,7 +182,7 @@ def record_store(stream: meteor.Stream, writer: Writer) -> None:
 
 
 def is_in_order(stream: meteor.Stream) -> bool:
-    """Return whether the files can be listed, which a merge may prevent for a while."""
+    """Return False if the files cannot be listed at the moment, for example during a merge."""
     try:
         stream.store.files()
     except meteor.StoreUnavailable:

@@ -14,7 +14,7 @@ GROWTH_MAX_MB = 512
 
 
 @pytest.mark.timeout(3600)
-def test_a_hundred_thousand_mutants_are_refused_or_read_in_bounded_memory(
+def test_a_hundred_thousand_broken_files_are_refused_or_read_in_bounded_memory(
     rng: random.Random,
 ) -> None:
     outcomes = [fuzz(rng.randrange(2**32), CASES // PROCESSES) for _ in range(PROCESSES)]

@@ -2,9 +2,10 @@
 
 Some messages are poison, and the network loses requests and replies.
 
-Every message that was stored is handled. Messages from one sender to one named member are handled
-in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead letter. Any
-other message becomes one only if as many processes died while handling it.
+Every message is handled or becomes a dead letter. Messages from one sender to one named member are
+handled in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead
+letter. Any other message becomes one only if about as many processes died while handling it, or if
+it was for any member and no member could take it.
 
 METEOR_CHAOS_S sets the duration of a run in seconds.
 """
@@ -218,5 +219,5 @@ def check(
 
 
 def _key(body: dict[str, Any]) -> tuple[int, str, int]:
-    """Return what identifies a message."""
+    """Return a message's sender, target and number, which identify it."""
     return body["s"], body["to"], body["n"]

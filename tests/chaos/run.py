@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def capacity(self) -> int | None:
-        """The capacity of a ring that drops records."""
+        """The capacity of a ring that drops records; None if the ring drops none."""
         return SMALL if self.small_ring or self.store else None
 
     @property
@@ -265,7 +265,7 @@ class Participants:
             self._writer.add("error", who="run", text=f"At the end: {error!r}")
 
     def _start(self, progress: Progress) -> None:
-        """Wait until all groups work, before the first fault."""
+        """Start all workers, and wait until each group has confirmed a record."""
         progress("starting", 0.0)
         for slot in self._members:
             slot.replace()
@@ -281,8 +281,8 @@ class Participants:
         if not busy:
             self._writer.add("error", who="run", text="Not all groups confirmed a first record.")
         if self._plan.small_ring:
-            # Publish only now: a group that has read nothing skips dropped records without a
-            # report.
+            # Shrink the ring only now: a group that has read nothing skips dropped records without
+            # a report.
             self._stream.configure(capacity=SMALL)
 
     def _harm(self, progress: Progress) -> None:

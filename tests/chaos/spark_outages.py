@@ -35,7 +35,7 @@ TARGET = "copy"
 
 @contextmanager
 def changed(after_s: float, undo: Callable[[], Any]) -> Iterator[None]:
-    """Undo a fault after a while, or at the latest when the block ends."""
+    """Undo a fault after ``after_s`` seconds. The block does not end before that."""
     timer = threading.Timer(after_s, undo)
     timer.start()
     try:
@@ -51,7 +51,7 @@ def copying(rows: DataFrame, url: str, folder: Path) -> StreamingQuery:
 
 
 class Progress:
-    """The target stream of a query, and the numbers that it must hold at the end."""
+    """The target stream of a query, and the numbers that the query has written to it."""
 
     def __init__(self, m: meteor.Client, query: StreamingQuery) -> None:
         self._m = m
@@ -83,7 +83,7 @@ def publish(m: meteor.Client, numbers: range) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "paused", "restarted"])
 @pytest.mark.parametrize("group", ["", "g"])
-def test_busy_and_idle_queries_survive_a_long_outage(
+def test_busy_and_idle_queries_survive_restarts_and_long_outages(
     spark: SparkSession, private_server: ServerFactory, tmp_path: Path, fault: str, group: str
 ) -> None:
     server = private_server(*KEEP)

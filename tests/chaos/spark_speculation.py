@@ -40,5 +40,5 @@ def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Pa
         for one, other in zip(slow[::2], slow[1::2], strict=True):
             assert one.host != other.host
         assert list(map(int, contents(target).split())) == list(range(rows))
-        # Stages of attempts that Spark killed before they could clean up.
+        # Attempts that Spark killed could not delete their stages, but these expire.
         assert all(m.redis.pttl(key) > 0 for key in m.redis.scan_iter("*stage*"))

@@ -2,8 +2,8 @@
 
 Two servers continue one stream after a partition. Both accept records and are killed and restarted
 at random, so that each branch begins its own epochs. Then the clients of one branch are connected
-to the other server. Each of them must learn exactly which records are gone, and no client of the
-surviving branch may notice anything.
+to the other server. Each of them must learn exactly which records are gone, and the surviving
+branch must keep all its records.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Branch:
 
 
 class Clients:
-    """A publisher, a reader, a group member and a saved position."""
+    """A publisher, a reader and a group member, connected through the proxy."""
 
     def __init__(self, replicated: ReplicatedStream) -> None:
         self._proxied = replicated.proxied

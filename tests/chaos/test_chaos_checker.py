@@ -167,7 +167,9 @@ def test_hole_inside_a_term_is_reported_as_skipped(builder: HistoryBuilder) -> N
     assert builder.kinds() == {ViolationKind.SKIPPED}
 
 
-def test_term_that_begins_above_the_confirmed_offset_skips_records(builder: HistoryBuilder) -> None:
+def test_term_that_begins_above_the_confirmed_offset_is_reported_as_skipped(
+    builder: HistoryBuilder,
+) -> None:
     builder.assigned("m2", 20, 3)
     builder.deliver("m2", 20, 3, "p-3")
     assert builder.kinds() >= {ViolationKind.SKIPPED}
@@ -229,7 +231,7 @@ def test_late_confirm_without_a_reply_is_stale(builder: HistoryBuilder) -> None:
 
 
 @pytest.mark.parametrize("other", ["none", "unknown", "unanswered"])
-def test_refused_confirm_that_took_effect_is_a_false_refusal(
+def test_term_start_that_only_a_refused_confirm_explains_is_a_false_refusal(
     builder: HistoryBuilder, other: str
 ) -> None:
     builder.ask("m1", 10, 3, number=99)
@@ -283,7 +285,9 @@ def test_loss_of_an_acknowledged_confirm_is_found(builder: HistoryBuilder) -> No
     assert ViolationKind.WENT_BACK in builder.kinds()
 
 
-def test_confirmed_offset_that_no_member_requested_skips_records(builder: HistoryBuilder) -> None:
+def test_confirmed_offset_that_no_member_requested_is_reported_as_skipped(
+    builder: HistoryBuilder,
+) -> None:
     builder.sample(5, 6)
     builder.log("p-0", "p-1", "p-2", "p-3", "p-4", "p-5")
     assert ViolationKind.SKIPPED in builder.kinds()
@@ -302,7 +306,7 @@ def test_group_that_does_not_reach_the_end_is_reported_as_not_drained(
 
 
 def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 4) -> None:
-    """A ring of two records; the second member gets a gap that starts at 2."""
+    """Let a ring of two records overtake the group: its second member gets a gap from 2 on."""
     builder.assigned("m2", 20, 2)
     builder.gap("m2", 20, 2, gone_to)
     builder.sample(gone_to + 1, end, first=first)
@@ -388,7 +392,7 @@ def test_many_violations_of_one_kind_are_counted(builder: HistoryBuilder) -> Non
     assert last.text == f"{100 - KEPT} more of this kind"
 
 
-def test_long_history_is_checked_in_seconds() -> None:
+def test_correct_history_of_100_000_records_is_clean() -> None:
     builder = HistoryBuilder()
     for n in range(0, 100_000, 10):
         values = [f"p-{k}" for k in range(n, n + 10)]

@@ -19,13 +19,13 @@ AFTER = 6
 class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
-    LOST = "lost"  # acknowledged or delivered, but not in the log
-    PHANTOM = "phantom"  # in the log or delivered, but never published, or reported as failed
-    DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
+    LOST = "lost"  # acknowledged, delivered or archived, but missing from the log or the store
+    PHANTOM = "phantom"  # in the log or the store, but never published, failed or unarchived
+    DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice for one reader or term
     REORDERED = "reordered"  # the log or a term is out of order
     TWO_PAYLOADS = "two payloads"  # two records at one offset
-    SKIPPED = "skipped"  # a hole in a group's deliveries, or in the log
-    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, has decreased
+    SKIPPED = "skipped"  # a hole in the log, in a group's deliveries or in a reader's records
+    WENT_BACK = "went back"  # a confirmed offset, archived or the end of the log has decreased
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
     FALSE_REFUSAL = "false refusal"  # a confirm reported as having no effect had one

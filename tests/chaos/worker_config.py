@@ -43,11 +43,11 @@ class RunSignals:
         self._end = directory / "end"
 
     def calm(self) -> bool:
-        """Return whether publishers must stop, and members drain without causing faults."""
+        """Return whether publishers must stop, and other workers must no longer cause faults."""
         return self._calm.exists()
 
     def end(self) -> bool:
-        """Return whether members must close and exit."""
+        """Return whether all workers must exit."""
         return self._end.exists()
 
     def stop(self, slot: str) -> bool:

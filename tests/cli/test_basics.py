@@ -96,7 +96,7 @@ def test_version_option_prints_the_library_version() -> None:
 
 def test_reference_is_up_to_date() -> None:
     written = (ROOT / "docs" / "cli.md").read_text()
-    assert written == reference(), "python -m meteor_cli.reference > docs/cli.md"
+    assert written == reference(), "run python -m meteor_cli.reference > docs/cli.md"
 
 
 def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
@@ -118,7 +118,7 @@ def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
         (["streams", "nonsense"], 2, "No such command"),
     ],
 )
-def test_error_prints_one_message_and_sets_the_exit_code(
+def test_error_prints_the_reason_without_secrets_and_sets_the_exit_code(
     arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(None, *arguments)
@@ -146,7 +146,7 @@ def test_only_writers_are_warned_about_data_loss(url: str) -> None:
     assert succeed(url, "streams", "ls").err == ""
 
 
-def test_closed_pipe_is_not_an_error_for_tables(url: str) -> None:
+def test_closed_pipe_is_not_an_error_for_listings_and_tail(url: str) -> None:
     succeed(url, "publish", "orders", "x")
     inside, outside = os.pipe()
     os.close(inside)
@@ -263,7 +263,7 @@ def test_closed_pipe_is_not_an_error_for_help(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_command_with_closed_or_full_standard_files_prints_one_message(
+def test_command_with_closed_or_full_standard_files_prints_no_traceback(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")

@@ -18,7 +18,7 @@ def test_bench_measures_everything_on_the_given_server(url: str) -> None:
         neighbour.set("mine", "1")
         done = succeed(url, "bench", "--records", "25000", "--size", "7", "--json")
         assert neighbour.keys("*") == [b"mine"]
-    assert done.err.count("\n") == 1, "no warning about data loss"
+    assert done.err.count("\n") == 1, "more than one line was printed"
     assert [found["what"] for found in done.objects] == WHAT
     for found in done.objects:
         assert url.removesuffix("/0") in found["server"]
@@ -50,7 +50,7 @@ def test_bench_without_a_url_uses_a_private_server() -> None:
     assert "…" not in "".join([headings, *rows])
 
 
-def test_large_records_do_not_fill_the_server(url: str) -> None:
+def test_bench_limits_the_memory_that_large_records_use_on_the_server(url: str) -> None:
     done = succeed(url, "bench", "--records", "1000", "--size", "300000", "--json")
     kept = {found["what"]: found["records"] for found in done.objects}
     assert (kept["publish_many"], kept["read_bytes"]) == (1_000, 853)
@@ -75,7 +75,9 @@ def test_ctrl_c_leaves_no_stream(url: str) -> None:
         (["--url", "redis://127.0.0.1:1"], 1, "cannot be reached"),
     ],
 )
-def test_bench_error_prints_one_message(arguments: list[str], code: int, sentence: str) -> None:
+def test_bench_error_prints_a_message_without_a_traceback(
+    arguments: list[str], code: int, sentence: str
+) -> None:
     done = meteor(None, "bench", *arguments)
     assert (done.code, done.out) == (code, b"")
     assert sentence in done.err

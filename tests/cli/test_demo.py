@@ -70,7 +70,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
         before = client.info("stats")["total_connections_received"]
         done = meteor(url, "demo", "--records", "20000", environ=environ, preloaded=False)
         connections = client.info("stats")["total_connections_received"] - before
-    assert connections == 0, "only --url is used, not $METEOR_URL"
+    assert connections == 0, "the demo used $METEOR_URL"
     assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
     assert "Published 20,000 records of 100 bytes" in done.text
     assert "It needs Java 17 or newer.)" in done.text
@@ -89,7 +89,7 @@ def only_warnings(text: str) -> bool:
     return bool(lines) and lines == list(dict.fromkeys(warnings))
 
 
-def test_another_users_server_is_left_unchanged(url: str) -> None:
+def test_demo_leaves_the_given_server_unchanged(url: str) -> None:
     with plain_client(url) as neighbour:
         neighbour.set("mine", "1")
         connection = neighbour.client_id()
@@ -98,7 +98,7 @@ def test_another_users_server_is_left_unchanged(url: str) -> None:
         assert (done.code, done.text.count("✓")) == (0, STEPS), done
         assert neighbour.client_id() == connection
         assert neighbour.keys("*") == before
-    assert only_warnings(done.err), "the warning shows no source line"
+    assert only_warnings(done.err), "more than the warning was printed"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
     with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for("random offsets")
-        assert b"\x1b[?25l" in terminal.output, "a bar hides the cursor"
+        assert b"\x1b[?25l" in terminal.output, "no bar has hidden the cursor"
         records = [line for line in terminal.lines if ": " in line and " table-" in line]
         assert [line.split()[0] for line in records] == ["1497", "1498", "1499"]
         assert "$ meteor tail orders -n 3" in terminal.text
@@ -170,7 +170,7 @@ def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers:
     arguments = ("demo", "--records", "20000", "--url", url)
     done = meteor(None, *arguments, environ=leftovers.environ, patience_s=240, preloaded=False)
     assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
-    assert only_warnings(done.err)
+    assert only_warnings(done.err), "more than the warning was printed"
     assert "20,500" in done.text
     assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
     assert [line for line in done.lines if len(line) > 80 and url not in line] == []
@@ -217,7 +217,7 @@ def test_missing_or_outdated_pyspark_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("line", SHELL)
-def test_suggested_shell_line_is_a_command(line: str) -> None:
+def test_suggested_shell_line_names_an_existing_command(line: str) -> None:
     command = line.rpartition(" | ")[2]
     program, *arguments = shlex.split(command)
     assert program == "meteor"

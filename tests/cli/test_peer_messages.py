@@ -66,7 +66,7 @@ def test_broken_json_is_not_sent(url: str, members: list[Membership], group: Pee
         assert (done.code, done.out) == (2, b"")
         assert f"""Invalid value for {what}: '{{"a":' starts like JSON""" in done.err
         assert "Use --text" in done.err
-    assert group._handle.protocol.look().view == before, "no member was asked to vote"
+    assert group._handle.protocol.look().view == before, "a member was asked to vote"
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])
@@ -127,7 +127,7 @@ def test_members_whose_names_equal_a_target_can_be_reached(url: str, group: Peer
 
 @pytest.mark.parametrize("command", ["ask", "send"])
 @pytest.mark.parametrize("to", ["any", "all", "w2"])
-def test_error_for_a_missing_reply_suggests_that_the_handler_is_missing(
+def test_error_for_a_missing_reply_suggests_a_missing_handler(
     url: str, members: list[Membership], command: str, to: str
 ) -> None:
     members[0].on("half")(lambda message: None)
@@ -139,7 +139,7 @@ def test_error_for_a_missing_reply_suggests_that_the_handler_is_missing(
     assert "1 seconds" not in done.text + done.err
 
 
-def test_error_from_a_failed_handler_does_not_suggest_that_it_is_missing(
+def test_error_from_a_failed_handler_does_not_suggest_a_missing_handler(
     url: str, members: list[Membership]
 ) -> None:
     for command in ("ask", "send"):

@@ -197,7 +197,7 @@ def test_values_that_the_codec_cannot_decode_are_refused(
     done = meteor(url, "publish", "orders", given=b"\n".join([good, good, bad, good]))
     assert (done.code, done.out) == (1, b"")
     assert "Record 3 in the input is invalid: " in done.err
-    assert "2 records published" in done.err, "the user knows where to continue"
+    assert "2 records published" in done.err, "the error does not say where to continue"
     assert values(url) == [good.decode() if codec == "text" else {"a": 1}] * 2
 
 
@@ -221,7 +221,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),
     ],
 )
-def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
+def test_wrong_argument_prints_the_reason_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "publish", "orders", *arguments)
@@ -265,7 +265,7 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
     assert "Traceback" not in done.err
 
 
-def test_unreachable_server_prints_one_message(private_server: ServerFactory) -> None:
+def test_unreachable_server_is_reported_without_a_traceback(private_server: ServerFactory) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
     server.kill()
@@ -330,4 +330,4 @@ def test_records_awaiting_replies_are_counted_after_ctrl_c(server: Server, url: 
         proxy.resume()
         done = running.end()
     assert "3 records published to stream 'orders', offsets 0 to 2" in done.err
-    assert done.code in (0, 130), "the command may have finished just before"
+    assert done.code in (0, 130)  # it may have finished just before

@@ -372,7 +372,7 @@ def test_top_and_watch_show_shared_groups(url: str, stream: Stream, sub: SharedS
         stream.configure(capacity=1)
         with stream.publisher() as pub:
             pub.publish_many([b"x"] * 20, keys=[b"c"] * 20).result()
-        assert stream.bounds()[0] > 0, "some unsettled records are below the ring"
+        assert stream.bounds()[0] > 0, "the ring dropped no unsettled record"
         with stream.shared_subscriber("other"):
             assert '"group":"other","event":"group_created"' in watching.line()
         changed = watching.line()
@@ -380,7 +380,7 @@ def test_top_and_watch_show_shared_groups(url: str, stream: Stream, sub: SharedS
     shown = succeed(url, "top", "--once").lines
     (line,) = [line for line in shown if line.startswith("  billing")]
     assert line.endswith("1 consumer")
-    assert "lost" not in line, "observers cannot know which of them were settled"
+    assert "lost" not in line  # observers cannot know which of the dropped records were settled
     (other,) = [line for line in shown if line.startswith("  other")]
     assert other.endswith("none")
 
@@ -400,4 +400,4 @@ def test_long_names_are_cut_in_a_terminal_and_numbers_are_not(url: str) -> None:
             with Terminal([METEOR, "--url", url, "shared", "ls"]) as terminal:
                 assert terminal.wait() == 0
             assert terminal.lines[1].split()[2:] == ["1", "123", "91", "0", "0", "0", "0"]
-            assert "k" * 200 in succeed(url, *command).text, "names are not cut in a pipe"
+            assert "k" * 200 in succeed(url, *command).text, "a name was cut in a pipe"

@@ -120,7 +120,7 @@ def test_lost_records_are_reported_with_exit_code_1(url: str) -> None:
     assert "records 1 to 2 of stream 'small' are gone" in done.err
     done = meteor(url, "tail", "small", "-e", "--raw", "-o", "0..2")
     assert (done.code, done.out) == (1, b"")
-    assert meteor(url, "tail", "small", "-e", "--raw").code == 0, "none is missing"
+    assert meteor(url, "tail", "small", "-e", "--raw").code == 0, "records were reported as missing"
 
 
 def test_tail_reads_store_and_ring_as_one_log(url: str, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_waiting_tail_notices_a_closed_pipe(url: str, stream: Stream) -> None:
         assert running.line() == "19"
         assert running.process.stdout is not None
         running.process.stdout.close()
-        assert running.process.wait(30) == 0, "the command must end although no record arrived"
+        assert running.process.wait(30) == 0, "the command did not end"
 
 
 def test_records_reach_the_terminal_escaped(url: str) -> None:
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_ends_tail_with_exit_code_130(url: str, stream: Str
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
+def test_missing_stream_is_reported_on_one_line_and_is_not_created(url: str) -> None:
     done = meteor(url, "tail", "nope")
     assert (done.code, done.out) == (1, b"")
     assert done.err.startswith("meteor: There is no stream 'nope'. `meteor streams ls`")
@@ -293,7 +293,7 @@ def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
         (["-g", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
+def test_wrong_argument_prints_the_reason_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "tail", "orders", *arguments)
@@ -380,4 +380,4 @@ def test_records_dropped_before_a_relative_start_do_not_count_as_lost(
         tailer.read(parse_span(start), None, follow=False)
         assert tailer.lost == 0
         tailer.read(parse_span("3"), None, follow=False)
-        assert tailer.lost > 0, "these records were requested explicitly"
+        assert tailer.lost > 0, "requested records did not count as lost"

@@ -125,7 +125,7 @@ def test_q_and_ctrl_c_restore_the_screen(
         assert terminal.wait() == 0
         before, shown = terminal.output.split(ENTER)
         screen, after = shown.split(LEAVE)
-        assert screen.endswith(b"\x1b[?25h"), "the cursor is visible again"
+        assert screen.endswith(b"\x1b[?25h"), "the cursor is still hidden"
         code_line, modes = after.decode().split("code ")[1].splitlines()
         assert int(code_line) == code
         assert modes == before.decode().strip()
@@ -156,7 +156,7 @@ def test_top_waits_for_a_server_that_restarts(private_server: ServerFactory) -> 
             terminal.wait_for("orders")
             server.kill()
             terminal.wait_for("No reply for ")
-            assert line_of(terminal, "orders"), "the last snapshot is still shown"
+            assert line_of(terminal, "orders"), "the last snapshot is not shown"
             server.restart()
             terminal.wait_for(lambda t: "No reply" not in t.text)
             m.stream("trades", create=True)
@@ -381,7 +381,9 @@ def test_once_output_fits_the_terminal_width(url: str, client: meteor.Client) ->
     with Terminal(command, rows=60) as terminal:
         assert terminal.wait() == 0
         assert ENTER not in terminal.output
-        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each stream is one line"
+        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, (
+            "a stream takes several lines"
+        )
 
 
 def test_closed_pipe_ends_top_quietly(url: str, client: meteor.Client) -> None:

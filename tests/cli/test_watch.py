@@ -251,7 +251,7 @@ class Watch(RunningCommand):
         self.greeting = self.line("stderr")
 
     def event(self, name: str) -> dict[str, Any]:
-        """The next event, which must have this name."""
+        """Return the next event, which must have this name."""
         found: dict[str, Any] = msgspec.json.decode(self.line())
         assert found["event"] == name, found
         return found

@@ -106,7 +106,7 @@ def test_passing_a_setting_or_create_creates_the_stream_at_once(
         assert drain(sub) == []
 
 
-def test_dead_letters_create_their_stream(client: meteor.Client) -> None:
+def test_attaching_a_receiver_creates_its_dead_letter_stream(client: meteor.Client) -> None:
     stream, letters = client.stream("s", create=True), client.stream("letters")
     with stream.subscriber(group="g") as sub:
         sub.attach_receiver(print, on_error=letters)
@@ -312,7 +312,7 @@ def test_offset_at_in_an_empty_stream_returns_its_end(client: meteor.Client) -> 
     assert client.stream("s", create=True).offset_at(datetime.now(UTC)) == 0
 
 
-def test_a_search_takes_as_many_steps_in_a_long_log_as_in_a_short_one(real: meteor.Client) -> None:
+def test_a_search_by_time_takes_few_steps_even_in_a_long_log(real: meteor.Client) -> None:
     stream, _ = with_times(real, "s", [(1, i) for i in range(1, 3000)])
     servers = each_primary(real.redis)
     for server in servers:

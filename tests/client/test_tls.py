@@ -206,7 +206,7 @@ def test_password_decrypts_the_clients_key(strict_url: str, folder: Path) -> Non
         assert PASSWORD not in refusal(client) + repr(client) + str(client.address)
 
 
-def test_file_that_does_not_exist_is_reported(tls_url: str) -> None:
+def test_missing_certificate_authority_file_is_reported(tls_url: str) -> None:
     assert "No such file" in refusal(connect(tls_url, ssl_ca_certs="/nowhere/ca.pem"))
 
 

@@ -35,6 +35,13 @@ def sentinels(program: Path) -> Iterator[Sentinels]:
         yield running
 
 
+def wait_for_replicas(sentinels: Sentinels) -> None:
+    """Wait until both replicas have everything that was written so far."""
+    with sentinels.primary.client() as plain:
+        plain.set("a", 1)
+        assert plain.execute_command("WAIT", 2, 10_000) == 2
+
+
 @pytest.mark.parametrize("how", ["planned", "killed"])
 def test_every_record_lost_in_a_failover_is_reported(sentinels: Sentinels, how: str) -> None:
     with meteor.connect(sentinels.url) as m:
@@ -43,6 +50,7 @@ def test_every_record_lost_in_a_failover_is_reported(sentinels: Sentinels, how: 
         for each in (publishing, group):
             each.start()
         assert publishing.continues()
+        wait_for_replicas(sentinels)  # they must at least have the stream
         if how == "planned":
             sentinels.failover()
         else:
@@ -62,9 +70,7 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
     # The former primary keeps running and accepts writes for a few seconds.
     with meteor.connect(sentinels.url) as m, m.stream(STREAM, create=True).publisher() as pub:
         pub.publish(b"x").result()
-        with sentinels.primary.client() as plain:  # otherwise the failover may lose the record
-            plain.set("a", 1)
-            assert plain.execute_command("WAIT", 2, 10_000) == 2
+        wait_for_replicas(sentinels)  # otherwise the failover may lose the record
         before = pub._sender._connection.node
         sentinels.failover()
         after = (HOST, sentinels.primary.port)

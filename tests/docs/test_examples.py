@@ -48,7 +48,7 @@ def test_shopping_carts_equal_those_of_a_single_consumer() -> None:
     assert len(carts) == 3
 
 
-def test_two_leaders_replaces_a_frozen_leader_and_refuses_its_write() -> None:
+def test_two_leaders_example_replaces_a_frozen_leader_and_refuses_its_write() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(LEADERS)], capture_output=True, text=True, timeout=120
     )
@@ -59,7 +59,7 @@ def test_two_leaders_replaces_a_frozen_leader_and_refuses_its_write() -> None:
     leaders, terms = zip(*(found.groups() for found in led if found), strict=True)
     first, second, third = leaders
     assert (first != second, first == third) == (True, True)
-    assert sorted(set(terms), key=int) == list(terms), "each term is higher"
+    assert sorted(set(terms), key=int) == list(terms), "a term is not higher than the last"
     refused = rf"{first}: valid is \w+; refused: Term {terms[0]} of group 'workers' is over"
     assert any(re.match(refused, line) for line in lines)
     counted = [
@@ -88,11 +88,11 @@ def test_spark_word_count_prints_each_window_once_and_leaves_no_files(tmp_path: 
     assert found, done.stdout
     assert all(found), done.stdout
     spans = [match.groups()[:2] for match in found if match]
-    assert spans == sorted(set(spans)), "each window once, in order"
+    assert spans == sorted(set(spans)), "a window is repeated or out of order"
     assert os.listdir(tmp_path) == []
 
 
-def test_spark_word_count_without_java_prints_one_sentence(tmp_path: Path) -> None:
+def test_spark_word_count_without_java_prints_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(WORD_COUNT)],
         env=os.environ | {"JAVA_HOME": str(tmp_path)},
@@ -104,7 +104,7 @@ def test_spark_word_count_without_java_prints_one_sentence(tmp_path: Path) -> No
     assert done.stderr.startswith("Spark needs Java 17 or newer")
 
 
-def test_spark_word_count_without_pyspark_prints_one_sentence(tmp_path: Path) -> None:
+def test_spark_word_count_without_pyspark_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "pyspark.py").write_text("raise ImportError('not here')")
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()

@@ -34,7 +34,7 @@ def test_every_exported_name_is_on_one_api_page() -> None:
     pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = re.findall(r"^::: meteor_py\.(\w+)$", pages, re.MULTILINE)
     errors = {name for name in meteor.__all__ if is_error(getattr(meteor, name))}
-    assert "errors" in documented, "errors share one page"
+    assert "errors" in documented, "the page for all errors is missing"
     assert sorted(documented) == sorted({*meteor.__all__, "errors"} - errors - {"__version__"})
 
 

@@ -28,7 +28,7 @@ def test_micro_batch_that_spark_repeats_appears_once(
         sink = sink.option("url", url).option("stream", "results")
         sink = sink.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
         query = sink.start()
-        assert query.awaitTermination(END_S), "the query does not end"
+        assert query.awaitTermination(END_S), "the query did not end"
         return query
 
     run_query()

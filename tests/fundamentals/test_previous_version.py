@@ -302,7 +302,7 @@ def test_shared_group_written_by_0_1_is_consistent(m: meteor.Client) -> None:
     found = group.describe()
     assert (found.confirmed, found.acked, found.dead, found.scanned) == (2, 2, 1, 12)
     assert (found.config.max_deliveries, found.config.on_poison) == (3, "park")
-    assert (found.waiting, found.consumers) == (9, ()), "its dead consumer has returned its records"
+    assert (found.waiting, found.consumers) == (9, ()), "the dead consumer still holds records"
 
 
 # Peer groups

@@ -187,7 +187,7 @@ def test_subscriber_that_waits_during_a_repair_gets_the_next_record(url: str) ->
         assert got[:1] == [b"0"]
 
 
-def test_repair_that_dies_at_any_step_changes_nothing(
+def test_repair_that_is_interrupted_at_any_step_changes_nothing(
     client: meteor.Client, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = client.stream("s", create=True)
@@ -246,7 +246,7 @@ def test_repair_on_a_full_server_changes_nothing(private_server: ServerFactory) 
         assert values(stream) == TEN
 
 
-def test_repairing_a_deleted_stream_reports_that_it_is_gone(stream: meteor.Stream) -> None:
+def test_repairing_a_deleted_or_recreated_stream_raises(stream: meteor.Stream) -> None:
     stream.client.stream("s", create=True).delete()
     with pytest.raises(meteor.StreamNotFound):
         stream.repair()

@@ -291,7 +291,7 @@ def test_unarchived_records_are_kept_beyond_every_limit(url: str, tmp_path: Path
         assert sum(len(batch) for batch in stream.read(0)) == 351
 
 
-def test_marks_stay_bounded_while_no_archiver_runs(client: meteor.Client) -> None:
+def test_marks_field_stays_bounded_while_no_archiver_runs(client: meteor.Client) -> None:
     stream = client.stream("s", max_bytes=3_200)
     client.redis.hset(keys.meta("s"), mapping={"archived": 0, "max_unarchived": 10**6})
     publish_each(stream, 1_000, size=100)

@@ -121,7 +121,7 @@ def test_values_from_ring_and_store_are_decoded(any_url: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 10, 25])
-def test_batches_have_the_requested_size_across_store_and_ring(
+def test_batches_have_at_most_the_requested_size_across_store_and_ring(
     stream: meteor.Stream, most: int
 ) -> None:
     fill_segments(stream, 4, 9, 3)

@@ -26,11 +26,13 @@ def test_a_records_split_point_is_the_end_of_its_frame(stream: meteor.Stream) ->
     assert split_points(stream._handle, []) == []
 
 
-def test_an_offset_that_is_not_in_the_ring_is_its_own_split_point(stream: meteor.Stream) -> None:
+def test_without_a_store_an_offset_outside_the_ring_is_its_own_split_point(
+    stream: meteor.Stream,
+) -> None:
     assert split_points(stream._handle, [0, 2, 8, 99]) == [0, 2, 8, 99]
 
 
-def test_split_points_in_the_store_are_the_ends_of_row_groups(url: str, tmp_path: Path) -> None:
+def test_split_points_in_the_store_are_the_ends_of_segments(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("old", capacity=100, store=str(tmp_path))
         with stream.publisher() as pub:
@@ -43,7 +45,7 @@ def test_split_points_in_the_store_are_the_ends_of_row_groups(url: str, tmp_path
         ]
         for path in tmp_path.rglob("*.parquet"):
             path.unlink()
-        assert split_points(stream._handle, [0]) == [0], "a reader of these records gets the error"
+        assert split_points(stream._handle, [0]) == [0]  # only reading them raises
 
 
 def test_reading_continues_at_a_stored_position(url: str) -> None:

@@ -83,7 +83,7 @@ def test_five_processes_act_at_the_same_moment_within_error_bounds(
 
 
 def _delays(found: list[dict[str, Any]], at: float) -> float:
-    """The longest delay between reading the clock and running the handler."""
+    """Return the longest delay between reading the clock and running the handler."""
     return max(float(one["true"] - at - one["late"]) for one in found)
 
 
@@ -293,7 +293,7 @@ def test_impossible_action_time_is_refused(url: str, at: Any) -> None:
 # -- too late
 
 
-def test_member_that_learns_of_an_action_too_late_misses_it(url: str) -> None:
+def test_member_that_learns_of_an_action_too_late_misses_it_or_runs_it_late(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (here,) = panel.members(1)
         careful, keen = panel.processes(2)

@@ -39,7 +39,7 @@ def atomix(post: Post, **settings: Any) -> DistributedGroup:
     return DistributedGroup(post.group(**settings))
 
 
-def test_every_call_in_the_tables_is_exercised_here() -> None:
+def test_every_call_in_the_tables_is_named_in_this_file() -> None:
     here = Path(__file__)
     tables = (here.parents[2] / "docs" / "peer-group-words.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
@@ -79,7 +79,7 @@ def test_our_calls_in_the_tables_exist() -> None:
 
 
 def known_names(kind: type) -> set[str]:
-    """The attributes of a class and its instances."""
+    """Return the names of the attributes of a class and its instances."""
     given = set(re.findall(r"self\.(\w+)", inspect.getsource(kind)))
     return {*dir(kind), *given, *inspect.get_annotations(kind)}
 

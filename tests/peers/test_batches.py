@@ -264,7 +264,7 @@ def test_settlements_are_retried_while_the_server_is_unreachable(
         assert list(dict.fromkeys(gate.bodies)) == list(range(20))
 
 
-def test_too_many_unsent_bytes_make_senders_wait(
+def test_messages_beyond_the_limit_on_unsent_bytes_are_all_stored(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests_module, "_UNSENT_BYTES_MAX", 100_000)

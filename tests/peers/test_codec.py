@@ -104,7 +104,7 @@ def test_undecodable_bytes_raise_unknown_type(kind: str, data: bytes) -> None:
         PeerCodec().decode(kind, data)
 
 
-def test_nothing_is_ever_unpickled(post: Post) -> None:
+def test_pickled_body_is_not_unpickled(post: Post) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return (pytest.fail, ("it was unpickled",))

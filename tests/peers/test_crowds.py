@@ -82,7 +82,7 @@ def check_leaders(events: list[Event]) -> None:
 
 
 def leaves_next(events: list[Event], member: str | None) -> bool:
-    """Whether a member's next event is its departure."""
+    """Return whether a member's next event is its departure."""
     return next((event.kind for event in events if event.member == member), None) == "left"
 
 

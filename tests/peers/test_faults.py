@@ -61,7 +61,7 @@ def find(events: list[Event], kind: str, member: str) -> Event:
         found[:] = [event for event in events if (event.kind, event.member) == (kind, member)]
         return bool(found)
 
-    eventually(there, 30, f"{member} {kind}")
+    eventually(there, 30, f"no {kind!r} event for {member} arrived")
     return found[0]
 
 
@@ -73,7 +73,7 @@ def server_ms(group: PeerGroup) -> float:
 # Processes
 
 
-def test_killed_leader_is_replaced_within_ttl_plus_a_second(start: Start, open_group: Open) -> None:
+def test_killed_leader_is_replaced_soon_after_the_ttl(start: Start, open_group: Open) -> None:
     group = open_group(ttl=SHORT_S)
     leader, other = start(), start()
     first, second = leader.ask("join", None), other.ask("join", None)

@@ -181,7 +181,7 @@ def test_leaving_leader_hands_over_after_its_leader_task_but_before_its_handlers
         gate.open.set()
 
 
-def test_leaving_member_gets_nothing_new_but_keeps_its_messages(peers: Peers) -> None:
+def test_leaving_member_is_not_elected_until_it_has_rejoined(peers: Peers) -> None:
     for member in ("a", "b"):
         peers.join(member, named=True)
     assert peers.run("update_member", "a", "s-a", "leave", "") == ["OK", 1]
@@ -308,7 +308,7 @@ def check_calm(server: Server, ttl: float, handles: int) -> None:
     assert scripts_run(server) - before < handles * 5 * heartbeats
 
 
-def test_signal_handler_can_set_an_event_at_any_time(post: Post) -> None:
+def test_signal_handler_can_set_the_lost_event_at_any_time(post: Post) -> None:
     me = post.group(ttl=LONG_S).join()
     eventually(lambda: me.term is not None)
     term = me.term
@@ -399,7 +399,7 @@ def test_deleting_a_group_spares_messages_to_members_that_recreate_it(
     assert got.bodies == ["new"]
 
 
-def test_group_recreated_during_a_forced_delete_is_listed(
+def test_group_opened_after_a_late_removal_of_its_name_is_listed(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = post.group(ttl=LONG_S)

@@ -103,7 +103,7 @@ def test_messages_stay_in_order_and_get_replies_while_connections_are_cut(
         assert firsts == list(range(100))
 
 
-def test_future_completes_if_a_failover_loses_the_message_or_its_reply(
+def test_requests_get_replies_after_a_failover_that_lost_earlier_ones(
     replicated: ReplicatedStream,
 ) -> None:
     url = replicated.proxied.proxy.url

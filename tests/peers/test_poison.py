@@ -95,7 +95,7 @@ def test_invalid_max_deliveries_is_refused(url: str, value: int) -> None:
 # Members
 
 
-def test_first_delivery_needs_no_call_and_later_ones_are_counted(post: Post) -> None:
+def test_deliveries_are_counted_across_a_takeover(post: Post) -> None:
     group, first, second = post.group(ttl=60), post.group(), post.group()
     gate, got = Gate(), Record(lambda message: message.deliveries)
     first.join("a").on("q")(gate)

@@ -71,7 +71,9 @@ def test_member_without_any_handler_can_still_register_one(post: Post) -> None:
     assert result(future) == 1
 
 
-def test_handlers_are_declared_together(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queues_are_not_declared_while_more_handlers_may_be_registered(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(declaration, "_FIRST_S", 3600.0)
     group = post.group(ttl=0.5)
     me = group.join("a")

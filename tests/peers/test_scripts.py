@@ -120,7 +120,7 @@ def test_name_of_a_live_member_is_refused_or_taken_over(peers: Peers) -> None:
     assert peers.client._connector.call("HGET", peers.prefix + "guarded", "x") == b"new"
 
 
-def test_another_session_can_remove_a_member_but_cannot_leave_for_it(peers: Peers) -> None:
+def test_leave_by_another_session_changes_nothing(peers: Peers) -> None:
     peers.join("a")
     before = peers.everything()
     assert peers.leave("a", "other") == ["OK", 0]
@@ -284,7 +284,7 @@ def test_events_are_numbered_without_gaps_and_name_their_predecessor(
     assert [fields["after"] for _, fields in entries] == ["", *marks[:-1]]
     assert len(set(marks)) == len(marks)
     terms = [int(fields["term"]) for _, fields in entries if fields["kind"] == "elected"]
-    assert terms == sorted(set(terms)), "a term was repeated"
+    assert terms == sorted(set(terms)), "the terms do not increase"
     assert peers.run("describe")[2:4] == [len(entries), marks[-1]]
 
 
@@ -323,7 +323,7 @@ def test_partial_group_is_recreated_as_another_incarnation(peers: Peers, lost: s
 
 
 @pytest.mark.parametrize("lost", ["members", "deadlines", "candidates", "events", "expirations"])
-def test_group_continues_after_some_keys_were_deleted(peers: Peers, lost: str) -> None:
+def test_group_continues_after_one_of_its_keys_was_deleted(peers: Peers, lost: str) -> None:
     peers.join("a", named=True)
     peers.join("b")
     peers.client._connector.call("DEL", peers.prefix + lost)

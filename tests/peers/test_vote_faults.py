@@ -135,7 +135,7 @@ def test_vote_continues_after_a_server_outage(private_server: ServerFactory) -> 
         assert outcome_of(future).voters == ids(one, two)
 
 
-def test_observer_has_no_vote_thread(url: str) -> None:
+def test_no_vote_thread_runs_without_vote_or_action_handlers(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         running = {thread.name for thread in threading.enumerate()}

@@ -328,7 +328,7 @@ def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) 
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Make the member wait to vote until the proposal has loaded its script."""
+    """Let the member vote only now that the proposal has loaded its script."""
     member.on_vote(always(True))
     return future
 

@@ -123,7 +123,7 @@ def test_all_lists_exactly_the_public_names() -> None:
 
 
 def test_documented_error_tree_matches_the_classes() -> None:
-    """The documentation lists each error below its parent and marks retriable ones."""
+    """The docstring of ``meteor_py.errors`` shows each error's parent and marks retriable ones."""
     library, errors = import_module("meteor_py"), import_module("meteor_py.errors")
     lines = re.findall(r"^    ([ │├└─]*)(\w+)( .*|)$", errors.__doc__ or "", re.MULTILINE)
     drawn: dict[str, tuple[str | None, bool]] = {}

@@ -67,7 +67,7 @@ def test_missing_or_old_java_is_installed_with_apt(
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"Java {version} is ready.")
 
 
-def test_missing_java_and_apt_are_reported_in_one_sentence(machine: Machine) -> None:
+def test_missing_java_and_apt_are_reported_on_one_line(machine: Machine) -> None:
     done = machine.run("java.sh")
     assert done.returncode == 1
     assert done.stderr.startswith("Spark needs Java 17 or newer: install it")
@@ -75,7 +75,7 @@ def test_missing_java_and_apt_are_reported_in_one_sentence(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("python", [None, "#!/bin/sh\nexit 1\n"])
-def test_missing_recent_python_is_reported_in_one_sentence(
+def test_missing_recent_python_is_reported_on_one_line(
     machine: Machine, python: str | None
 ) -> None:
     if python:

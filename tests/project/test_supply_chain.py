@@ -20,7 +20,7 @@ def project() -> dict[str, Any]:
 
 
 def locked() -> list[tuple[Requirement, int]]:
-    """The pinned requirements, and the number of hashes for each."""
+    """Return the pinned requirements, and the number of hashes for each."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements-dev.txt").read_text().strip())
     return [(Requirement(entry.split("\\")[0]), entry.count("--hash=sha256:")) for entry in entries]
 

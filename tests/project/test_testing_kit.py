@@ -120,7 +120,7 @@ def test_private_server_is_gone():
 """
     assert "10 passed" in run_pytest(tmp_path, program)
     servers = set(reported(tmp_path))
-    assert len(servers) == 2, "one shared, one private"
+    assert len(servers) == 2, "not one shared and one private server"
     for pid, directory in servers:
         assert is_gone(pid)
         assert not directory.exists()
@@ -305,7 +305,7 @@ def test_guide_runs_as_written(tmp_path: Path, code: str) -> None:
         assert language in ("python", "sh"), "no test can run this block"
         if language == "python":
             name = re.match(r"# (\w+\.py)\n", block)
-            assert name, "a block must start with its file name"
+            assert name, "the block does not start with a file name"
             (tmp_path / name[1]).write_text(block)
             tests += block.count("def test_")
     assert tests >= 5

@@ -418,7 +418,7 @@ def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(
     called: list[int] = []
     many.add_done_callback(lambda _: called.append(os.getpid()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads, Python 3.12
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
         child = fork()
     if not child:
         code = 1
@@ -499,7 +499,7 @@ def test_an_interrupted_close_does_not_wait_the_full_timeout_again_at_exit(end: 
     )  # fmt: skip
     assert time.monotonic() - begun < 15, "the exit waited for the delivery timeout of 30 seconds"
     assert "KeyboardInterrupt" in done.stderr
-    assert "may duplicate it" in done.stderr, "the undelivered record must be reported"
+    assert "may duplicate it" in done.stderr, "the undelivered record was not reported"
 
 
 FAILING = """

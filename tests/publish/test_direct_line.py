@@ -58,7 +58,7 @@ def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes
 
 
 def records(proxied: ProxiedStream) -> list[bytes]:
-    """All values except those published to make the direct line free."""
+    """Return all values except those published to make the direct line free."""
     return [value for value in proxied.values() if value != b"first"]
 
 
@@ -354,7 +354,7 @@ def test_sender_publishes_and_lends_again_after_an_idle_period(
     eventually(lambda: pub._sender._line.state is State.SENDER)
     before = proxied.proxy.counters.requests
     assert pub.publish(b"x").result(10) == 1
-    assert proxied.proxy.counters.requests == before + 2, "INFO replication must come first"
+    assert proxied.proxy.counters.requests == before + 2, "the server was not checked first"
     wait_until_lent(pub)
 
 

@@ -43,7 +43,7 @@ def test_values_are_appended_until_the_granted_bytes_are_used_up(path: FastPath)
     grant(path, Batch(0.0, 0.0), values, 2 * (RECORD_OVERHEAD + 5))
     assert path.put(b"12345", 5) is not SLOW
     assert (path.count, path.granted - path.left) == (1, RECORD_OVERHEAD + 5)
-    assert path.put(b"123456", 6) is SLOW, "one byte too many"
+    assert path.put(b"123456", 6) is SLOW, "one byte too many was accepted"
     assert path.put(b"12345", 5) is not SLOW
     assert path.put(b"", 0) is SLOW
     assert values == [b"12345"] * 2

@@ -79,7 +79,7 @@ def test_only_sent_batches_can_be_in_doubt() -> None:
     assert doubts(batches) == [False, False, False]
 
 
-def test_a_definite_refusal_leaves_no_later_batch_in_doubt() -> None:
+def test_batches_marked_as_unsent_after_a_refusal_are_not_in_doubt() -> None:
     window, batches = filled(3, sent=3)
     window.mark_acknowledged(10)
     window.rewind_to_acknowledged()
@@ -88,7 +88,7 @@ def test_a_definite_refusal_leaves_no_later_batch_in_doubt() -> None:
     assert window.unsent() == batches[1:]
 
 
-def test_another_server_must_acknowledge_again() -> None:
+def test_acknowledged_batches_can_be_put_in_doubt_for_another_server() -> None:
     window, batches = filled(2, sent=2)
     window.mark_acknowledged(10)
     window.doubt_acknowledged()

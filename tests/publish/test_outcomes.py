@@ -137,7 +137,7 @@ def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     assert pub.publish_many([b"lost"] * 5).result(10) == 1
     assert not pub._sender.must_check
     replicated.fail_over()
-    assert pub._sender._connection.connected, "the sender has not noticed that its connection died"
+    assert pub._sender._connection.connected, "the sender already knows that its connection died"
     eventually(lambda: pub._sender._connection.readable)
     with pytest.raises(meteor.LogTruncated) as loss:
         getattr(pub, end)()
@@ -258,7 +258,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     assert [batch for batch, _ in settled] == batches, "a batch was left to be sent again"
     assert all(isinstance(error, meteor.NotReplicated) for _, error in settled)
     assert sending._acked is not None
-    assert sending._acked.offset == 4, "a later loss would not be reported"
+    assert sending._acked.offset == 4, "the newest acknowledged offset was not stored"
 
 
 def test_flush_returns_at_once_if_the_sender_has_ended(proxied: ProxiedStream) -> None:

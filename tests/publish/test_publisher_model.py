@@ -116,7 +116,7 @@ class Faults:
 
 
 def check(log: list[bytes], acks: list[meteor.Ack]) -> dict[str, int]:
-    """Compare the acks with the log; count the outcomes."""
+    """Check that the acks match the log; return how often each outcome occurred."""
     numbers = [int(value) for value in log]
     assert numbers == sorted(set(numbers)), "the log has duplicates or is out of order"
     present = set(numbers)

@@ -186,7 +186,7 @@ def test_publisher_waits_for_a_server_that_is_loading_its_data(
 # No server, wrong server
 
 
-def test_a_refused_connection_is_reported_in_one_sentence_without_the_password(
+def test_connection_errors_fit_on_one_line_and_show_no_password(
     private_server: ServerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -32,7 +32,7 @@ def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
 
 @pytest.mark.parametrize("call", range(1, 7))  # plan, three moves, plan, discard
 @pytest.mark.parametrize("cut", ["before", "after"])
-def test_a_lost_request_or_reply_changes_nothing(
+def test_a_commit_is_applied_once_if_a_request_or_reply_is_lost(
     proxied: ProxiedStream, frame_by_frame: None, cut: str, call: int
 ) -> None:
     stream = proxied.through.stream(NAME, create=True)
@@ -44,7 +44,7 @@ def test_a_lost_request_or_reply_changes_nothing(
     assert not commit(stream._handle, "w", 1, staged)
 
 
-def test_randomly_lost_replies_change_nothing(
+def test_commits_are_applied_once_if_requests_and_replies_are_lost_at_random(
     proxied: ProxiedStream, frame_by_frame: None, rng: Random
 ) -> None:
     stream = proxied.through.stream(NAME, create=True)

@@ -118,7 +118,7 @@ def test_a_version_that_was_begun_is_finished_or_its_loss_is_reported(
 ) -> None:
     with pytest.raises(meteor.PublishError, match=r"^Version 1 from writer w was in stream 's'"):
         commit(stream._handle, "w", 1, [], begun=True)
-    assert fence(stream) is None, "the version must not count as committed"
+    assert fence(stream) is None, "the version counts as committed"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
     assert commit(stream._handle, "w", 1, [], begun=True)
     assert not commit(stream._handle, "w", 1, [], begun=True)
@@ -449,7 +449,7 @@ def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Strea
         owner = StageOwner("w", 17, run)
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
-        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "only one run's stages must remain"
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "stages of a dead run remain"
     discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
@@ -518,7 +518,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
         let_expire(handle, "kept", 100.0)
     assert plain.hkeys(keys.fences("s")) == [b"kept"]
     assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
-    assert write("t0", 100.0), "the fence must have expired"
+    assert write("t0", 100.0), "the fence has not expired"
 
 
 def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:

@@ -29,7 +29,7 @@ def raw_entry(name: str, payload: bytes, n: int = 1) -> tuple[bytes, list[bytes]
 def arrow_message(
     columns: dict[str, pa.Array], metadata: dict[str, str] | None = None, **options: Any
 ) -> bytes:
-    """A record batch message as pyarrow writes it, without the schema message before it."""
+    """Return a record batch message as pyarrow writes it, without the schema message before it."""
     batch = pa.RecordBatch.from_pydict(columns)
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as out:

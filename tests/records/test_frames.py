@@ -75,7 +75,7 @@ def records_of(columns: Columns, first: int) -> list[Record]:
 
 
 def check_well_formed(batch: RecordBatch) -> None:
-    """Call every method of a batch."""
+    """Check that the records, columns and Arrow table of a batch agree and have valid types."""
     records = list(batch)
     assert [r.offset for r in records] == list(batch.offsets)
     assert [r.value for r in records] == batch.values()
@@ -148,7 +148,7 @@ def test_a_bare_record_is_encoded_as_its_value() -> None:
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_frame_that_readers_would_mistake_for_a_bomb_is_not_compressed(
+def test_a_highly_compressible_frame_is_not_mistaken_for_a_bomb(
     compression: Compression,
 ) -> None:
     columns = Columns([bytes(1000)] * 500)

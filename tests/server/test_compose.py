@@ -22,7 +22,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
 def flags(service: str) -> list[str]:
-    """A service's arguments for redis-server."""
+    """Return a service's arguments for redis-server."""
     program, *arguments = SERVICES[service]["command"]
     assert program == "redis-server"
     return list(arguments)

@@ -193,7 +193,7 @@ def test_every_server_in_a_profile_has_a_published_port_and_its_own_volume(
     for entry in SERVICES[network]["ports"]:
         host, outside, inside = entry.split(":")
         assert host == "127.0.0.1"
-        assert outside == inside, "servers announce the inside port, so it must be published as is"
+        assert outside == inside, "the published port is not the announced one"
         first, last = map(int, inside.split("-"))
         published += [str(port) for port in range(first, last + 1)]
     assert sorted(published) == sorted(SERVICES[name]["environment"]["PORT"] for name in names)

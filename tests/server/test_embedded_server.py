@@ -309,7 +309,9 @@ def test_supervisor_crash_stops_the_server_and_keeps_the_data(kept: Path) -> Non
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_supervisor_crash_leaves_nothing_behind(private: bool, kept: Path) -> None:
+def test_supervisor_crash_leaves_no_configuration_or_private_directory_behind(
+    private: bool, kept: Path
+) -> None:
     with open_embedded(None if private else kept) as server:
         kill(supervisor_of(server.pid))
         wait_for_end(server.pid)
@@ -318,7 +320,9 @@ def test_supervisor_crash_leaves_nothing_behind(private: bool, kept: Path) -> No
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_server_crash_stops_the_supervisor_and_keeps_the_data(private: bool, kept: Path) -> None:
+def test_server_crash_stops_the_supervisor_and_keeps_persistent_data(
+    private: bool, kept: Path
+) -> None:
     with open_embedded(None if private else kept) as first:
         ask(first, "SET", "key", "value")
         supervising = supervisor_of(first.pid)

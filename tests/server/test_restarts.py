@@ -197,7 +197,7 @@ def test_server_that_cannot_start_is_rarely_retried_and_the_reason_is_reported(
                 reasons.append(str(caught.value))
             assert any("/bin/false ended with status 1" in reason for reason in reasons)
             assert 2 <= starts(kept) - before <= 6
-        # Once the cause is gone, publishers and subscribers continue.
+        # Once the cause is gone, the publishers continue.
         assert sorted(ack.result(WAIT_S) for ack in acks) == [4, 5, 6, 7]
 
 

@@ -25,7 +25,7 @@ def polls(*consumers: meteor.SharedSubscriber) -> list[meteor.SharedRecord]:
     return found
 
 
-def test_record_that_is_never_settled_is_redelivered_even_if_its_consumer_polls(
+def test_record_that_is_never_settled_expires_and_is_redelivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB") as queue:

@@ -33,17 +33,17 @@ def publish(stream: meteor.Stream, letters: str, *, frame: int = 2) -> None:
 
 
 def indexed(client: meteor.Client, name: str = "s") -> list[bytes]:
-    """The IDs of the index entries."""
+    """Return the IDs of the index entries."""
     return [entry[0] for entry in client._connector.call("XRANGE", keys.index(name), "-", "+")]
 
 
 def logged(client: meteor.Client, name: str = "s") -> list[bytes]:
-    """The IDs of the frames."""
+    """Return the IDs of the frames."""
     return [entry[0] for entry in client._connector.call("XRANGE", keys.log(name), "-", "+")]
 
 
 def processed(stream: meteor.Stream, group: str = "g") -> list[tuple[int, bytes]]:
-    """The offset and ordering key of each record, as a consumer gets it."""
+    """Drain the group; return the offset and ordering key of each record, by offset."""
     with stream.shared_subscriber(group) as sub:
         found = [(record.offset, record.ordering_key) for record in drain(sub)]
         check(stream, group)

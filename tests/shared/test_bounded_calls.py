@@ -92,7 +92,7 @@ def test_records_of_a_departed_consumer_are_taken_back_in_portions(
         else:
             c1.close()
         assert len(portions) >= 2_000 // 96, (
-            "a call must take back only 64 records and finish a batch"
+            "a call took back more than 64 records and the rest of a batch"
         )
         assert queue.shared.describe().waiting == 2_000
         assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
@@ -198,5 +198,5 @@ def test_late_joiner_gets_keys_that_a_busy_consumer_frees(url: str) -> None:
             busy.poll(0)
         joiner.join(15)
         assert {record.ordering_key for record in found} <= {b"A", b"B"}
-        assert found, "the busy consumer must leave a key to the idle one"
+        assert found, "the busy consumer left no key to the idle one"
         drain(busy)

@@ -85,7 +85,7 @@ def test_purge_settles_unscanned_records_when_they_are_scanned(any_url: str) -> 
     with Queue(any_url, "ABAB") as queue:
         queue.consumer().close()
         assert queue.shared.purge("A", limit=1) == 1
-        assert queue.shared.describe().scanned == 0, "a purge does not scan the stream"
+        assert queue.shared.describe().scanned == 0, "the purge scanned the stream"
         assert {name: state.count for name, state in queue.keys().items()} == {"A": 1, "B": 2}
         assert queue.shared.purge("A") == 1
         queue.publish("A")

@@ -105,7 +105,7 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
     ack(held, records[1])
     assert step(held).settlements == (Settlement("A", 1, (1,)),)
     ack(held, records[0], records[2])
-    assert step(held).acks == (1,), "on the server, the batch now contains only the rest"
+    assert step(held).acks == (1,), "the rest of the batch was not acked as a whole"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
         *(("X", False, False, False), ("X", False, True, True)),
     ],
 )
-def test_rewind_returns_later_records_of_the_key(
+def test_only_a_rewind_returns_later_records_of_the_key(
     kind: str, alone: bool, parks: bool, rewinds: bool
 ) -> None:
     held = Holdings(reject_rewinds=parks)

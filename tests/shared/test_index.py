@@ -31,13 +31,13 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
 
 
 def keys_of(stream: meteor.Stream) -> list[bytes]:
-    """The ordering keys of all records, as a consumer sees them."""
+    """Return the ordering keys of all records, as a consumer sees them."""
     with stream.shared_subscriber("look", keyless="default") as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
 def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:
-    """The raw entries of the index."""
+    """Return the raw entries of the index."""
     found = client._connector.call("XRANGE", keys.index(name), "-", "+")
     return [(entry_id, list(strings)) for entry_id, strings in found]
 
@@ -63,7 +63,7 @@ def test_index_entries_have_at_most_64_records_and_no_payload(
 
 
 def indexed(client: meteor.Client) -> list[int]:
-    """The offsets that the index lists."""
+    """Return the offsets that the index lists."""
     rows = [read_entry(*entry) for entry in index(client)]
     return [offset for first, found in rows for offset in range(first, first + len(found))]
 

@@ -35,7 +35,7 @@ def lose_next_reply(
 def cut_off(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, *, request: bool
 ) -> tuple[meteor.SharedSubscriber, meteor.SharedSubscriber]:
-    """A consumer whose ack is in doubt when its lease expires, and the consumer that reaps it."""
+    """Return a consumer whose lease expired while its ack was in doubt, and one that reaped it."""
     late, other = queue.consumers(2)
     late._lease_renewer.stop()
     late._lease_renewer.join(20)
@@ -90,7 +90,7 @@ def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
         other.flush()
         members = ("HLEN", queue.key("members"))
         assert queue.client._connector.call(*members) == 2, (
-            "the expired consumer must still be able to learn its last step's outcome"
+            "the expired consumer was forgotten before it learned its last step's outcome"
         )
         protocol = other._shared._protocol
         for _ in range(25):  # each call ages the leases by at most half a lease
@@ -112,7 +112,7 @@ def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_ur
             change_progress(queue.client._connector, queue.shared._protocol, last=-50_000)
             with queue.stream.shared_subscriber("billing") as job:
                 found += offsets(job.poll(0))
-        assert (found, visits) == ([0], 3), "each visit must age the lease by half its duration"
+        assert (found, visits) == ([0], 3), "a visit did not age the lease by half its duration"
 
 
 @pytest.mark.parametrize("hour", [-1, 1])

@@ -181,7 +181,7 @@ def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
         eventually(settled, 30)
         (letters,) = proxied.client.stream("dead").read()
         assert len(letters) == 1
-        assert len(set(published)) == 2, "each server has its own history"
+        assert len(set(published)) == 2, "both servers had the same history"
 
 
 def test_server_restart_without_loss_changes_nothing(private_server: ServerFactory) -> None:
@@ -303,7 +303,7 @@ def test_cost_of_an_empty_claim_does_not_grow_with_blocked_records(url: str) -> 
 
 
 def empty_claim(url: str, blocked: int) -> int:
-    """The number of commands that a claim runs if all these records are blocked."""
+    """Return the number of commands that a claim runs if all these records are blocked."""
     with plain_client(url) as plain:
         plain.flushall()
         with Queue(url, settings={"capacity": 10_000_000}) as queue:

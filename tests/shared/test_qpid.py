@@ -276,7 +276,7 @@ def test_query(any_url: str) -> None:
 
 
 def depth(queue: Queue) -> int:
-    """Qpid's queue depth: the number of unsettled records."""
+    """Return Qpid's queue depth: the number of unsettled records."""
     return sum(group.count for group in queue.keys().values())
 
 

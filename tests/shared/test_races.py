@@ -115,7 +115,7 @@ def test_purging_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
         consumer = queue.consumer()
         assert queue.get(other) is None
         kept = [state.key for state in queue.shared.keys() if state.key == b"A" and state.owner]
-        assert kept == [b"A"], "A must be reserved for the consumer that holds B"
+        assert kept == [b"A"], "A is not reserved for the consumer that holds B"
         assert queue.shared.purge("A") == 1
         queue.ack(other, "B-1")
         held = get(consumer)

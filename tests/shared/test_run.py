@@ -439,7 +439,7 @@ class Interrupted(BaseException):
     """Stands for Ctrl-C or ``sys.exit()`` in a handler."""
 
 
-def test_base_exception_in_a_handler_ends_run_and_is_raised_there(url: str) -> None:
+def test_run_raises_a_base_exception_from_its_handler(url: str) -> None:
     with Queue(url, "AB") as queue:
         consumer = queue.consumer()
 
@@ -461,7 +461,7 @@ def interrupting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupting")
-def test_ctrl_c_ends_run_after_its_handlers(url: str) -> None:
+def test_ctrl_c_ends_a_waiting_run_and_its_threads(url: str) -> None:
     with Queue(url, "ABC") as queue:
         log = Log()
         consumer = queue.consumer()

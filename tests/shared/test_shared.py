@@ -36,7 +36,7 @@ def publish(stream: meteor.Stream, *records: tuple[bytes | None, dict[str, bytes
 
 
 def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
-    """The ordering keys of all records, as a consumer sees them."""
+    """Return the ordering keys of all records, as a consumer sees them."""
     with stream.shared_subscriber("look", **options) as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 

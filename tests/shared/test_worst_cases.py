@@ -175,7 +175,7 @@ def test_large_group_of_version_0_1_is_converted_in_bounded_calls(
         assert found[b"long"].waiting == 8_000
         assert sum(key.startswith(b"many-") for key in found) == 3_000
         waiting = group._waiting(b"long", 10_000)
-        assert waiting == sorted(waiting), "held records must return to their place"
+        assert waiting == sorted(waiting), "held records did not return to their place"
         assert group.describe().dead_letters_pending == 2_000
         assert plain.zcard("meteor:{carts}:shared:billing:unsettled") == 2_000
         parts = {part.split(b":")[0] for part in group._protocol.find()}

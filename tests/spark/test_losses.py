@@ -77,7 +77,7 @@ def lagging(
     return Lagging(replicated, request.param)
 
 
-def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
+def test_query_that_allows_loss_steps_back_to_the_records_that_replaced_lost_ones(
     lagging: Lagging, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lagging.engine() as engine:
@@ -86,7 +86,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
         assert engine.batch() == []  # starting the query confirms the last batch
         lagging.wait_until_confirmed(30)
         lagging.fail_over(more=5)
-        assert engine.batch() == [], "the step back goes into the checkpoint first"
+        assert engine.batch() == []  # the step back goes into the checkpoint first
         assert engine.batch() == [*range(20, 25)]
         assert engine.batch() == []
         lagging.wait_until_confirmed(25)
@@ -98,7 +98,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
     lagging.wait_until_confirmed(50)
 
 
-def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
+def test_query_that_allows_loss_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
@@ -108,8 +108,8 @@ def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
         strict.batch()
     with lagging.engine(maxOffsetsPerTrigger="25") as engine:
         engine.reader.prepareForTriggerAvailableNow()
-        assert engine.batch() == [], "the planned records are gone"
-        assert engine.batch() == [], "the step back goes into the checkpoint first"
+        assert engine.batch() == []  # the planned records are gone
+        assert engine.batch() == []  # the step back goes into the checkpoint first
         assert engine.batch() == [*range(20, 45)]
         assert engine.batch() == [*range(45, 50)]
         assert engine.batch() == []
@@ -135,9 +135,9 @@ def test_repeated_batch_from_a_deleted_stream_fails_or_is_empty(
         strict.batch()
     with Engine(kept, url=url, minPartitions=parts, failOnDataLoss="false") as engine:
         assert engine.batch() == []
-        assert engine.batch() == [], "the offsets no longer include the stream"
+        assert engine.batch() == []  # the offsets no longer include the stream
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
+        assert engine.batch() == []  # the stream's start goes into the checkpoint first
         assert engine.batch() == [0, 1, 2]
 
 
@@ -172,7 +172,7 @@ def test_stream_deleted_during_a_read_fails_or_ends_the_task(
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Warnings about missing streams."""
+    """Return the log messages about missing streams."""
     texts = [record.getMessage() for record in caplog.records]
     return [text for text in texts if "There is no stream" in text]
 
@@ -196,7 +196,7 @@ def test_query_warns_once_about_each_missing_stream(
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
+        assert engine.batch() == []  # the stream's start goes into the checkpoint first
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []
@@ -249,7 +249,7 @@ def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
 # Damaged frames
 
 
-def test_lenient_query_skips_a_damaged_frame_and_no_more(
+def test_query_that_allows_loss_skips_a_damaged_frame_and_no_more(
     url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("orders", capacity=1000)

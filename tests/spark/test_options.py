@@ -207,7 +207,7 @@ def test_crash_in_an_early_batch_changes_neither_the_start_nor_the_batch(
     given = {"url": url, "startingOffsets": starting} | ({"group": group} if group else {})
     kept = Checkpoint()
     with Engine(kept, **given) as engine:
-        assert engine._plan(), "planned but not done"
+        assert engine._plan()  # planned but not done
     fill(stream, 10)  # -4 would now mean another offset
     with Engine(kept, **given) as engine:
         assert engine.plan()
@@ -241,7 +241,7 @@ def test_streams_that_appear_after_the_first_batch_are_read_in_full(
     with Engine(Checkpoint(), url=url, **given) as engine:
         engine.begin()
         fill(stream.client.stream("late", capacity=100), 3)
-        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
+        assert engine.batch() == []  # the stream's start goes into the checkpoint first
         assert engine.batch() == [0, 1, 2]
 
 
@@ -345,7 +345,7 @@ def test_byte_limit_uses_the_average_record_size(url: str, stream: meteor.Stream
     mean = (stream.describe().bytes or 0) // 100
     assert sizes[:2] == [20_000 // mean] * 2, (sizes, mean)
     with Engine(Checkpoint(), **given, maxOffsetsPerTrigger="5") as engine:
-        assert engine.batch() == [*range(5)], "the lower of two limits"
+        assert engine.batch() == [*range(5)]  # the lower of the two limits applies
 
 
 def test_frames_stay_whole_unless_max_records_per_partition_forbids_it(
@@ -372,8 +372,8 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
         for _ in range(10):
             fill(small, 10)
         first, end = small.bounds()
-        assert first > 10, "the first batches would contain dropped records"
-        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
+        assert first > 10, "the ring dropped too few records"
+        assert engine.batch() == []  # the stream's start goes into the checkpoint first
         seen: list[int] = []
         while rows := engine.batch():
             seen += rows
@@ -428,12 +428,12 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         with pytest.raises(meteor.LogTruncated, match="orders"):
             engine.batch()
     with Engine(kept, **given, failOnDataLoss="false") as engine:
-        assert engine.batch() == [], "the stream's start goes into the checkpoint first"
+        assert engine.batch() == []  # the stream's start goes into the checkpoint first
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
         assert engine.plan()
         again.delete()
-        assert engine.read() == [], "the planned records are gone, but the batch must end"
+        assert engine.read() == []  # the planned records are gone
         kept.done += 1
         engine.batch()
         assert engine.batch() == []  # the batch is not planned again

@@ -168,7 +168,7 @@ for version in sys.argv[1:]:
 """
 
 
-def test_older_spark_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_older_spark_is_refused_with_an_install_command(tmp_path: Path) -> None:
     old, new = ["3.5.8", "4.0.0", "4.1.3"], ["4.2.0", "4.3.0.dev1", "4.10.0", "5.0.0"]
     command = [sys.executable, "-c", VERSIONS, *old, *new]
     output = subprocess.check_output(command, cwd=tmp_path, env=without_paths(), text=True)

@@ -54,9 +54,8 @@ def test_streams_take_turns_if_the_limit_is_below_one_record_each(most: int) -> 
     end = {name: at(1000 if name == "c" else 100) for name in start}
     for _ in range(5):
         limited = bounded(ranges_between(start, end), end, most)
-        assert bounded(ranges_between(start, end), end, most) == limited, (
-            "planned again after a crash"
-        )
+        again = bounded(ranges_between(start, end), end, most)  # as after a crash
+        assert again == limited
         assert 0 < sum(map(len, ranges_between(start, limited))) <= most
         start = limited
     assert min(position.offset for position in start.values()) >= min(most, 5)

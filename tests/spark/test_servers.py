@@ -175,7 +175,7 @@ def test_executors_use_the_drivers_default_server(
     assert mine.place
 
 
-def test_in_process_server_is_refused_even_from_the_environment(
+def test_server_for_one_process_only_is_refused_even_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for url in ("fake://", "embedded://"):

@@ -58,7 +58,7 @@ def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> Streami
     """Copy new records from the source, in micro-batches of 1000."""
     frame = stream_of(spark, url, stream="source", maxOffsetsPerTrigger=1000, minPartitions=2)
     query = begin(frame.select("value"), url, folder, **{"stream": "s"} | options)
-    assert query.awaitTermination(END_S), "the query does not end"
+    assert query.awaitTermination(END_S), "the query did not end"
     return query
 
 
@@ -136,7 +136,7 @@ def test_rows_from_a_retried_task_are_written_once(
         query = begin(frame, url, tmp_path, stream="s")
         assert query.awaitTermination(END_S)
     assert list(map(int, contents(target).split())) == list(range(3000))
-    assert m.redis.keys("*stage*") == [], "the commit deletes the stages of failed attempts"
+    assert m.redis.keys("*stage*") == [], "stages of failed attempts remain"
     assert m.redis.smembers("runs") == {f"1:{query.runId}".encode()}
 
 

@@ -106,7 +106,7 @@ def test_group_keeps_a_failed_querys_start(
     assert offsets(spark, tmp_path / "other") == [*range(5, 15)]
     query = run(frame, tmp_path / "first")
     assert offsets(spark, tmp_path / "first") == [*range(5, 15)]
-    assert batches(query) == [5, 5], "the failed batch is repeated unchanged"
+    assert batches(query) == [5, 5], "the failed batch was not repeated unchanged"
 
 
 def test_query_starts_at_a_time_and_respects_batch_limits(

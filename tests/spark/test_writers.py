@@ -57,7 +57,7 @@ def test_failed_task_deletes_its_stages(options: SinkOptions, m: meteor.Client) 
     def rows() -> Iterator[pa.RecordBatch]:
         for stream in ("a", "b"):
             yield some(stream, MIB)
-            assert len(m.redis.keys(keys.stage(stream, "q.*"))) == 1, "not sent yet"
+            assert len(m.redis.keys(keys.stage(stream, "q.*"))) == 1, "nothing was sent"
         raise RuntimeError("the task fails")
 
     with pytest.raises(RuntimeError, match="the task fails"):
@@ -228,7 +228,7 @@ def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
         careful.writer.commit([careful.attempt("x")], 0)
     assert caught.value.offset == 1
     sink.writer.commit([sink.attempt("y")], 0)
-    assert contents(target) == "x x", "the batch was in the log"
+    assert contents(target) == "x x", "the batch is missing from the log, or repeated"
 
 
 # A batch whose number was written with different rows
@@ -255,7 +255,7 @@ def test_batch_from_a_restored_checkpoint_with_different_rows_is_refused(
     assert m.redis.keys("*stage*") == []
 
 
-def test_sum_of_staged_and_counted_rows_is_compared(
+def test_repeated_batch_is_refused_only_if_its_total_number_of_rows_differs(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     def attempts() -> list[writers.Written]:
@@ -282,7 +282,7 @@ def test_commit_that_has_begun_is_finished_before_different_rows_are_refused(
     assert m.redis.keys("*stage*") == m.redis.keys("*plan*") == []
 
 
-def test_lenient_query_continues_after_a_batch_with_different_rows(
+def test_query_that_allows_loss_continues_after_a_batch_with_different_rows(
     url: str,
     target: meteor.Stream,
     sink: Sink,

@@ -64,7 +64,7 @@ def test_compaction_merges_segments_and_changes_no_record(store: ParquetStore) -
     assert merged.name.startswith(f"{0:020d}-{119:020d}-1-")
     assert pq.read_table(merged).equals(records(0, END))
     check(store, 0, END)
-    assert flaws(store) == [], "small files that await removal are not flaws"
+    assert flaws(store) == [], "small files that await removal count as flaws"
     assert all(path.exists() for path in small)
     assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 0
 

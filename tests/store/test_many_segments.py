@@ -330,7 +330,7 @@ def test_interrupted_merge_does_no_harm(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_lookups_do_not_list_all_segments_again(tmp_path: Path) -> None:
-    """A hundred lookups in a store with 3,000 segments each take less time than one listing."""
+    """In a store with 3,000 segments, a hundred lookups take less time than twenty listings."""
     store = claimed(tmp_path)
     fill(store, 1)
     folder = folder_of(store)

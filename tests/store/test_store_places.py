@@ -297,4 +297,4 @@ def test_streams_at_one_address_are_independent(tmp_path: Path) -> None:
     one.delete(INCARNATION)
     check(two, 0, 5, branch=2)
     assert (one.incarnations(), two.incarnations()) == ([], [INCARNATION])
-    assert (one.identity(), two.identity()) == ("1", "2"), "their ids remain"
+    assert (one.identity(), two.identity()) == ("1", "2"), "an id was lost"

@@ -44,7 +44,7 @@ def hexed(value: bytes | None) -> str | None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """The records as other programs show them: bytes in hex, times in milliseconds."""
+    """Return the records as other programs show them: bytes in hex, times in milliseconds."""
     columns = records(0, END).to_pydict()
     return [
         {

@@ -28,7 +28,7 @@ def m(url: str) -> Iterator[meteor.Client]:
 
 
 def segments(m: meteor.Client, root: Path, *, number: int = 4, size: int = 30) -> meteor.Stream:
-    """A stream with ``number`` files; the ring holds only the last few records."""
+    """Create a stream with ``number`` files; the ring holds only the last records."""
     stream = stored(m, root)
     for _ in range(number):
         fill(stream, size)
@@ -269,7 +269,7 @@ def test_stream_without_a_store_raises_store_mismatch(m: meteor.Client, tmp_path
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_deleting_a_stream_keeps_its_files_without_history(
+def test_deleting_a_stream_deletes_its_files_only_with_history(
     m: meteor.Client, tmp_path: Path, history: bool
 ) -> None:
     stream = segments(m, tmp_path)
@@ -302,6 +302,6 @@ def test_file_is_synced_before_its_rename_and_the_folder_after_it(
 
 
 @pytest.mark.parametrize("kind", [meteor.ParquetStore, meteor.MemoryStore])
-def test_every_store_method_is_documented(kind: type) -> None:
+def test_every_public_store_method_has_a_docstring(kind: type) -> None:
     methods = [name for name in vars(kind) if not name.startswith("_")]
     assert [name for name in methods if not inspect.getdoc(getattr(kind, name))] == []

@@ -86,11 +86,11 @@ def test_dead_letter_contains_the_whole_record_and_its_origin(streams: DeadLette
         "meteor-reason": "it is größer".encode(),
         "meteor-tries": b"5",
     }
-    assert record.headers == {"mine": b"\xff"}, "the record itself is unchanged"
+    assert record.headers == {"mine": b"\xff"}, "the record itself was changed"
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b""}, {"headers": {}}])
-def test_dead_letter_for_a_record_without_key_and_headers_has_neither(
+def test_dead_letter_for_a_record_without_headers_has_only_meteor_headers(
     streams: DeadLetterStreams, options: dict[str, Any]
 ) -> None:
     record = streams.record(b"", **options)
@@ -295,7 +295,7 @@ def test_lost_reply_adds_no_second_dead_letter(server: Server, real: DeadLetterS
     assert len(real.letters()) == 1
 
 
-def test_repeatedly_lost_replies_add_one_dead_letter_per_record(
+def test_randomly_lost_requests_and_replies_add_one_dead_letter_per_record(
     server: Server, real: DeadLetterStreams, rng: Random
 ) -> None:
     records = [real.record(b"%d" % n) for n in range(40)]
@@ -624,7 +624,7 @@ def test_stop_ends_the_retries_early(private_server: ServerFactory) -> None:
         assert time.monotonic() - start < 10
 
 
-def test_stop_is_not_called_if_the_first_attempt_succeeds(streams: DeadLetterStreams) -> None:
+def test_first_attempt_is_made_even_if_stop_returns_true(streams: DeadLetterStreams) -> None:
     streams.bury(streams.record(), timeout_s=0, stop=lambda: True)
     assert len(streams.letters()) == 1
 

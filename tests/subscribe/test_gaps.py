@@ -272,7 +272,7 @@ BAD = {
 
 
 def damaged(client: meteor.Client, plain: redis.Redis, bad: str) -> meteor.Stream:
-    """A stream whose records 0 to 9 and 15 to 19 are good, and 10 to 14 are bad."""
+    """Create a stream whose records 0 to 9 and 15 to 19 are good, and 10 to 14 are bad."""
     stream = client.stream("s", create=True)
     fill(stream, 1, 9, 5, 5)
     name, payload, _ = BAD[bad]

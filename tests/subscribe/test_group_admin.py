@@ -156,7 +156,7 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     sub = proxied.stream.subscriber(group=GROUP)
 
     def confirm(stop: threading.Event) -> None:
-        """Confirm between the first request and its retry."""
+        """Confirm after the first request and before its repetition."""
         eventually(lambda: _events(proxied) == ["sought"])
         assert check_values(sub.poll(5)) == list(range(4, 10))
         assert sub.confirm().result(5) == 10
@@ -165,7 +165,8 @@ def test_repeated_move_does_not_undo_later_confirms(proxied: ProxiedStream) -> N
     with sub, background(confirm):
         proxied.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
         proxied.proxy.refuse()
-        # The proxy refuses connections until then, so the call fails. The test retries it below.
+        # The proxy refuses connections until the confirm is done, so the call fails. The test
+        # repeats the request below.
         with pytest.raises(meteor.ConnectionFailed):
             through.seek_group(GROUP, 4)
     sought = proxied.direct.hget(keys.group(STREAM, GROUP), "sought")

@@ -156,7 +156,7 @@ def test_dropped_subscriber_releases_its_lease(harness: GroupHarness) -> None:
     loop = threading.Thread(target=lambda: list(walk), daemon=True)
     loop.start()
     loop.join(5)
-    assert not loop.is_alive(), "the loop spins or waits forever"
+    assert not loop.is_alive(), "the loop did not end"
 
 
 def test_subscriber_is_freed_at_once_after_scripts_were_reloaded(

@@ -173,7 +173,7 @@ def test_confirm_raises_outcome_unknown_if_the_server_has_forgotten_its_term(
         assert isinstance(error, meteor.OutcomeUnknown)
         assert GROUP in str(error)
         assert isinstance(failure(member.later), meteor.LeaseLost), (
-            "the later confirm was never sent"
+            "the confirm that was never sent has another outcome"
         )
 
 

@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def begins(self, term: int) -> int:
-        assert term > self.highest, "a term must be higher than all before it"
+        assert term > self.highest, "a term is not higher than all before it"
         self.highest = term
         return term
 

@@ -241,7 +241,7 @@ def test_recreated_stream_is_not_mistaken_for_the_deleted_stream(
         assert drain(sub) == list(range(10))
 
 
-def test_slow_reader_does_not_slow_down_other_clients(client: meteor.Client) -> None:
+def test_slow_reader_blocks_neither_publishers_nor_other_readers(client: meteor.Client) -> None:
     stream = client.stream("busy", capacity=1000)
     with stream.subscriber() as slow, stream.subscriber() as fast, stream.publisher() as pub:
         for i in range(50):

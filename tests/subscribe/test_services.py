@@ -226,4 +226,4 @@ def test_amounts_are_summed_twice_without_the_offset_guard(
     harness: GroupHarness, tmp_path: Path
 ) -> None:
     amount, _ = count(harness, tmp_path / "db", _NO_GUARD, "before")
-    assert amount > TOTAL, "the test above proves nothing"
+    assert amount > TOTAL, "nothing was summed twice, so the test above proves nothing"

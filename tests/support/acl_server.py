@@ -36,7 +36,7 @@ def dead_letter_rules() -> list[str]:
 
 @pytest.fixture(params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
-    """A server with these roles, two streams and the scripts, prepared by `guard`."""
+    """A server with the roles from docs/acl.md, two streams and the scripts."""
     return guard(private_server(kind=request.param))
 
 

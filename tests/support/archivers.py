@@ -121,7 +121,7 @@ class StoredStream(GroupHarness):
         eventually(lambda: self.archived >= offset, timeout_s, f"offset {offset} was not archived")
 
     def ring(self) -> list[int]:
-        """The first offset of each frame in the ring."""
+        """Return the first offset of each frame in the ring."""
         found: Any = self.redis.xrange(keys.log(STREAM))
         ids = [entry_id.decode().split("-") for entry_id, _ in found]
         return [int(last) - int(count) + 1 for last, count in ids]
@@ -152,7 +152,10 @@ class StoredStream(GroupHarness):
         return harm_of(self.stream)
 
     def check(self, end: int) -> None:
-        """Archive all records, and check that each is stored once and read once."""
+        """Wait until all records are archived, and check that each is stored once and read once.
+
+        Also check that the store has no harmful flaws, and that the ring was trimmed.
+        """
         assert self.stream.store.flush() == end
         assert self.read() == self.stored() == list(range(end))
         assert self.harm() == []
@@ -227,7 +230,8 @@ class _Child:
     """The commands of a process, one method each.
 
     Args:
-        bind: Directories to mount over others in this process, as on another host.
+        bind: Maps mount points to the directories to mount there. Only this process sees these
+            mounts, so it can see a different store, like a process on another host.
         background: Let the client archive in the background, instead of an explicit archiver.
         archiver: Settings for the archiver.
     """
@@ -290,7 +294,10 @@ class _Child:
             self.archiver.close()
 
     def fork(self) -> list[str]:
-        """Fork a child that exits; return the names of its archiver threads and its exit code."""
+        """Fork a child that closes its client and exits.
+
+        Return the names of the child's archiver threads, in one string, and its exit code.
+        """
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:
@@ -334,7 +341,7 @@ def _fail(what: str) -> None:
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
-    if "bind" in orders and "unshared" not in sys.argv:  # mount before opening anything
+    if "bind" in orders and "unshared" not in sys.argv:  # get private mounts first
         program = [sys.executable, "-m", "tests.support.archivers", sys.argv[1], "unshared"]
         os.execvp("unshare", ["unshare", "--mount", *program])
     logging.basicConfig(level=logging.INFO)  # shown when a test fails

@@ -22,7 +22,7 @@ PEERS = "crew"
 KEYS = 50
 BATCH = 20
 CAPACITY = 10_000_000
-#: Timeouts in seconds: for one record, for joining a thread, and for consumers to reach the end.
+#: Timeouts in seconds: for one result, for joining a thread, and for consumers to reach the end.
 RESULT_S = 30.0
 JOIN_S = 60.0
 DRAIN_S = 60.0
@@ -30,7 +30,7 @@ LEASE_S = 3.0
 
 
 class Client(threading.Thread):
-    """A thread that calls ``step`` until it is stopped, and keeps unexpected errors."""
+    """A thread that calls ``step`` until it is stopped or fails, and keeps the error."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=f"load-{name}", daemon=True)
@@ -295,7 +295,7 @@ class Load:
         return [problem for each in threads for problem in each.problems]
 
     def check_nothing_lost(self) -> None:
-        """Check that every client saw the acknowledged records once, in order, and nothing else."""
+        """Check that no call failed, and that each record and message arrived once, in order."""
         publishing = self.publishing
         assert self.problems == []
         assert publishing.errors == {}
@@ -340,7 +340,7 @@ def lost(known: list[tuple[int, bytes]], log: dict[int, bytes]) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DRAIN_S) -> bool:
-    """Wait for a condition; return whether it became true. Later checks show what is missing."""
+    """Wait for a condition; return whether it became true. If not, a later check fails."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

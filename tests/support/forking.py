@@ -32,7 +32,7 @@ def fork() -> int:
 
 
 def exit_code(pid: int) -> int:
-    """Wait for a child and return its exit code; kill it if it hangs."""
+    """Wait for a child and return its exit code. If it hangs, kill it and raise AssertionError."""
     ended: list[int] = []
 
     def has_ended() -> bool:
@@ -50,7 +50,7 @@ def exit_code(pid: int) -> int:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; return its exit code."""
+    """Run ``work`` in a forked child; return the child's exit code, 1 if ``work`` raises."""
     child = fork()
     if child == 0:
         try:

@@ -93,7 +93,7 @@ class Process:
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
             if not select.select([self._process.stdout], [], [], left)[0]:
-                raise AssertionError(f"No reply within {within_s:g} s. Its log: {self._words()}")
+                raise AssertionError(f"The process sent no line in {within_s:g} s: {self._words()}")
             part = self._process.stdout.read(65_536)
             if not part:
                 raise AssertionError(f"The process has ended. Its log: {self._words()}")
@@ -369,7 +369,7 @@ class _Child:
         return repr(receiver.error)
 
     def hang(self, seconds: float) -> None:
-        """Stop polling, like a slow or stuck application."""
+        """Sleep instead of polling, like a slow or stuck application."""
         time.sleep(seconds)
 
     def close(self) -> None:
@@ -398,7 +398,10 @@ class _Child:
         raise SystemExit(0)
 
     def fork(self) -> list[str]:
-        """Fork a child that calls every method and exits. Return its errors and its exit code."""
+        """Fork a child that uses the inherited subscriber and exits.
+
+        Return the name of the error from each call ("none" if it succeeded), and the exit code.
+        """
         reading, writing = os.pipe()
         pid = fork()
         if pid == 0:

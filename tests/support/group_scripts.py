@@ -130,7 +130,7 @@ class GroupScripts(StreamScripts):
         return {name.decode(): text.decode() for name, text in found.items()}
 
     def holder(self) -> str | None:
-        """The member and term that the lease names."""
+        """Return the member and term that the lease names."""
         text = self.lease_text()
         return None if text is None else text.rpartition(" ")[0]
 
@@ -143,7 +143,7 @@ class GroupScripts(StreamScripts):
         return found[0][0].decode() if found else "0-0"
 
     def happened(self) -> list[dict[str, str]]:
-        """All events, oldest first."""
+        """Return all events, oldest first."""
         found: Any = self.plain.xrange(self.events)
         return [{k.decode(): v.decode() for k, v in fields.items()} for _, fields in found]
 

@@ -1,4 +1,4 @@
-"""Checks for Java, which Spark needs."""
+"""Environment variables for Spark in tests, and a check for Java, which Spark needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-#: Environment for Spark in tests: it starts faster, and does not look up the host name.
+#: Environment with which Spark starts faster, and does not look up the host name.
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
-#: Environment that makes Spark's Python start faster too.
+#: Environment with which Spark's Python processes start faster too.
 SPARK_PYTHON = {
     "PYSPARK_PYTHON": str(Path(__file__).with_name("spark_python.sh")),
     "METEOR_TEST_PYTHON": sys.executable,
@@ -22,7 +22,7 @@ SPARK_PYTHON = {
 
 
 def require_java() -> None:
-    """Skip if there is no Java, except in CI, where the whole suite must run."""
+    """Skip the test if Java is not installed. In CI, where the whole suite must run, fail it."""
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         missing = "Java is not installed (Debian: apt-get install openjdk-17-jre-headless)."
         if os.environ.get("CI") == "true":

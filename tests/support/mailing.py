@@ -31,7 +31,7 @@ VERBS = ("tell", "send", "ask")
 
 
 class Post:
-    """Opens handles, and closes them at the end."""
+    """Opens clients and peer group handles, and closes them on exit."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -124,7 +124,7 @@ def inbox_length(group: PeerGroup, member: str) -> int:
 
 
 def wait_until_expired(group: PeerGroup, member: str) -> None:
-    """Wait until the first message in an inbox has expired, even by this handle's clock."""
+    """Wait until the first message in an inbox has expired, allowing for the clock's error."""
     (first,) = on_key(group, "XRANGE", f"inbox:{member}", "-", "+", "COUNT", 1)
     fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
     until = int(fields[b"until"]) / 1000

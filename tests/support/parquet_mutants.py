@@ -55,9 +55,9 @@ def fuzz(seed: int, cases: int) -> Outcome:
 
 
 def bases(rng: random.Random) -> list[tuple[bytes, Segment]]:
-    """Small files as ``segment_file.write`` writes them; some without page checksums.
+    """Return small files in the format of ``segment_file.write``, with their segments.
 
-    Without checksums, damage to a page reaches the decoder.
+    Half of the files have no page checksums, so that damage to a page reaches the decoder.
     """
     found = []
     for rows, group in ((1, 1), (40, 16), (300, 300), (2000, 1000)):
@@ -79,7 +79,7 @@ def _record(rng: random.Random, offset: int) -> dict[str, object]:
 
 
 def mutate(rng: random.Random, whole: bytes) -> bytes:
-    """Break a file: flip bits, change numbers, cut, repeat or swap parts, mostly in its headers."""
+    """Break a file, mostly its metadata: flip bits, change numbers, cut, repeat or copy parts."""
     data = bytearray(whole)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
@@ -121,7 +121,7 @@ def varint(value: int) -> bytes:
 
 
 def is_read(data: bytes, segment: Segment) -> bool:
-    """Whether a reader accepts the file. If so, check that its batches are well-formed."""
+    """Return whether a reader accepts the file. If so, check that its batches are well-formed."""
     try:
         file = SegmentFile(pa.BufferReader(data), segment)
         for group in range(len(file.edges) - 1):

@@ -71,5 +71,5 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
 
 
 def everything_said(error: BaseException) -> str:
-    """Return everything that a log could show of an error, including its causes."""
+    """Return everything that a log could show about an error, including its causes."""
     return "".join(traceback.format_exception(error, chain=True)) + repr(error)

@@ -63,7 +63,7 @@ class Node(Peer):
 
 
 class Nodes:
-    """Starts member processes in parallel, and stops them on exit."""
+    """Starts processes in parallel, and stops them on exit."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -78,7 +78,7 @@ class Nodes:
     def start(
         self, number: int, group: str = "", *, stepped: bool = False, **settings: Any
     ) -> list[Node]:
-        """Start processes that have opened a group.
+        """Start processes and, if ``group`` is given, let each open that group.
 
         Args:
             stepped: Call ``step_clocks`` in each process.
@@ -221,7 +221,7 @@ class _Child:
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
         """Join, leave, resign and send messages to all members at random; end as a member.
 
-        Return the messages that were sent, and the member ids.
+        Return the messages that were sent, and the ids of the members that joined.
         """
         return self._roam(group, turns, seed, lambda: False)
 

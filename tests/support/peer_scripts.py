@@ -84,5 +84,5 @@ def commands(peers: Peers, name: str) -> int:
 
 
 def leftovers(peers: Peers) -> list[str]:
-    """Return the names of the group's keys, except for the clock."""
+    """Return the names of the group's keys, except for the clock and the state."""
     return sorted(name.removeprefix(peers.prefix) for name in peers.everything())

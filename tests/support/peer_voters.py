@@ -160,7 +160,7 @@ class _Child:
             return answer
 
     def hold(self) -> None:
-        """Register a voter that never votes."""
+        """Register a voter that does not vote during a test."""
 
         @self.me.on_vote
         def vote(proposal: Proposal) -> bool | None:

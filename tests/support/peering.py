@@ -178,7 +178,7 @@ class Peers:
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
-        """Return the contents of all the group's keys, except for the clock."""
+        """Return the contents of all the group's keys, except for the clock and the state."""
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
@@ -215,7 +215,7 @@ def peers(build: Build) -> Peers:
 
 @pytest.fixture
 def open_group(url: str) -> Iterator[Open]:
-    """Open handles to one group, each with its own client. The first chooses the settings."""
+    """Open handles to a group, each with its own client. The first handle's settings apply."""
     with ExitStack() as stack:
 
         def opened(at: str = "", name: str = GROUP, **settings: Any) -> PeerGroup:
@@ -339,7 +339,11 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until the process was paused for a ttl; return how it sees its term and writes."""
+        """Lead until the process has been paused for a ttl.
+
+        Return the state of the term, and the outcomes of two writes: one with the local check,
+        and one without.
+        """
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me._handle.session
             last = at = now()
@@ -372,7 +376,10 @@ class _Child:
         self.peer_group.on_join(lambda *_: threading.Event().wait())
 
     def fork(self) -> list[str]:
-        """Fork a child that tries everything; return its errors and its exit code."""
+        """Fork a child that uses the inherited group and exits.
+
+        Return the errors from its calls, the state that it sees, and its exit code.
+        """
         reading, writing = os.pipe()
         term = self.me.term
         pid = fork()

@@ -32,7 +32,7 @@ from typing import IO, Any, Self
 from tests.support.waiting import eventually
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Seconds that the fork server has to start or to fork, and an unwanted process to end.
+#: Timeout in seconds: for the fork server to start, fork or end, and for a process to end.
 _PATIENCE_S = 60.0
 
 
@@ -82,7 +82,7 @@ class PreloadedProcess:
         self.wait(_PATIENCE_S)
 
     def poll(self) -> int | None:
-        """Return the exit code if the process has ended; negative if a signal ended it."""
+        """Return the exit code, negative if a signal ended the process; None while it runs."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ class PreloadedProcess:
         self.wait_stopped(timeout)
 
     def wait_stopped(self, timeout: float) -> None:
-        """Wait until all its threads are stopped."""
+        """Wait until a signal has stopped all threads of the process."""
         threads = Path("/proc", str(self.pid), "task")
         eventually(
             lambda: all(") T " in (each / "stat").read_text() for each in threads.iterdir()),

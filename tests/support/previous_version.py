@@ -42,7 +42,7 @@ class PreviousVersion:
         self._store = folder / "store"
 
     def records(self, stream: str) -> list[meteor.Record]:
-        """The records of a stream as that version itself read them; values are not decoded."""
+        """Return the records of a stream as that version read them. Values are not decoded."""
 
         def data(text: str | None) -> bytes | None:
             return None if text is None else base64.b64decode(text)
@@ -75,7 +75,7 @@ class PreviousVersion:
 
 
 def dump(client: redis.Redis, *, store_uri: str) -> list[Json]:
-    """Return all keys on a server by name, with a placeholder for the store's URI."""
+    """Return all keys on a server, sorted by name, with a placeholder for the store's URI."""
     found: list[Json] = []
     names: Any = client.keys("*")
     for name in sorted(names):

@@ -68,19 +68,19 @@ class ProxiedStream:
         self.stream = self.client.stream(NAME, create=False)
 
     def publisher(self, **options: Any) -> meteor.Publisher:
-        """A publisher whose connection goes through the proxy."""
+        """Open a publisher whose connection goes through the proxy."""
         publisher = self.through.stream(NAME, create=False).publisher(**options)
         self._stack.callback(discard, publisher)
         return publisher
 
     def warm_publisher(self, **options: Any) -> meteor.Publisher:
-        """A publisher that has published record 0, so it is connected and known to the server."""
+        """Open a publisher and publish one record, so that the server knows the publisher."""
         publisher = self.publisher(**options)
         publisher.publish(b"first").result(10)
         return publisher
 
     def subscriber(self, **options: Any) -> meteor.Subscriber:
-        """A subscriber whose connection goes through the proxy."""
+        """Open a subscriber whose connection goes through the proxy."""
         subscriber = self.through.stream(NAME, create=False).subscriber(**options)
         self._stack.callback(subscriber.close)
         return subscriber
@@ -106,7 +106,7 @@ class ProxiedStream:
         self.direct.delete(*self.producer_keys())
 
     def producer(self) -> dict[bytes, bytes]:
-        """The server's state for the only publisher."""
+        """Return the server's state for the only publisher."""
         (key,) = self.producer_keys()
         return dict(self.direct.hgetall(key))  # type: ignore[arg-type]
 
@@ -114,21 +114,21 @@ class ProxiedStream:
         return list(self.direct.xrange(keys.log(NAME)))  # type: ignore[arg-type]
 
     def formats(self) -> list[bytes]:
-        """The format of each frame."""
+        """Return the format of each frame."""
         return [list(fields)[1] for _, fields in self.entries()]
 
     def frames(self) -> list[int]:
-        """The number of records in each frame."""
+        """Return the number of records in each frame."""
         return [int(entry_id.split(b"-")[1]) for entry_id, _ in self.entries()]
 
     def values(self) -> list[bytes]:
         return [value for batch in self.stream.read() for value in batch.values()]
 
     def queue_behind_one(self, publisher: meteor.Publisher, batches: Sequence[Any]) -> list[Any]:
-        """Publish a record, then lists that are sent together.
+        """Publish a record, then batches that wait behind it and are sent together.
 
         The proxy's replies stay stalled, so the record has no reply yet. Return the acks for the
-        record and the lists.
+        record and the batches.
         """
         self.proxy.stall("replies")
         begun = self.next

@@ -86,7 +86,7 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th request from now that contains `match`, which is never executed.
+        """Cut before the n-th request from now that contains `match`. It is never executed.
 
         Earlier requests on its connection are executed and get their replies.
         """
@@ -105,7 +105,7 @@ class Proxy:
             self._faults.mid_reply = after_bytes
 
     def stall(self, direction: Direction = "both") -> None:
-        """Hold back bytes in one direction. Connections stay open; new ones are accepted."""
+        """Hold back bytes. Connections stay open, and new connections are accepted."""
         with self._control():
             self._faults.stalled.update(_sides(direction))
 
@@ -207,7 +207,7 @@ class Proxy:
                         self._connect()
                     elif descriptor in readers:
                         link, half = readers[descriptor]
-                        # A control may have ended the link or begun a stall since the poll.
+                        # A control method may have ended the link or begun a stall since the poll.
                         if not link.ended and half.side not in self._faults.stalled:
                             link.read(half, self._faults)
 

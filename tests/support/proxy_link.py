@@ -125,7 +125,7 @@ class Link:
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0
-        # After a fault on request n: the replies to pass, and the replies after which to cut.
+        # After a fault on a request: how many replies to forward, and after how many to cut.
         self._replies_passing = math.inf
         self._replies_until_cut = math.inf
 

@@ -72,7 +72,7 @@ def frame_name(fields: dict[bytes, bytes]) -> bytes:
 def replace_frame(
     client: redis.Redis, stream: str, entry_id: bytes, payload: bytes, name: bytes | None = None
 ) -> None:
-    """Replace the payload of one frame in the log, and keep everything else."""
+    """Replace the payload of one frame in the log and, if ``name`` is given, its format."""
     found = entries(client, stream)
     client.delete(keys.log(stream))
     for each, fields in found:
@@ -85,7 +85,7 @@ def replace_frame(
 
 
 def blocked(client: redis.Redis, number: int = 1) -> None:
-    """Wait until `number` readers are blocked in the server."""
+    """Wait until exactly `number` clients are blocked in the server."""
     eventually(lambda: client.info("clients")["blocked_clients"] == number)
 
 

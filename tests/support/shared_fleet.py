@@ -25,7 +25,7 @@ STUCK_S = 60.0
 
 
 class Fleet:
-    """Consumers of a stream with keyed and numbered records, restarted when they die."""
+    """Consumer processes for a stream of keyed, numbered records. Dead ones are restarted."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Fleet:
             trouble: The fraction of records that a consumer releases; it rejects half as many.
             run: The consumers call ``run()`` instead of ``poll()``.
             visits: The consumers leave and join again after a few polls.
-            lossy: Replies to the consumers are lost at random, and sometimes for longer than a
-                lease.
+            lossy: Replies to the consumers are lost at random, and half of the consumers are
+                sometimes cut off, for up to 1.5 lease times.
         """
         self._stack = ExitStack()
         self.rng = rng
@@ -150,7 +150,7 @@ class Fleet:
         self.done["paused"] += 1
 
     def _cut_off(self) -> None:
-        """Now and then, cut off half of the consumers: hold back their replies, then drop them."""
+        """Now and then, hold back replies to half of the consumers, then cut their connections."""
         for number, until in list(self._stalled.items()):
             if time.monotonic() > until:
                 self._proxies[number].cut()
@@ -209,11 +209,13 @@ class Fleet:
         assert len(set(letters)) == len(letters) == state.dead, (
             "dead letters are missing or repeated"
         )
-        assert state.acked + state.dead == total, "each record must be settled once"
+        assert state.acked + state.dead == total, "records were settled twice or not at all"
         assert state.lost == state.purged == state.waiting == 0
         assert self.shared.fsck() == []
         history = [int(offset) for offset in self.plain.lrange(HISTORY, 0, -1)]
-        assert {*history, *letters} == set(range(total)), "each record is processed or buried"
+        assert {*history, *letters} == set(range(total)), (
+            "records were neither processed nor buried"
+        )
         last: dict[bytes, int] = {}
         dead = {*letters}  # a paused consumer that was fenced may process a dead record late
         for offset in dict.fromkeys(history):  # in the order in which each was first processed

@@ -14,7 +14,7 @@ Case = Literal["held", "worked"]
 
 
 def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) -> float:
-    """Process ``others`` records with other keys, and return the rate."""
+    """Process ``others`` records with other keys; return how many are processed per second."""
     with Queue(url, settings={"capacity": 10_000_000}, max_per_key=32) as queue:
         names = [b"k%d" % (number % 100) for number in range(others)]
         keys = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
@@ -49,7 +49,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
             sub.flush()
         if case == "held":
             hot = next(state for state in queue.shared.keys() if state.key == HOT)
-            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key must still be held"
+            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key is no longer held"
         discard(owner)
         assert left == [0]
         return others / took

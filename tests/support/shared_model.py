@@ -15,8 +15,8 @@ class Model:
         self.fate: dict[int, str] = {}  # outcome of each settled record
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # the consumer that holds each record
-        self.bounds: dict[bytes, int] = {}  # last record of each key that a dead consumer held
-        self.marks: dict[bytes, int] = {}  # records of the key below this are purged when scanned
+        self.bounds: dict[bytes, int] = {}  # by key: the last record that a dead consumer held
+        self.marks: dict[bytes, int] = {}  # by key: purge scanned records below this offset
         self.dying: set[int] = set()
         self.stopped: dict[bytes, str] = {}  # by key: "d" (delayed) or "p" (parked)
 
@@ -65,7 +65,8 @@ class Model:
             del self.holder[offset]
         if died:  # only the first record of each key can have been in progress
             for key, offset in heads.items():
-                # The last try is delivered alone, so only a suspect can exhaust its tries.
+                # A death can be the last failure only of a suspect: only a suspect's last try is
+                # delivered alone.
                 suspected = offset <= bounds.get(key, -1)
                 if suspected or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)

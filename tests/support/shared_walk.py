@@ -126,7 +126,7 @@ class Walk(Model):
         self.shared._protocol.step = self.step  # type: ignore[method-assign]
         self.shared._protocol.maintain = self.maintain  # type: ignore[method-assign]
         self.hand: Hand | None = None  # the consumer in the current exchange
-        self.told = True  # whether the model has applied its settlements
+        self.told = True  # whether the model has applied that consumer's settlements
         self.left = ""  # the consumer that last called maintain()
         self.publisher = self.stream.publisher()
         self.buried: list[int] = []
@@ -239,7 +239,8 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        # Take back all records of dead consumers first: the model does not know portions.
+        # Take back all records of dead consumers first: the model does not know that the scripts
+        # take them back in portions.
         self.exchange(hand, 0)
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
@@ -274,12 +275,12 @@ class Walk(Model):
         late.deliveries.exchange()
         late.held.clear()
         refused = late.deliveries.take_refused()
-        assert set(refused) == said, "every late settlement must be refused"
+        assert set(refused) == said, "the refused settlements are not exactly the late ones"
         after = self.state()
         for found in (before, after):  # `late` rejoins and may get dead letters
             for part in _OF_CONSUMERS:
                 found.pop(part, None)
-        assert after == before, "late settlements must change nothing"
+        assert after == before, "late settlements changed the state"
 
     def purge(self) -> None:
         key = self.rng.choice(self.names)
@@ -325,7 +326,7 @@ class Walk(Model):
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
-        """Assign the dead letters again, in case the consumer that got them has died."""
+        """Assign the dead letters again, in case their consumer has died, and bury them."""
         self.make_due("dying", *self.letters_in_state())
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
@@ -385,7 +386,7 @@ class Walk(Model):
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
-            assert max(lost) < first, "a record that the ring still has was lost"
+            assert max(lost) < first, "a record was lost that the ring still has"
             hand.said += [("gone", offset, {}) for offset in lost]
             self.exchange(hand, 0)
         while hand.deliveries.take_lost():
@@ -393,7 +394,10 @@ class Walk(Model):
         return reply
 
     def tell_all(self) -> None:
-        """Apply the consumer's settlements to the model. Steps send them before they claim."""
+        """Apply the consumer's settlements to the model.
+
+        A step sends settlements before it claims records.
+        """
         hand = self.hand
         if hand is None or self.told:
             return
@@ -403,7 +407,7 @@ class Walk(Model):
             self.tell(hand.id or self.left, *one)
 
     def step(self, connection: Any, consumer: str, request: StepRequest) -> StepReply:
-        """Take a step, sometimes losing the first reply, and compare it with the model."""
+        """Take a step, sometimes twice as after a lost reply, and compare it with the model."""
         call = partial(SharedProtocol.step, self.shared._protocol, connection, consumer, request)
         reply = call()
         if self.rng.random() < 0.1:
@@ -436,7 +440,7 @@ class Walk(Model):
     def check_scanned(self, reply: StepReply) -> None:
         first = self.stream.bounds()[0]
         for low, high in reply.report.lost:
-            assert self.next <= low <= high < first, "a record that the ring still has was lost"
+            assert self.next <= low <= high < first, "a record was lost that the ring still has"
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
         for offset in range(self.next, reply.next):
@@ -459,16 +463,18 @@ class Walk(Model):
                 owner = self.holder.get(other)
                 assert owner == hand.id, f"{hand.name} got {offset} while {other} was open"
             later = [o for o in self.holder if self.key_of[o] == key]
-            assert {self.holder[o] for o in later} <= {hand.id}, "a key must have one owner"
+            assert {self.holder[o] for o in later} <= {hand.id}, "a key has several owners"
             assert len(later) < self.cap
-            assert not later or not self.is_suspect(offset), "a suspect was granted too early"
+            assert not later or not self.is_suspect(offset), (
+                "a suspect was granted with other records"
+            )
             assert reply.report.failures.get(offset, 0) == self.failures[offset]
             if self.is_suspect(offset) and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
         if last_tries:
             held = [o for o, c in self.holder.items() if c == hand.id]
-            assert len(held) == 1, "the last try must be delivered alone"
+            assert len(held) == 1, "a last try was not delivered alone"
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
@@ -500,7 +506,7 @@ class Walk(Model):
         return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:
-        """Consumers that are alive, or whose records have not all been taken back."""
+        """Return the consumers that are alive, or whose records were not all taken back."""
         flat: Any = self.plain.hgetall(self.shared._protocol.key("members"))
         return {
             consumer.decode()

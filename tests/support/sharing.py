@@ -1,4 +1,4 @@
-"""Shared groups for tests: Qpid's queue with its consumers, simulated deaths, and state checks.
+"""Shared groups for tests: a queue as in Qpid's tests, simulated deaths, and state checks.
 
     with Queue(any_url, "AAB") as queue:
         c1, c2 = queue.consumers(2)
@@ -66,7 +66,7 @@ class Queue:
                 self.check()
 
     def publish(self, records: Iterable[str], *, frame: int = 1) -> None:
-        """Publish one record per letter, which is its key, in frames of ``frame`` records."""
+        """Publish a record for each key in ``records``, in frames of ``frame`` records."""
         names = list(records)
         with self.stream.publisher() as pub:
             for start in range(0, len(names), frame):
@@ -144,7 +144,10 @@ class Queue:
 
 
 def check(stream: meteor.Stream, *groups: str) -> None:
-    """Check the state of the given shared groups (default: all); deleted ones pass."""
+    """Check the state of the given shared groups (default: all).
+
+    End without an error if a group or the stream was deleted, or the log was truncated.
+    """
     try:
         found = groups or [each.name for each in stream.groups() if each.kind == "shared"]
         for name in found:
@@ -162,7 +165,7 @@ def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.Share
 
 
 def die(consumer: meteor.SharedSubscriber) -> None:
-    """Stop a consumer that does not leave, like a killed process, and let its lease expire."""
+    """Stop a consumer without letting it leave, like a killed process; make its lease expire."""
     expire(consumer)
     consumer._closed = True
     consumer._prefetcher.halt()
@@ -174,7 +177,7 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
-    """Let a consumer's lease expire now: the next consumer treats it as dead."""
+    """Make a consumer's lease expire now, so that the next consumer to act treats it as dead."""
     protocol, deliveries = consumer._shared._protocol, consumer._deliveries
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 

@@ -30,7 +30,7 @@ PASSWORD = "geheim-4711"
 
 @contextmanager
 def session() -> Iterator[SparkSession]:
-    """A Spark session with two cores that tries each task twice."""
+    """Start a Spark session with two cores that tries each task at most twice."""
     os.environ |= SPARK_PYTHON
     os.environ[PASSWORD_ENV] = PASSWORD
     builder = SparkSession.builder.master("local[2,2]").appName("meteor tests")
@@ -75,7 +75,10 @@ def stream_of(spark: SparkSession, url: str, **options: str | int) -> DataFrame:
 
 
 def start(frame: DataFrame, folder: Path, *, follow: bool = False) -> StreamingQuery:
-    """Start a query or continue from the folder's checkpoint. It ends unless ``follow`` is set."""
+    """Start a query, or continue from the folder's checkpoint.
+
+    Without ``follow``, the query ends when it has read all records that exist now.
+    """
     writer = frame.writeStream.format("parquet").option("path", str(folder / "rows"))
     writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
     return (writer if follow else writer.trigger(availableNow=True)).start()

@@ -173,7 +173,7 @@ class Driver:
 
 
 def main(master: str, url: str, folder: str) -> None:
-    """Copy the source in two batches, then write a table with a third as many rows and a txnId."""
+    """Copy the source in two batches, then write a table of the same size as a batch."""
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import udf
 

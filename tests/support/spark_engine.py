@@ -77,9 +77,9 @@ class Engine:
     def begin(self) -> None:
         """Run the first batch of a query, which only saves its start in the checkpoint."""
         if not self.kept.planned:
-            assert self._plan(), "the first batch is always planned"
+            assert self._plan(), "the first batch was not planned"
         if not self.kept.done:
-            assert self.read() == [], "the first batch reads nothing"
+            assert self.read() == [], "the first batch had records"
             self.kept.done = 1
 
     def plan(self) -> bool:
@@ -117,7 +117,7 @@ class Engine:
         batches: list[pa.RecordBatch] = list(pickle.loads(self.pickled).read(part))
         rows: list[tuple[str, int]] = []
         for batch in batches:
-            assert batch.schema.equals(self.arrow_schema), "Spark refuses any other schema"
+            assert batch.schema.equals(self.arrow_schema), "Spark would refuse this schema"
             assert batch.num_rows
             rows += zip(batch["stream"].to_pylist(), batch["offset"].to_pylist(), strict=True)
         return rows
@@ -133,7 +133,7 @@ class Engine:
 
 
 class Task:
-    """A TaskContext. It is the same for all attempts at a task, even after a restart."""
+    """A stand-in for TaskContext, the same for all attempts at a task, even after a restart."""
 
     def __init__(self, batch: int, partition: int = 0, run: str = "run") -> None:
         self._partition = partition

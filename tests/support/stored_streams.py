@@ -41,7 +41,7 @@ def archive(stream: meteor.Stream) -> int:
 
 
 def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
-    """Append frames of these sizes, and archive each as a segment."""
+    """Append frames of these sizes, and archive each as a segment; return the next offset."""
     end = 0
     with archiving(stream):
         for size in sizes:
