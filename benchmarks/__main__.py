@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Compare meteor_py with redis-py on a private server. A complete run takes "
-        "about five minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
+        "about 20 minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="take fewer measurements, in about a minute"
