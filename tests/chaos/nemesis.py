@@ -147,7 +147,7 @@ class Nemesis:
         return self._pause("pause_owner", self._owners(self._members, self._groups))
 
     def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
-        """Return the slots that hold a lease. A member's name contains its process id."""
+        """Return the slots whose worker holds a lease. A member's name contains its process id."""
         if "server" in self._busy:
             return []
         with plain_client(self._backend.server.url, socket_timeout=REPLY_S) as client:

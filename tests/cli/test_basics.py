@@ -140,7 +140,7 @@ def test_debug_shows_a_traceback(place: int) -> None:
     assert "Traceback" in done.err
 
 
-def test_only_writers_are_warned_about_data_loss(url: str) -> None:
+def test_only_commands_that_write_warn_about_data_loss(url: str) -> None:
     assert "meteor: warning: The server at " in succeed(url, "publish", "orders", "x").err
     assert succeed(url, "tail", "orders", "-e").err == ""
     assert succeed(url, "streams", "ls").err == ""

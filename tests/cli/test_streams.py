@@ -155,7 +155,7 @@ def test_deleting_a_stream_needs_confirmation(url: str, stream: Stream) -> None:
     assert connect(url).streams() == []
 
 
-def test_rm_deletes_all_named_streams_or_none(url: str, stream: Stream) -> None:
+def test_rm_deletes_nothing_if_a_named_stream_is_missing(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "rm", "orders", "nope", "--yes").code == 1
     assert connect(url).streams() == ["orders"]
 

@@ -73,7 +73,7 @@ def test_type_can_have_its_own_encode_and_decode() -> None:
     assert codec.decode("1", b"Ada:36") == User("Ada", 36)
 
 
-def test_conflicting_registrations_are_refused() -> None:
+def test_conflicting_or_invalid_registrations_are_refused() -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     for type_, number in ((Point, 1), (User, 2)):

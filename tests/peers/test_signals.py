@@ -120,7 +120,9 @@ def test_send_interrupted_by_a_signal_does_not_block_other_senders(post: Post, q
 
 
 @pytest.mark.parametrize("how", ["leave", "group.close"])
-def test_leave_interrupted_by_a_signal_can_be_resumed(post: Post, quiet: None, how: str) -> None:
+def test_leave_or_close_interrupted_by_a_signal_can_be_repeated(
+    post: Post, quiet: None, how: str
+) -> None:
     group = post.group(ttl=LONG_S)
 
     def interrupt() -> None:

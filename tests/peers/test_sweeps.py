@@ -152,7 +152,7 @@ def test_overdue_members_do_not_count_towards_min_size(build: Build) -> None:
 # Messages to dead members
 
 
-def test_messages_to_any_member_wait_for_the_only_named_member(peers: Peers) -> None:
+def test_messages_to_any_member_wait_for_the_only_member_if_it_is_named(peers: Peers) -> None:
     peers.join("w", named=True)
     for message in ("one", "two"):
         send(peers, message)

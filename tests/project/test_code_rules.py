@@ -70,7 +70,7 @@ def _error_names(node: ast.AST) -> Iterator[str]:
 
 
 def _is_text(node: ast.expr, names: set[str]) -> bool:
-    """Return whether an expression is an error's text: ``str(error)`` or ``error.args[0]``."""
+    """Return whether an expression yields an error's text, such as ``str(error).lower()``."""
     match node:
         case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
             return name in names

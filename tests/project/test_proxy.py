@@ -212,7 +212,9 @@ def test_refuse_resets_new_connections_and_keeps_open_ones(
         assert later.ping()
 
 
-def test_dead_server_resets_the_connection(private_server: ServerFactory) -> None:
+def test_client_gets_a_connection_error_while_the_server_is_dead(
+    private_server: ServerFactory,
+) -> None:
     server = private_server()
     with Proxy(HOST, server.port) as proxy, plain_client(proxy.url) as client:
         assert client.ping()

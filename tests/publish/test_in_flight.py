@@ -97,7 +97,7 @@ def test_acknowledged_batches_can_be_put_in_doubt_for_another_server() -> None:
 
 
 @pytest.mark.parametrize("left", [0, 2])
-def test_a_new_epoch_counts_from_zero(left: int) -> None:
+def test_a_new_epoch_numbers_the_remaining_batches_from_zero(left: int) -> None:
     window, batches = filled(3, sent=3)
     for _ in range(3 - left):
         window.pop_oldest()

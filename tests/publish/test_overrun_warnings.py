@@ -113,7 +113,7 @@ def test_no_warning_for_a_group_of_a_deleted_stream(
     assert warnings(caplog) == []
 
 
-def test_publisher_that_may_not_read_groups_publishes_without_warnings(
+def test_publisher_that_cannot_read_groups_publishes_without_warnings(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", capacity=10)

@@ -90,7 +90,7 @@ def test_health_check_distinguishes_a_working_server_from_a_dead_one(
     eventually(lambda: not healthy("redis") and not healthy("replica"))
 
 
-def test_data_survives_removing_the_containers() -> None:
+def test_services_store_their_data_in_a_named_volume() -> None:
     for service in ("redis", "replica"):
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")

@@ -281,7 +281,7 @@ def depth(queue: Queue) -> int:
 
 
 def test_purge_free(any_url: str) -> None:
-    """A purge changes the depth of its own shared group only."""
+    """A purge affects only its shared group. Other readers still see the records."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert depth(queue) == 6

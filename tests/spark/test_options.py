@@ -380,7 +380,7 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
         assert seen == [*range(first, end)]
 
 
-def test_records_dropped_after_a_late_stream_has_begun_are_lost(
+def test_records_dropped_after_a_late_stream_has_begun_are_reported_lost(
     url: str, stream: meteor.Stream
 ) -> None:
     with Engine(Checkpoint(), url=url, streamsPattern="orders.*") as engine:

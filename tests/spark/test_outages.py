@@ -251,7 +251,7 @@ def test_task_fails_and_can_be_repeated_if_the_server_lost_frames_that_it_had_st
 
 
 @pytest.mark.usefixtures("in_task")
-def test_commit_writes_each_row_once_if_its_connection_is_cut_repeatedly(
+def test_commit_writes_each_row_once_whichever_reply_is_lost(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)  # one frame per call

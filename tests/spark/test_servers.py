@@ -61,7 +61,7 @@ def test_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_malformed_url_is_not_shown() -> None:
+def test_password_in_a_malformed_url_is_not_shown() -> None:
     with pytest.raises(ValueError, match="The url is malformed") as caught:
         parse({"url": f"redis://u:[{SECRET}@h"})
     assert SECRET not in str(caught.value)

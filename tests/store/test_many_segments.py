@@ -167,7 +167,7 @@ def test_folder_without_a_reliable_modification_time_is_listed_each_time(
     assert store.bounds(INCARNATION).end == end + 20
 
 
-def test_plan_for_many_tasks_lists_the_store_once(
+def test_many_split_points_are_found_with_one_listing(
     stored: StoredStream, listings: list[str]
 ) -> None:
     with stored.archiver():

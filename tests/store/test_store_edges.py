@@ -202,7 +202,7 @@ def test_expiry_stops_at_a_groups_position_and_never_moves_backwards(
 # Files
 
 
-def test_sweep_stops_as_soon_as_its_term_is_over(tmp_path: Path) -> None:
+def test_tidying_stops_as_soon_as_its_term_is_over(tmp_path: Path) -> None:
     store = filled(tmp_path)
     store.compact(INCARNATION, 0, END, records=1_000, size=1 << 30)
     folder = tmp_path / "s" / INCARNATION

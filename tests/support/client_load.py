@@ -340,7 +340,7 @@ def lost(known: list[tuple[int, bytes]], log: dict[int, bytes]) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DRAIN_S) -> bool:
-    """Wait for a condition; return whether it became true. If not, a later check fails."""
+    """Wait up to ``timeout_s`` seconds for a condition; return whether it became true."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

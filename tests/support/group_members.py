@@ -162,7 +162,7 @@ class Member(Process):
     def tell(self, command: str, /, *args: Any) -> None:
         """Send a command without waiting; ``answer`` returns the reply."""
         assert self.name
-        assert not self._unanswered, "a member executes one command at a time"
+        assert not self._unanswered, "the member is still executing a command"
         self.write(json.dumps([command, *args]))
         self._unanswered += 1
 
@@ -271,7 +271,7 @@ class GroupHarness:
 
     @property
     def owner(self) -> str | None:
-        """The member that holds the lease."""
+        """The member that holds the lease; None if the lease is free."""
         found: Any = self.redis.get(keys.lease(STREAM, self.group))
         return None if found is None else found.decode().partition(" ")[0]
 
