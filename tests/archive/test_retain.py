@@ -34,8 +34,8 @@ def test_archiver_deletes_records_older_than_retain(m: meteor.Client, tmp_path: 
         stream.store.flush()
         assert is_expired_to(stream, 0)
         stream.configure(retain=0.001)
-        eventually(lambda: is_expired_to(stream, 90), 10, "nothing expired")
-        eventually(lambda: segments(tmp_path) == [], 10, "files are left")
+        eventually(lambda: is_expired_to(stream, 90), 10, "the expected records did not expire")
+        eventually(lambda: segments(tmp_path) == [], 10, "expired files were not deleted")
     assert read_all(stream) == list(range(80, 90))  # the ring still has these
 
 
@@ -48,7 +48,7 @@ def test_archiver_keeps_as_many_files_as_fit_into_retain_bytes(
     assert len(sizes) == 4
     stream.configure(retain_bytes=sum(sizes[2:]))
     with archiving(stream):
-        eventually(lambda: is_expired_to(stream, 60), 10, "nothing expired")
+        eventually(lambda: is_expired_to(stream, 60), 10, "the expected records did not expire")
     assert len(segments(tmp_path)) == 2
     assert read_all(stream, 60) == list(range(60, 120))
     with stream.subscriber() as sub:
@@ -64,7 +64,7 @@ def test_records_that_a_group_has_not_confirmed_are_kept(m: meteor.Client, tmp_p
     stream.seek_group("slow", 30)
     stream.configure(retain=0.001)
     with archiving(stream):
-        eventually(lambda: is_expired_to(stream, 30), 10, "nothing expired")
+        eventually(lambda: is_expired_to(stream, 30), 10, "the expected records did not expire")
         stream.seek_group("slow", 90)
         eventually(lambda: is_expired_to(stream, 90), 10, "the rest did not expire")
 
@@ -115,7 +115,7 @@ def test_archiver_whose_history_was_continued_elsewhere_deletes_nothing(
     stream = kept(m, tmp_path, retain=0.001)
     monkeypatch.setattr(expiry, "_ENFORCE_S", 1e6)
     with archiving(stream, segment_age=1e6) as archiver:
-        eventually(lambda: archiver._archive_term, 10, "no term")
+        eventually(lambda: archiver._archive_term, 10, "the archiver did not begin a term")
         term = archiver._archive_term
         assert term is not None
         fill(stream, 30)
@@ -123,10 +123,10 @@ def test_archiver_whose_history_was_continued_elsewhere_deletes_nothing(
         enforced: list[int] = []
         monkeypatch.setattr(archiver._retain_policy, "enforce", lambda: enforced.append(1))
         monkeypatch.setattr(archiver._retain_policy, "is_due", lambda: True)
-        eventually(lambda: enforced, 10, "retain is not enforced")
+        eventually(lambda: enforced, 10, "retain was not enforced")
         monkeypatch.setattr(term, "_store_term", term._store_term - 1)
         fill(stream, 1)
-        eventually(lambda: len(segments(tmp_path)) == 1, 10, "files")
+        eventually(lambda: len(segments(tmp_path)) == 1, 10, "the segment was not written")
         enforced.clear()
         fill(stream, 1)
         eventually(lambda: term.records >= 2, 10, "the archiver did not gather the records")

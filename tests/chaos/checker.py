@@ -229,7 +229,7 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """Check that none of the last `capacity` records is reported as gone."""
+    """Check that no gap covers one of the last `capacity` records. If it is None, allow no gap."""
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue

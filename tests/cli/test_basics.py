@@ -51,7 +51,7 @@ def test_help_for_every_command_has_an_example(
     assert re.search(rf"\bmeteor( --\S+ \S+)* {' '.join(path)}", command.example)
     assert command.example.splitlines()[0].strip() in shown
     names = [name for option in command.params for name in option.opts]
-    assert len(names) == len(set(names)), "one option hides another"
+    assert len(names) == len(set(names)), "two options have the same name"
     for option in command.params:
         if isinstance(option, click.Option):
             assert option.help, option.name

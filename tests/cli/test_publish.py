@@ -275,7 +275,7 @@ def test_unreachable_server_is_reported_without_a_traceback(private_server: Serv
     assert "Traceback" not in done.err
 
 
-def test_endless_line_is_refused(tmp_path: Path) -> None:
+def test_line_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "endless"
     path.write_bytes(b"x" * (3 * BLOCK))
     with path.open("rb") as file, pytest.raises(ValueError, match="A line in the input is longer"):

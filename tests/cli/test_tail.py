@@ -349,7 +349,7 @@ def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Str
         url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw"
     ) as tailing:
         assert tailing.line() == "0"
-        eventually(lambda: stream.groups()[0].owner is not None, 20, "no member reads")
+        eventually(lambda: stream.groups()[0].owner is not None, 20, "no member took the lease")
         stream.seek_group("billing", 2010, force=True)
         for _ in range(2019):
             tailing.line()

@@ -395,7 +395,7 @@ def test_closed_pipe_ends_top_quietly(url: str, client: meteor.Client) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_importing_top_and_watch_loads_nothing_heavy() -> None:
     """Slow imports are deferred until they are needed."""
     program = (
         "import sys, json, meteor_cli.commands.top, meteor_cli.commands.watch; "

@@ -207,6 +207,6 @@ def test_every_server_in_a_profile_has_a_published_port_and_its_own_volume(
         assert f"{name}-data" in COMPOSE["volumes"]
 
 
-def test_slots_are_assigned_once_all_nodes_are_healthy() -> None:
+def test_cluster_create_waits_until_all_nodes_are_healthy() -> None:
     waits = SERVICES["cluster-create"]["depends_on"]
     assert waits == {name: {"condition": "service_healthy"} for name in NODES}

@@ -69,7 +69,9 @@ def test_sigterm_to_the_supervisor_stops_the_server_cleanly(kept: Path) -> None:
     assert "ready to exit, bye bye" in (kept / supervisor.LOG).read_text()
 
 
-def test_server_that_is_suspended_is_killed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_server_is_killed_when_its_user_closes_it(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     impatient = kept.parent / "supervisor.py"
     impatient.write_text(
         Path(supervisor.__file__).read_text().replace("STOP_S = 5.0", "STOP_S = 0.2")

@@ -84,7 +84,7 @@ def test_row_group_with_large_values_has_few_records(empty: ParquetStore) -> Non
     assert len(read(empty, 5, 6)) == 1
 
 
-def test_values_that_do_not_compress_are_stored_in_the_same_format(
+def test_values_that_do_not_compress_are_stored_with_the_same_codec(
     empty: ParquetStore, rng: random.Random
 ) -> None:
     sizes = []

@@ -126,7 +126,10 @@ class Fleet:
                 self.kill(number)
 
     def trouble(self) -> None:
-        """Kill or pause one consumer, and resume paused consumers that are due."""
+        """Resume paused consumers that are due, restart dead ones, and kill or pause one.
+
+        If the fleet is lossy, sometimes cut off half of the consumers too.
+        """
         for number, until in list(self._paused.items()):
             if time.monotonic() > until:
                 self._members[number].resume()
