@@ -264,7 +264,7 @@ class GroupActive(GroupError):
 class LeaseLost(GroupError):
     """The lease was lost or released, so this confirm was refused and changed nothing.
 
-    The records have been, or will be, delivered to the member that currently holds the lease.
+    The records have been, or will be, delivered to the member that holds the lease next.
     """
 
 

@@ -37,9 +37,11 @@ class EventReader(JoinableThread):
         self._again = False
 
     def read_again(self) -> None:
-        """Make the thread read all replies again. The server may have recreated the reply stream,
-        and the new stream may start at a lower number, because the server's clock numbers the
-        replies. Reading a reply twice is harmless."""
+        """Make the thread read all replies again.
+
+        The server may have recreated the reply stream, and the new stream may start at a lower ID,
+        because reply IDs come from the server's clock. Reading a reply twice is harmless.
+        """
         self._again = True
 
     def stop(self) -> None:

@@ -135,9 +135,9 @@ class DirectLine:
         self._settling: Batch | None = None  # settled, but waiting threads may not be awake yet
         self._uncalled: deque[Batch] = deque()  # settled batches with callbacks still to be called
         self._next_sequence = 0
-        #: The offset after the last record acknowledged on the line, and the time of that
-        #: acknowledgement. Both are 0 before the first.
+        #: The offset after the last record acknowledged since the line was lent; 0 if there is none.
         self.end_offset = 0
+        #: The time of the last acknowledgement on the line; 0 before the first.
         self.acknowledged_at = 0.0
         self._reader = 0  # the READING thread, and its deadline
         self._read_until = 0.0

@@ -1,13 +1,13 @@
 """The sender: a thread that appends batches to the log, each exactly once and in order.
 
 Several batches are in flight at a time (in_flight.py). Each carries (producer id, epoch, sequence),
-and the server remembers each producer's last eight sequences with their offsets. If a reply is
+and the server remembers each producer's last eight sequence numbers and their offsets. If a reply is
 lost, the sender sends the batch again under the same number, and the reply shows what happened:
 
 * A reply from the script proves whether the batch is in the log. An error reply, or no reply,
   proves nothing about an *earlier* attempt: the batch stays ``in_doubt`` until the script replies.
-  "Full" and "out of memory" do not settle it, because an earlier attempt may arrive late and find
-  room.
+  There is one exception: after the reply "full", like after the error "out of memory", the batch
+  stays in doubt, because an earlier attempt may arrive late and find room.
 * A batch cannot be in the log unless the one before it is. So if a batch is refused and was never
   in doubt, the batches after it may be renumbered, in the next producer epoch. But a batch that is
   refused only temporarily may be appended later. The batches sent after it may then be appended

@@ -51,7 +51,7 @@ def diverged_at(position: Position, epochs: str, end: int) -> int | None:
     """Return the first offset below ``position`` that the server lost, or None.
 
     If the position is on another branch and its path does not show where the branches split, the
-    result is 0, which may be too low but is never too high.
+    result is a lower bound, usually 0.
 
     Args:
         position: The position of a reader or publisher.

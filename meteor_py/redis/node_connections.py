@@ -1,4 +1,4 @@
-"""Connections to the nodes of a cluster, or to the primary that sentinels name."""
+"""Connections to the nodes of a cluster, or to the primary reported by the sentinels."""
 
 from __future__ import annotations
 

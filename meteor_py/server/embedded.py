@@ -227,7 +227,7 @@ def _release(users: Lock, datadir: Path, keep: bool) -> None:
 
 def _stop(users: Lock, datadir: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
-    # Open the locks now: the supervisor removes a private directory together with its files.
+    # Open the lock files now: the supervisor deletes a private directory with the files in it.
     with (
         Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock,
         Lock(datadir / supervisor.SERVER_LOCK) as server,

@@ -214,9 +214,10 @@ class SharedProtocol:
     def scan(
         self, command: str, part: str, connection: Connection | None = None
     ) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Yield the pairs of a hash (HSCAN) or a sorted set (ZSCAN) in portions.
+        """Yield the pairs of a hash (HSCAN) or a sorted set (ZSCAN) in chunks.
 
-        A pair may be repeated. Pairs that change during the scan may be missing.
+        A pair may appear more than once. Pairs that are added or removed during the scan may be
+        missed.
         """
         call = self.stream.connector.call if connection is None else connection.call
         cursor = b"0"

@@ -24,7 +24,7 @@ _TRUSTED_S = 5.0
 
 
 class _Listing(NamedTuple):
-    #: Identifies the folder's state; None if the folder may change without a new version.
+    #: Identifies the folder's state; None if a change could go unnoticed.
     version: object | None
     taken_at: float
     names: frozenset[str]

@@ -171,7 +171,8 @@ class RawOptions:
             option = names.get(name.lower())
             if option is None:
                 raise ValueError(
-                    f"The meteor data source has no option {name!r}. Use {', '.join(known)}."
+                    f"The meteor data source has no option {name!r}. The options are "
+                    f"{', '.join(known)}."
                 )
             if option not in known:
                 raise ValueError(f"The option {option} does not apply here. Leave it out.")

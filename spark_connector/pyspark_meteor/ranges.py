@@ -1,4 +1,4 @@
-"""Offset ranges, and functions that limit a micro-batch and cut it into parts for tasks."""
+"""Offset ranges, and functions that limit a micro-batch and split it into Spark partitions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """Runs the three threads until the run ends. The slow reader then reads the rest."""
+    """Runs this module's three readers until the run ends. The slow one then reads the rest."""
 
     def __init__(
         self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals

@@ -15,7 +15,7 @@ from meteor_py.shared.config import ConsumerConfig, SharedConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 UNITS = {"": 1, "s": 1, "records": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-#: Documented defaults that are not literal values.
+#: Documented defaults that are words, and their values in the code.
 WORDS = {"none": None, "the stream's": None, "True": True, "False": False}
 TABLES = (
     ("publish-subscribe.md", "setting", StreamConfig),

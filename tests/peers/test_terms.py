@@ -322,7 +322,7 @@ def lead_for_a_moment(me: Membership) -> None:
 
 
 @pytest.mark.parametrize("way", [Membership.resign, lead_for_a_moment])
-def test_no_other_member_is_elected_before_a_resigning_leader_task_ends(
+def test_no_other_member_is_elected_before_a_resigning_leaders_task_ends(
     open_group: Open, monkeypatch: pytest.MonkeyPatch, way: Callable[[Membership], object]
 ) -> None:
     monkeypatch.setattr(leadership, "TASKS_S", LONG_S)

@@ -113,7 +113,7 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
         "b'Z' has an entry but no records",
     ),
     (
-        "held without an owner",
+        "held record without an owner",
         ("HSET", "keys", "Z", plain(1)),
         "b'Z' has 1 held records, but no owner",
     ),

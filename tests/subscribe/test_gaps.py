@@ -446,7 +446,7 @@ def test_reader_gets_log_truncated_if_the_server_lost_its_records(
                 assert drain(ahead) == list(range(20))
                 server.kill()
                 server.restart()
-                fill(stream, 15)  # other records at the same offsets
+                fill(stream, 15)  # different records at the same offsets
                 for _ in range(2):
                     with pytest.raises(meteor.LogTruncated) as caught:
                         ahead.poll(timeout=5)

@@ -110,7 +110,7 @@ def test_skip_gap_without_a_gap_does_nothing(harness: GroupHarness) -> None:
     assert (sub.position, sub.skipped, harness.confirmed) == (2, 0, None)
 
 
-def test_on_gap_skip_confirms_and_counts_gaps(harness: GroupHarness) -> None:
+def test_on_gap_skip_counts_lost_records_and_confirms_past_a_gap(harness: GroupHarness) -> None:
     harness.fill(5)
     skipped: list[tuple[int, int]] = []
     sub = harness.subscriber(

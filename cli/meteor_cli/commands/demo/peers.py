@@ -38,7 +38,7 @@ class Outcome:
     vote_s: float
     #: Seconds between the first and the last action.
     spread_s: float
-    #: Maximum difference, in seconds, between the clocks of two members.
+    #: Upper bound, in seconds, on the difference between two members' clocks.
     bound_s: float
     acted: int
 

@@ -44,8 +44,9 @@ elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then
   return {'EXPIRED', 0, last_event(), g[4], tonumber(g[2])}
 end
 
--- The terms of listed groups follow the clock. The terms of archivers are just counted, because
--- archivers combine them with the epoch, which follows the clock (see archive/archive_term.py).
+-- An ordinary group's term follows the clock. An archiver's term (its group name starts with '.')
+-- normally increases by one, because archivers combine it with the epoch, which follows the clock (see
+-- archive/archive_term.py).
 local now = 0
 if string.sub(ARGV[2], 1, 1) ~= '.' then
   local clock = redis.call('TIME')
