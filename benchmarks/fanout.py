@@ -198,7 +198,7 @@ def read_all(
     counters: Counters,
     check: bool,
 ) -> float:
-    """Let all subscribers read everything in turn; wait only when none finds a record."""
+    """Poll the subscribers in turn until each has read everything; wait only if none finds any."""
     orders = [Order() for _ in ids]
     ready()
     total = PUBLISHERS * each

@@ -23,7 +23,7 @@ from benchmarks.common import (
 )
 
 #: Goals for memory growth. The publisher limits its pending records to 64 MiB (max_pending_bytes),
-#: which it holds as Python objects. A subscriber fetches about 1 MiB at a time.
+#: but holds them as Python objects, which take more. A subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
 #: The size limit for one fetch, and records that would exceed it: many small ones, then large ones.

@@ -167,7 +167,7 @@ class Sender(Closeable):
         return Motion(data, kind, check_seconds("timeout", timeout), require_leader)
 
     def _check_at(self, at: float) -> int:
-        """Convert an action's time to whole ms."""
+        """Check an action's time, and convert it to whole milliseconds."""
         if isinstance(at, bool) or not isinstance(at, (int, float)):
             raise TypeError(f"at must be a number of seconds, not {type(at).__name__}.")
         if not math.isfinite(at) or not 0 <= at <= self._group_handle.now() + _AHEAD_MAX_S:

@@ -135,7 +135,7 @@ class DirectLine:
         self._settling: Batch | None = None  # settled, but waiting threads may not be awake yet
         self._uncalled: deque[Batch] = deque()  # settled batches with callbacks still to be called
         self._next_sequence = 0
-        #: The offset after the last record acknowledged since the line was lent; 0 if there is none.
+        #: The offset after the last record acknowledged since the line was lent; 0 if there is none
         self.end_offset = 0
         #: The time of the last acknowledgement on the line; 0 before the first.
         self.acknowledged_at = 0.0

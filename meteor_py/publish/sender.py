@@ -1,8 +1,8 @@
 """The sender: a thread that appends batches to the log, each exactly once and in order.
 
 Several batches are in flight at a time (in_flight.py). Each carries (producer id, epoch, sequence),
-and the server remembers each producer's last eight sequence numbers and their offsets. If a reply is
-lost, the sender sends the batch again under the same number, and the reply shows what happened:
+and the server remembers each producer's last eight sequence numbers and their offsets. If a reply
+is lost, the sender sends the batch again under the same number, and the reply shows what happened:
 
 * A reply from the script proves whether the batch is in the log. An error reply, or no reply,
   proves nothing about an *earlier* attempt: the batch stays ``in_doubt`` until the script replies.

@@ -119,7 +119,7 @@ class Columns:
 
 
 def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
-    """Return the name of the frame's format, and its bytes (or a buffer)."""
+    """Return the name of the frame's format, and the frame's content, as bytes or a buffer."""
     letters = columns.letters()
     if len(columns) == 1:
         value = columns.values[0]

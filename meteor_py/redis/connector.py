@@ -108,7 +108,7 @@ class Connector:
         return self._redis
 
     def open_connection(self, tag: str | None) -> Connection:
-        """Return a new connection for the keys with a hash tag. The caller must close it."""
+        """Return a new connection for keys with the hash tag ``tag``. The caller must close it."""
         return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
     def warn_of_hidden_history(self, tag: str) -> None:

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     """An index entry that the index has dropped. It was rebuilt from the store or declared lost."""
 
     first: int
-    #: From ``OrderingRule.index_rows``; empty if neither the ring nor the store has the records.
+    #: The output of ``OrderingRule.index_rows``; empty if the records are lost or unreadable.
     strings: tuple[bytes, ...]
     #: The offset after the last record.
     stop: int

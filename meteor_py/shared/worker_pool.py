@@ -188,7 +188,7 @@ class WorkerPool:
                     self._process(record)
                 except BaseException as error:  # such as SystemExit, which run() raises again
                     self._failure = error
-                    # Without this, later records of the same key would overtake this record.
+                    # Without this, later records with the same key would overtake this one.
                     self._release(record, reason_of(error))
                     self.stop()
                 finally:

@@ -23,7 +23,7 @@ from meteor_py.store.base import (
 
 
 class _Incarnation:
-    """The live records of one incarnation, as batches in offset order."""
+    """One incarnation: its live records as batches in offset order, its term, epochs and states."""
 
     def __init__(self) -> None:
         self.term = 0

@@ -257,7 +257,7 @@ class Fetcher:
         try:
             self.buffer.fetch(block_s, records)
         except OwnerChanged:
-            assert self.session is not None, "only groups are guarded"
+            assert self.session is not None, "only a group's fetch raises OwnerChanged"
             self.session.distrust()
         finally:
             if self.session is not None:  # confirms must carry the epoch of the fetched records

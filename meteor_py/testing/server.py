@@ -64,7 +64,7 @@ class Server:
             ServerNotFound: No server program was found.
         """
         self.program = Path(program) if program is not None else find_server()
-        #: The server options. Each start reads them, so you can change them and restart.
+        #: Server options. They are read at every start, so you can change them and restart.
         self.args = args
         # Do not use pytest's tmp_path: a socket path is limited to 103 bytes.
         root = tempfile.gettempdir()
@@ -273,7 +273,7 @@ class Server:
         if self._process is None:
             return
         for _ in range(STOP_TRIES):
-            # Repeat the signal: Redis refuses SIGTERM while it writes its first append-only file.
+            # Repeat the signal: Redis ignores SIGTERM while it writes its first append-only file.
             if self._process.poll() is None:
                 # Kill the process group: a child that rewrites the file must not keep writing.
                 send = os.killpg if how == signal.SIGKILL else os.kill

@@ -115,8 +115,11 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     starting = _parse_specs(options, *_STARTING, "latest" if streaming else "earliest")
     kinds = {starting.default.kind, *(spec.kind for spec in starting.by_stream.values())}
     if not group and "group" in kinds:
-        hint = "Pass the option group." if streaming else "Only readStream supports groups."
-        raise ValueError(f"startingOffsets=group starts at a group's position. {hint}")
+        raise ValueError(
+            'startingOffsets=group needs the option "group".'
+            if streaming
+            else "startingOffsets=group works only with readStream: batch reads have no group."
+        )
     ending = _parse_specs(options, *_ENDING, "latest")
     for option, specs in (("startingOffsets", starting), ("endingOffsets", ending)):
         _check_names(option, specs, streams, pattern)

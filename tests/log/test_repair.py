@@ -83,7 +83,7 @@ def test_publishing_continues_after_an_entry_beyond_the_end_is_removed(
     assert stream.repair().healthy
 
 
-def test_publishing_continues_after_the_entry_was_deleted_by_hand(
+def test_repair_unblocks_publishing_after_a_foreign_entry_was_deleted_by_hand(
     stream: meteor.Stream, plain: Any
 ) -> None:
     plain.xdel(LOG, plain.xadd(LOG, {"user": "1"}))

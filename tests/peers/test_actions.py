@@ -438,7 +438,7 @@ def test_clock_can_be_read_while_it_is_updated() -> None:
     assert not errors
 
 
-def test_member_that_changed_its_id_since_the_vote_misses_the_action(open_group: Open) -> None:
+def test_member_whose_id_has_changed_since_the_vote_misses_the_action(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     done: list[Action] = []

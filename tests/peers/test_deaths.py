@@ -1,7 +1,7 @@
 """Peer group members that die, are replaced, and rejoin.
 
-The tests use several handles in one process, and check the events that they see and the members'
-ids.
+The tests use several handles in one process, and check the members' ids and the events that each
+handle sees.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
         eventually(lambda: refused_writes(proxied) >= refusals, message="nothing was sent")
         proxied.direct.config_set("min-replicas-to-write", 0)
         assert first.result(10) == 1
-        assert isinstance(failure(second), meteor.OutcomeUnknown)  # although the last reply is FULL
+        assert isinstance(
+            failure(second), meteor.OutcomeUnknown
+        )  # even though the last reply was FULL
         proxied.set_meta(archived=3)
         assert pub.publish(b"later").result(10) == 3
 

@@ -106,7 +106,7 @@ def test_register_adds_the_format_to_a_session(
 
 
 @pytest.mark.slow
-def test_spark_finds_the_format_in_a_wheel(tmp_path: Path) -> None:
+def test_spark_finds_the_format_when_installed_from_a_wheel(tmp_path: Path) -> None:
     require_java()
     home = installed(tmp_path)
     found, place = count(home / "bin" / "python", tmp_path)

@@ -59,7 +59,7 @@ def test_segment_name_holds_all_its_fields() -> None:
         f"{0:020d}-{10**20 - 1}-1-0badcafe.parquet",  # above the highest offset
     ],
 )
-def test_other_names_are_not_segments(name: str) -> None:
+def test_malformed_names_are_not_parsed_as_segments(name: str) -> None:
     assert Segment.parse(name) is None
 
 
@@ -230,7 +230,7 @@ class Archiving(RuleBasedStateMachine):
     @precondition(lambda self: self.paused)
     @rule(data=st.data())
     def append_late(self, data: st.DataObject) -> None:
-        """Append too late; the commit will be refused, because the term is over."""
+        """Append for a term that has ended. The server would refuse the commit."""
         late = self.paused.pop(data.draw(st.integers(0, len(self.paused) - 1)))
         self.store.write(late.term, table(late.first, late.ids))
         self.late_below = self.late_below or late.first < self.expired

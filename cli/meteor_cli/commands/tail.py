@@ -49,7 +49,7 @@ class CountType(click.IntRange):
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> int:
         if isinstance(value, str) and value.startswith("+"):
-            self.fail(f"{value!r} is not a count; to start there, use `-o {value}`.", param)
+            self.fail(f"{value!r} is not a count; to start at an offset, use `-o {value}`.", param)
         count: int = super().convert(value, param, context)
         return count
 

@@ -108,7 +108,7 @@ def decode(
             row = _to_row(_decoder.decode(line))
             if accept is not None:
                 accept(row[0])
-        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise Unreadable(
                 f"Line {number + index} is not a record in the format of `meteor tail --json`, "
                 f'with bytes as a string or {{"b64": "..."}}: {str(error).rstrip(".")}.',

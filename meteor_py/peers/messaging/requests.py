@@ -332,7 +332,7 @@ class Requests:
         if reply[0] == b"OLD":
             raise MessageFailed(
                 f"The server has already stored later messages from this handle for group "
-                f"{self.group.name!r}. This one may or may not have been stored.",
+                f"{self.group.name!r}. This message may or may not have been stored.",
                 group=self.group.name,
             )
         return [result.decode() for result in reply[1:]]
