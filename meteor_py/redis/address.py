@@ -277,8 +277,11 @@ def _split_path(path: str, kind: str) -> tuple[str, str]:
 def _take_own_options(query: str, kind: str) -> tuple[dict[str, str], str]:
     """Return the options that an address of a single server does not have, and the other ones."""
     pairs = parse_qsl(query, keep_blank_values=True)
-    taken = {name: value for name, value in pairs if name in _SEVERAL_OPTIONS["+sentinel"]}
-    for name in taken:
+    names = [name for name, _ in pairs if name in _SEVERAL_OPTIONS["+sentinel"]]
+    taken = {name: value for name, value in pairs if name in names}
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} occurs more than once")
         if name not in _SEVERAL_OPTIONS[f"+{kind}"]:
             raise ValueError(f"{name} is for redis+sentinel:// addresses only")
     if kind == "cluster" and dict(pairs).get("db", "0") != "0":

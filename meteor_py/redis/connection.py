@@ -276,11 +276,11 @@ class Connection:
         Raises:
             ConnectionFailed: The server cannot be reached.
         """
-        was_connected = self._connection is not None
+        was_connected, interrupts = self._connection is not None, self._interrupts
         try:
             result = work(*args, **kwargs)
         except ConnectionFailed as error:
-            if not (was_connected or error.redirected):
+            if not (was_connected or error.redirected) or self._interrupts != interrupts:
                 raise
         else:
             self._outage.since = None
@@ -303,9 +303,11 @@ class Connection:
             try:
                 result = work(*args, **kwargs)
             except ConnectionFailed as error:
+                if not error.redirected:
+                    raise
                 failures += 1
                 pause_s = min(self._outage.pause_s(failures), self.timeout_s * PAUSE_SHARE)
-                if not error.redirected or time.monotonic() + pause_s > deadline:
+                if time.monotonic() + pause_s > deadline:
                     raise
                 self._pause = pause = SignalSafeEvent()
                 if self._interrupts != interrupts or pause.wait(pause_s):

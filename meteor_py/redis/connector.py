@@ -72,7 +72,8 @@ class Connector:
         self._topology = _topology(address, timeout_s)
         self._topology.on_departure(self._keep_only)
         self._single: SharedConnection | None = None  # to a single server
-        self._nodes = NodeConnections(self._connect_to)
+        # Without a reference to this object, so that a client that is dropped ends at once.
+        self._nodes = NodeConnections(partial(Connection, address, timeout_s, self._topology, None))
         self._redis: redis.Redis | None = None
         self._checked: set[Node | None] = set()
         self._outage = Outage()
@@ -307,9 +308,6 @@ class Connector:
         assert node is not None, "only a single server has no nodes"
         return node
 
-    def _connect_to(self, node: Node) -> Connection:
-        return Connection(self.resolve(), self.timeout_s, self._topology, None, node)
-
     def _keep_only(self, nodes: Collection[Node]) -> None:
         """Close the connections to nodes that have left."""
         self._nodes.keep_only(nodes)
@@ -357,10 +355,11 @@ class Connector:
 
     def _exclusive(self) -> threading.RLock:
         """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
-        if self._forks != _forks:
-            self._forks = _forks
-            self._lock = threading.RLock()
+        forks = _forks
+        if self._forks != forks:
             self._single = None  # at the fork, another thread may have been in a call
+            self._lock = threading.RLock()
+            self._forks = forks  # last: a thread that sees it uses the new lock
         return self._lock
 
 

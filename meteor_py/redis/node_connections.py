@@ -9,7 +9,7 @@ from meteor_py.redis.address import Node
 from meteor_py.redis.connection import Connection
 
 #: Maximum number of idle connections to keep for each node.
-_IDLE_MAX = 4
+_IDLE_MAX = 32
 
 
 class NodeConnections:

@@ -97,7 +97,7 @@ class SlotMap(Topology):
         self._moved[slot] = node
         self._prefer(node)
         self._is_stale = True
-        self._report_nodes(self._all_nodes())
+        self._report_all_nodes()
 
     def note_failed(self, node: Node | None) -> None:
         self._is_stale = True
@@ -106,6 +106,13 @@ class SlotMap(Topology):
         for slot, other in list(self._moved.items()):
             if other == node:
                 self._moved.pop(slot, None)
+
+    def _report_all_nodes(self) -> None:
+        """Report the nodes, and again if another thread has changed them in the meantime."""
+        reported: set[Node] | None = None
+        while reported != (nodes := self._all_nodes()):
+            self._report_nodes(nodes)
+            reported = nodes
 
     def _all_nodes(self) -> set[Node]:
         return {*self._table.nodes, *list(self._moved.values())}  # a list: threads change the dict
@@ -166,7 +173,8 @@ class SlotMap(Topology):
             self._is_stale = True
             raise
         self._is_stale = True
-        self._timer.note(found_news=False)
+        if failure is not None:  # else the caller had no time to ask
+            self._timer.note(found_news=False)
         if not self._table.nodes:
             raise self._unreachable(failure)
 
@@ -182,7 +190,7 @@ class SlotMap(Topology):
         if source not in self._doubtful:
             self._doubtful = set()
             self._prefer(source)
-        self._report_nodes(self._all_nodes())
+        self._report_all_nodes()
 
     def _ask(self, node: Node, search: Search, timeout_s: float) -> _Table:
         probe = Connection(self._address.at(node), timeout_s)

@@ -37,6 +37,8 @@ _FIRST_S, _STEADY_S, _LONGEST_S = 0.005, 0.1, 1.0
 _GROWTH = 1.2
 #: Redirects, or refreshes of the topology, more than this many seconds apart are unrelated.
 _APART_S = 3.0
+#: Seconds without a failed call after which an outage counts as over.
+_FORGET_S = 10.0
 #: Seconds between checks whether a search that waits for another thread was interrupted.
 _SLICE_S = 0.05
 #: If a slot has been moving for this many seconds, the move was probably abandoned.
@@ -243,18 +245,20 @@ def pause_after_s(error: Exception | None, failures: int, others_s: tuple[float,
 class Outage:
     """The time for which all calls have failed. Later calls then pause longer from the start."""
 
-    __slots__ = ("since",)
+    __slots__ = ("_last", "since")
 
     def __init__(self) -> None:
         #: When the first of the calls failed. None after a call that succeeded.
         self.since: float | None = None
+        self._last = 0.0  # when the last of them failed
 
     def pause_s(self, failures: int) -> float:
         """Return the seconds to wait after a call has failed for the nth time, with jitter."""
         now = time.monotonic()
         since = self.since
-        if since is None:
+        if since is None or now - self._last > _FORGET_S:  # the client was idle meanwhile
             self.since = since = now
+        self._last = now
         lasting_s = min((now - since) * (1 - 1 / _GROWTH), _LONGEST_S)
         return max(redirect_pause_s(failures), lasting_s * random.uniform(0.5, 1))
 

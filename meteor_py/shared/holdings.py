@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
@@ -54,9 +55,11 @@ class Holdings:
         self._batches: dict[int, DeliveryBatch] = {}
         self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
         self._held: dict[int, SharedRecord] = {}
-        # The records in _held, by ordering key. Only rewinds need this dict, so the first rewind
-        # builds it, and ``receive`` discards it.
-        self._by_key: dict[bytes, dict[int, SharedRecord]] | None = None
+        self._receipts = 0  # records ever added to _held
+        # The records in _held by ordering key, when _receipts was _indexed. Only rewinds need it,
+        # so a rewind builds it. Records that are no longer held may remain in it.
+        self._by_key: dict[bytes, list[SharedRecord]] = {}
+        self._indexed = 0
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
         self._others: list[Settlement] = []
         # Keys that were rewound before all their granted records were fetched. The value is the
@@ -88,21 +91,18 @@ class Holdings:
         were rewound with an earlier record of their key.
         """
         received: list[SharedRecord] = []
-        held, granted, batch_of = self._held, self.granted, self._batch_of
-        try:
-            for record in fetched:
-                offset = record.offset
-                if granted.pop(offset, None) is None:
-                    continue
-                if offset not in batch_of:
-                    continue  # a signal handler's close() has returned it
-                if self._rewound and self._was_rewound(record):
-                    self._return(offset)
-                    continue
-                held[offset] = record
-                received.append(record)
-        finally:
-            self._by_key = None
+        for record in fetched:
+            offset = record.offset
+            if self.granted.pop(offset, None) is None:
+                continue
+            if offset not in self._batch_of:
+                continue  # a signal handler's close() has returned it
+            if self._rewound and self._was_rewound(record):
+                self._return(offset)
+                continue
+            self._held[offset] = record
+            self._receipts += 1
+            received.append(record)
         if not self.granted:
             self._rewound.clear()
         return received
@@ -110,7 +110,8 @@ class Holdings:
     def _was_rewound(self, record: SharedRecord) -> bool:
         """Whether a record was granted before its key was rewound to an earlier record."""
         to, last = self._rewound.get(record.ordering_key, (record.offset, 0))
-        return record.offset > to and self._batch_of[record.offset].number <= last
+        batch = self._batch_of.get(record.offset)
+        return record.offset > to and batch is not None and batch.number <= last
 
     def lose(self, offset: int) -> bool:
         """Settle a granted record that cannot be fetched; return whether it was still granted."""
@@ -126,8 +127,6 @@ class Holdings:
         offset = record.offset
         record.standing = _SETTLED
         self._held.pop(offset, None)
-        if self._by_key is not None:
-            self._by_key.get(record.ordering_key, {}).pop(offset, None)
         batch = self._batch_of.pop(offset, None)
         if batch is not None:  # else a signal handler's close() has returned it
             batch.acked.append(offset)
@@ -160,13 +159,13 @@ class Holdings:
 
     def _held_after(self, offset: int, key: bytes) -> list[SharedRecord]:
         """Return the held records of a key after an offset, in order."""
-        by_key = self._by_key
-        if by_key is None:
-            by_key = {}
-            for record in self._held.values():
-                by_key.setdefault(record.ordering_key, {})[record.offset] = record
-            self._by_key = by_key
-        return [record for other, record in sorted(by_key.get(key, {}).items()) if other > offset]
+        while self._indexed != self._receipts:  # a signal handler may receive more records
+            receipts, by_key = self._receipts, dict[bytes, list[SharedRecord]]()
+            for record in list(self._held.values()):  # a list: a signal handler may settle some
+                by_key.setdefault(record.ordering_key, []).append(record)
+            self._by_key, self._indexed = by_key, receipts
+        later = [record for record in self._by_key.get(key, ()) if record.offset > offset]
+        return sorted((r for r in later if r.offset in self._held), key=attrgetter("offset"))
 
     def add(self, settlement: Settlement) -> None:
         """Queue a settlement of a record that is not held here, such as a dead letter."""
@@ -377,8 +376,9 @@ class Holdings:
 
     def _return(self, offset: int) -> None:
         """Return a record without counting a failure."""
-        batch = self._batch_of.pop(offset)
-        self._others.append(Settlement("U", batch.number, (offset,), asked_for=False))
+        batch = self._batch_of.pop(offset, None)
+        if batch is not None:  # else a signal handler's close() has returned it
+            self._others.append(Settlement("U", batch.number, (offset,), asked_for=False))
 
     def _acknowledge(self, batch: DeliveryBatch | None, offsets: Iterable[int]) -> None:
         if batch is not None:
@@ -413,5 +413,3 @@ class Holdings:
         self._held.pop(offset, None)  # a signal handler's close() may have dropped it
         if not keep_batch:
             self._batch_of.pop(offset, None)
-        if self._by_key is not None:
-            self._by_key.get(record.ordering_key, {}).pop(offset, None)

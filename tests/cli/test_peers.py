@@ -214,7 +214,7 @@ def test_deleting_a_group_with_live_members_needs_force(
         done = meteor(url, *command, *more)
         assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
         assert "has live members: w1, w2, w3 and 2 more. " in done.err
-        assert "with --force;" in done.err
+        assert "with --force. " in done.err
     assert "5 members (5 alive), " in succeed(url, *command, "--force", "--dry-run").err
     assert group._handle.protocol.look().view == begun, "the group was changed"
     reset = threading.Event()

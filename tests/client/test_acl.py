@@ -58,11 +58,13 @@ def test_a_subscriber_can_list_groups_but_not_join_one(guarded: Server) -> None:
     assert contents(guarded) == before
 
 
-def test_server_description_is_empty_for_a_role_without_info(
+def test_server_description_has_only_the_address_for_a_role_without_info(
     guarded: Server,
 ) -> None:
     with connect(guarded, "subscriber") as m:
-        assert m.describe() == meteor.ServerDescription()
+        found = m.describe()
+        assert found.address
+        assert found == meteor.ServerDescription(address=found.address)
     with connect(guarded, "member") as m:
         assert (m.describe().role, bool(m.describe().memory)) == ("primary", True)
 

@@ -7,6 +7,7 @@ by threads.
 from __future__ import annotations
 
 import doctest
+import gc
 import importlib
 import os
 import pkgutil
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -525,3 +527,19 @@ def test_an_uncaught_errors_traceback_is_short() -> None:
     assert done.stderr.count("Traceback") <= 2
     assert len(done.stderr.splitlines()) < 40
     assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["server", "cluster"])
+def test_dropped_client_ends_without_a_garbage_collection(url: str, kind: str) -> None:
+    address = url if kind == "server" else "redis+cluster://127.0.0.1:1"
+    gc.collect()
+    gc.disable()
+    try:
+        client = meteor.connect(address, timeout=0.1)
+        if kind == "server":
+            client.streams()
+        connector = weakref.ref(client._connector)
+        del client
+        assert connector() is None
+    finally:
+        gc.enable()

@@ -194,7 +194,7 @@ def test_replica_can_join_and_leave(cluster: Cluster) -> None:
 def test_misusing_a_cluster_raises(cluster: Cluster) -> None:
     with pytest.raises(RuntimeError, match="has already been started"):
         cluster.start()
-    with pytest.raises(ValueError, match="at least one primary"):
+    with pytest.raises(ValueError, match="primaries must be at least 1"):
         Cluster(primaries=0)
     with pytest.raises(ServerStartFailed, match="no-such"), Cluster(args=["--no-such", "1"]):
         pass

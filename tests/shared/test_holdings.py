@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,56 @@ def test_every_rewind_returns_records_received_since_the_last_one(held: Holdings
     settle(held, more[1], "R")
     assert [r.standing for r in more] == [
         *(Standing.REWOUND, Standing.SETTLED, Standing.REWOUND, Standing.REWOUND)
+    ]
+
+
+# A signal handler may run at any moment, and use the subscriber.
+
+
+def test_record_is_not_held_if_a_handler_closes_the_subscriber_as_it_arrives(
+    held: Holdings,
+) -> None:
+    class Granted(dict[int, int]):
+        def pop(self, *args: Any) -> Any:
+            found = super().pop(*args)
+            held.take_all()
+            return found
+
+    step(held, 0)
+    held.granted = Granted(held.granted)
+    assert held.receive([fake(0, b"A")]) == []
+    assert list(held.held()) == []
+
+
+def test_rewind_by_a_handler_returns_records_that_are_just_being_received(held: Holdings) -> None:
+    records = receive(held, "AAB")
+    settle(held, records[2], "R")  # builds the index by key
+    more = [fake(3, b"A"), fake(4, b"A")]
+    step(held, 3, 4, batch=2)
+
+    def arriving() -> Iterator[Any]:
+        yield more[0]
+        settle(held, records[0], "R")
+        yield more[1]
+
+    received = held.receive(arriving())
+    assert [r.standing for r in (records[1], more[0])] == [Standing.REWOUND] * 2
+    assert received == [more[0]], "its standing tells that it was rewound"
+
+
+def test_rewind_leaves_out_a_record_that_a_handler_acks_at_the_same_time(held: Holdings) -> None:
+    class Held(dict[int, Any]):
+        def values(self) -> Any:
+            found = list(super().values())
+            if records[1].standing is Standing.HELD:
+                held.ack(records[1])
+            return found
+
+    records = receive(held, "AAA")
+    held._held = Held(held._held)
+    settle(held, records[0], "R")
+    assert [r.standing for r in records] == [
+        *(Standing.SETTLED, Standing.SETTLED, Standing.REWOUND)
     ]
 
 

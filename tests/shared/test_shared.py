@@ -92,7 +92,7 @@ def test_one_key_can_use_the_whole_prefetch(client: meteor.Client, max_per_key: 
         ({"max_deliveries": 1}, ValueError, "only a second delivery shows"),
         ({"max_deliveries": 1_001}, ValueError, "max_deliveries"),
         ({"dead_letter": "a b"}, ValueError, "dead-letter stream"),
-        ({"dead_letter": "s"}, ValueError, "to the stream itself"),
+        ({"dead_letter": "s"}, ValueError, "its own dead letters"),
         ({"on_poison": "stop"}, ValueError, "on_poison"),
         ({"keyless": "all"}, ValueError, "keyless"),
         ({"keyless": "free", "default_key": "d"}, ValueError, "Omit default_key"),

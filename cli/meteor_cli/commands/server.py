@@ -137,12 +137,13 @@ def describe_server(session: Session, as_json: bool) -> None:
         own = streams
         if found.nodes and streams is not None:
             own = [stream for stream in streams if _has(primary, stream.name)]
+        is_silent = bool(found.nodes) and not primary.slots
+        is_complete = is_complete and not is_silent
         if as_json:
             print_json(_fields(primary, own))
             continue
         if number:
             click.echo()
-        is_silent = bool(found.nodes) and not primary.slots
         no_facts: dict[str, object] = {"server": primary.address, "problem": "no reply"}
         print_facts(no_facts if is_silent else _facts(primary, own))
     if not is_complete:
