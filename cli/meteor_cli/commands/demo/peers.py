@@ -17,7 +17,7 @@ TTL_S = 1.0
 #: Steps of the progress bar: members, leader, vote, action.
 STEPS = 4
 #: Seconds from proposing an action to executing it.
-_AHEAD_S = 0.6
+_AHEAD_S = 1.0
 
 
 class Done(NamedTuple):
@@ -59,7 +59,10 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
     """Start members, kill the leader, and make the others vote and act."""
     with ExitStack() as stack:
         peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
-        _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
+        wait_until(
+            lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers),
+            "The members of the peer group had not joined",
+        )
         advance(1)
         leader, first = group.leader, group.term
         assert leader is not None, "a group with members has a leader"
@@ -75,7 +78,9 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
         if not elected.wait(PATIENCE_S):
             raise TimeoutError(f"No leader was elected within {PATIENCE_S:g} seconds.")
         pause_s = time.perf_counter() - killed_at
-        _wait(lambda: len(group.members) == MEMBERS - 1)
+        wait_until(
+            lambda: len(group.members) == MEMBERS - 1, "The killed member was still in the group"
+        )
         advance(2)
         start = time.perf_counter()
         vote = group.propose("continue?", kind="consensus").result(PATIENCE_S)
@@ -83,7 +88,10 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
         advance(3)
         action = group.propose_action("act", at=group.now() + _AHEAD_S, timeout=_AHEAD_S)
         if action.result(PATIENCE_S).passed:
-            _wait(lambda: sum(len(peer.done) for peer in peers) == MEMBERS - 1)
+            wait_until(
+                lambda: sum(len(peer.done) for peer in peers) == MEMBERS - 1,
+                "Not all members of the peer group had acted",
+            )
         advance(4)
         done = [each for peer in peers for each in peer.done]
     times = [each.at_ns for each in done] or [0]
@@ -91,10 +99,6 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
     bound_s = sum(sorted(each.error_bound for each in done)[-2:])
     terms = (first, group.term)
     return Outcome(terms, pause_s, vote, vote_s, spread_s, bound_s, len(done))
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The peer group members had not finished")
 
 
 def _work(name: str) -> None:
