@@ -283,10 +283,6 @@ class RefreshTimer:
         self.fruitless = 0 if is_first else min(self.fruitless + 1, 100)
         self._refreshed_at = now
 
-    def reset(self) -> None:
-        """Make the next refresh due at once."""
-        self._refreshed_at, self.fruitless = -_APART_S, 0
-
 
 class Redirects:
     """Consecutive redirects on one connection, while a slot moves or a primary changes."""

@@ -14,7 +14,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.address import parse
 from meteor_py.redis.slot_map import SlotMap
-from meteor_py.redis.topology import Search
+from meteor_py.redis.topology import RefreshTimer, Search
 from meteor_py.testing import Cluster, Node
 from tests.support.forking import in_child
 from tests.support.proxied_cluster import ProxiedCluster
@@ -60,7 +60,7 @@ def test_node_whose_slot_map_led_to_a_failure_is_asked_last(
     monkeypatch.setattr(SlotMap, "_ask", note)
     for _ in range(3):  # each node's slot map leads to a failure
         slots.note_failed(slots.locate("orders", Search(5.0)))
-        slots._timer.reset()  # allow the next refresh at once
+        slots._timer = RefreshTimer()  # allow the next refresh at once
     assert asked[0] != asked[1]
 
 
