@@ -58,7 +58,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (
-    "- Records are distinct, have 100 bytes, and are created before the clock starts. The server",
+    "- Records are distinct, 100 bytes long, and created before the clock starts. The server",
     "  has no persistence and listens on a unix socket. redis-py uses hiredis and its defaults.",
     "- Rates are the best of several runs, latencies the median of all samples. Our runs and the",
     "  peer's alternate.",
@@ -74,8 +74,8 @@ NOTES = (
     "- Archiver: one process publishes, and another archives into Parquet on the local disk.",
     "  History: 10 M records in files of up to 1 M, read after the ring has dropped them.",
     "  meteor_py compares checksums here; pyarrow does not.",
-    "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Starting",
-    "  Python with redis-py and pyarrow takes 0.2 s of that.",
+    "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Their time",
+    "  includes about 0.2 s for starting Python and importing redis-py and pyarrow.",
     "- Spark, local mode: reads 2 M rows of all columns from the ring into the noop sink. The",
     "  in-memory source yields the same batches; Spark wrote the Parquet files. Micro-batches have",
     "  one row each and no pause between them; the Python source generates its row. In batches",

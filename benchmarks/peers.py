@@ -253,7 +253,7 @@ def answer(url: str, told: Any) -> None:
 
 
 def heartbeats(bench: Bench) -> list[Row]:
-    """Measure the server's cost of a heartbeat, in groups of different sizes."""
+    """Measure the server's CPU time per heartbeat in groups of different sizes."""
     from meteor_py.peers.config import PeersConfig
     from meteor_py.peers.protocol import PeerProtocol
     from meteor_py.redis.scripts import PEERS_JOIN

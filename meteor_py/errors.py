@@ -377,7 +377,7 @@ class PeerGroupNotFound(PeerError):
 
 
 class PeerGroupActive(PeerError):
-    """The group has ``alive`` live members."""
+    """The group cannot be deleted: other processes have ``alive`` live members in it."""
 
     def __init__(self, problem: str, *, group: str, alive: int) -> None:
         super().__init__(problem, group=group)

@@ -175,7 +175,7 @@ class ArchiveTerm:
             self._gather(self._log.fetch(self._position, block_s, records=wanted))
         except _UNREADABLE:
             if self.records:
-                self._commit()  # the records before the damage are intact, and no more can be read
+                self._commit()  # the records before the unreadable one; none after it can be read
             raise
 
     def finish(self) -> None:
@@ -488,7 +488,7 @@ class ArchiveTerm:
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save the state if it has changed since the last segment, for example after a confirm."""
+        """Save the state if it has changed and all records are archived, as after a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

@@ -48,7 +48,7 @@ _HANG_S = 600.0
 #: longest after ``_MANY`` failures. Each attempt uses up one of the million terms in an epoch.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
-#: Seconds between two checks of whether a flush is done.
+#: Seconds between checks for whether a flush is done.
 _FLUSH_CHECK_S = 0.02
 #: Errors that a retry cannot fix. StoreMismatch is not among them: the store was correct when the
 #: stream was opened, and the store's disk may be mounted again.

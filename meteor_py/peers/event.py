@@ -17,7 +17,7 @@ Kind = (
 class Event:
     """One change in a group."""
 
-    #: The event number, which is one higher than the previous event's.
+    #: The event number: one higher than the previous event's, except after a resync.
     view: int
     kind: Kind
     #: When it happened, in ms since 1970 on the server's clock; 0 if ``resync`` is true.

@@ -177,12 +177,12 @@ class Membership(Sender):
     # -- votes and actions -------------------------------------------------------------------------
 
     def on_vote(self, function: _F) -> _F:
-        """Vote with a function, which gets a ``Proposal`` and returns True, False, or None to
-        abstain.
+        """Register the function that casts this member's votes.
 
-        A thread calls the function once for each open proposal made since this member joined. An
-        exception is logged and counts as a no vote. A vote after ``proposal.deadline`` does not
-        count. Registering another function replaces this one.
+        It receives a ``Proposal`` and returns True, False, or None to abstain. A thread calls it
+        once for each open proposal made since this member joined. An exception is logged and counts
+        as a vote against. A vote after ``proposal.deadline`` does not count. Registering another
+        function replaces this one.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented

@@ -432,7 +432,7 @@ class Accumulator:
         return self._checks_done < self._checks_wanted
 
     def _admit(self, size: int) -> int:
-        """Wait until ``size`` bytes fit, and return the edition in which they do.
+        """Wait until ``size`` bytes fit, and return the value of ``_edition`` at that moment.
 
         Raise if the wait times out or the publisher is closed.
         """
@@ -511,7 +511,7 @@ class Accumulator:
         """Append records to a batch, count them, and open the fast path if there are only values.
 
         Args:
-            edition: The edition in which there is room for the records.
+            edition: The value of ``_edition`` when ``_admit`` found room for the records.
             batch: The open batch, or a new one, which becomes the open one.
             cells: The cells to append to each column: values, keys, headers and timestamps.
             records: The number of records.

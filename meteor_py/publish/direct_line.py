@@ -404,10 +404,12 @@ class DirectLine:
                 self._work.notify_all()
 
     def read_reply(self, batch: Batch, timeout_s: float | None) -> float | None:
-        """Read the reply to ``batch`` in this thread, if no other thread does.
+        """Read the reply to ``batch`` in this thread, unless another thread is reading it.
+
+        If the batch is still unsettled afterwards, the sender settles it.
 
         Returns:
-            The rest of ``timeout_s``. If the batch is not settled yet, the sender settles it.
+            What remains of ``timeout_s``.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:

@@ -541,8 +541,8 @@ class Connection:
         text = f"{name} of the cluster is being moved from the node at {self.target}."
         if waited_s >= ABANDONED_S:
             text += (
-                f" The move has taken {waited_s:.0f} seconds so far. If no resharding is running, "
-                "it was abandoned. Run `redis-cli --cluster fix` on a node of the cluster."
+                f" This client has waited for {waited_s:.0f} seconds. If no resharding is running, "
+                "the move was abandoned: run `redis-cli --cluster fix` for a node of the cluster."
             )
         return _not_now(text, redirected=True)
 

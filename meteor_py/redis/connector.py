@@ -384,8 +384,8 @@ def _scan(call: Callable[..., Any], prefix: str) -> set[bytes]:
 def _list_slot(connection: Connection, slot: int, prefix: str) -> set[bytes]:
     """Return the keys in a slot that start with ``prefix``.
 
-    While a slot moves, each node holds only some of its keys. The server then redirects the EXISTS
-    command at the end, and the caller repeats everything.
+    While a slot is being moved, each node holds only some of its keys. The server then redirects
+    the final EXISTS, and the caller starts over.
     """
     count = int(connection.call("CLUSTER", "COUNTKEYSINSLOT", slot))
     if count > _SLOT_KEYS:  # SCAN takes longer, but does not block the server

@@ -166,10 +166,11 @@ class Sentinels(Topology):
     def _ask_all(
         self, search: Search, *, force: bool
     ) -> tuple[tuple[int, Node] | None, int, MeteorError | None]:
-        """Ask the sentinels, until one names a new primary.
+        """Ask the sentinels until one names a new primary.
 
         Returns:
-            The highest configuration epoch with its primary, the number of replies, and a failure.
+            The highest configuration epoch and its primary (None if no sentinel replied), the
+            number of replies, and an error, if there was one.
         """
         best: tuple[int, Node] | None = None
         replied = 0

@@ -1,4 +1,4 @@
-"""The clock for leases, deadlines and waits."""
+"""The clock for leases, and for deadlines that count the time for which a machine was suspended."""
 
 from __future__ import annotations
 

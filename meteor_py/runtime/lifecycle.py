@@ -106,8 +106,8 @@ class Registry(Generic[_T]):
         self._open.clear()
 
 
-#: Fraction of ``close_all``'s time limit for kinds with ``close_within``. The rest is for stopping
-#: their threads and for the kinds after them.
+#: Fraction of ``close_all``'s time limit that objects with ``close_within`` may use. The rest is
+#: left for joining their threads and closing the remaining objects.
 _WITHIN_SHARE = 0.8
 
 #: All registries, in closing order.

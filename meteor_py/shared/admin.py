@@ -307,8 +307,8 @@ class SharedGroup:
     def fsck(self) -> list[str]:
         """Check the group's state, and return one sentence for each contradiction.
 
-        Reads the state in portions, each at a single instant. Checks that need the whole state,
-        such as the counter checks, count only if the group did not change during the check.
+        Reads the state in chunks, each one atomically. Contradictions between chunks, such as wrong
+        counters, are reported only if the group did not change in the meantime.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.

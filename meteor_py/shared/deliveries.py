@@ -402,7 +402,7 @@ class Deliveries:
                 continue
             refusals_left -= 1
         raise ConnectionFailed(
-            f"The server refused {_ROUNDS} steps in a row from this consumer in shared group "
+            f"The server refused {_ROUNDS} requests from this consumer in shared group "
             f"{self.protocol.group!r}. Try again, or open another consumer."
         )
 

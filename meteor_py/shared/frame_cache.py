@@ -77,8 +77,8 @@ class FrameCache:
 
         Args:
             offsets: In ascending order.
-            max_bytes: Stop when the fetched values have at least this many bytes in total. The
-                first record is fetched whatever its size.
+            max_bytes: Stop once the fetched values have this many bytes in total. The first record
+                is fetched whatever its size.
 
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.

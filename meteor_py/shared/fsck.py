@@ -262,7 +262,7 @@ class _Check:
         self._held[id] = places
         size = sum(batch[0] for batch in batches.values() if batch)
         if not member.dead and member.holding != size:
-            self._add(f"Consumer {id!r} counts {member.holding} held records, but has {size}.")
+            self._add(f"Consumer {id!r} should hold {member.holding} records, but holds {size}.")
         if member.alone and size > 1:
             self._add(
                 f"Consumer {id!r} holds {size} records, but one of them is on its last delivery "

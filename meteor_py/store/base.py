@@ -130,9 +130,10 @@ class RingbufferStore(Protocol):
         """
 
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
-        """Return the first offset in ``range(start, stop)`` that was appended at ``ms`` or later.
+        """Return the offset of the first record that was appended at ``ms`` or later.
 
-        Return ``stop`` if there is none. The ``appended`` column never decreases.
+        Search ``range(start, stop)``; return ``stop`` if there is none. Append times never
+        decrease.
         """
 
     def verify(

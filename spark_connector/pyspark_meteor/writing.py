@@ -59,7 +59,7 @@ def _open(options: SinkOptions, name: str) -> Stream:
 def stage_all(
     options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str, owner: StageOwner
 ) -> dict[str, Staged]:
-    """Stage a task's rows. In every stream, the stage has the given name."""
+    """Stage a task's rows. The stage is called ``name`` in every stream."""
     retry = partial(outlast, options.server)
     retry(options.server.require_no_eviction)
     stages: dict[str, tuple[Stage, RecordValidator]] = {}

@@ -18,7 +18,8 @@ from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Writer, now, value_of
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Maximum records per slow poll, seconds between slow polls, and maximum records per fast poll.
+#: Record limits for slow polls (one is picked at random), the maximum seconds between slow polls,
+#: and the record limit for fast polls.
 SLOW_RECORDS = (1, 10, 40)
 SLOW_S = 0.8
 FAST_RECORDS = 1000

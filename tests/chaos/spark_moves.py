@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MOVES = 8
 #: The move, by number, before which the query is killed in the middle of a batch.
 KILLED = 1
-#: The move after which the query is killed, and the slots move again before it repeats a commit.
+#: The move, by number, after which the query is killed. The slots then move again before a
+#: restarted query repeats the last commit.
 REPEATED = 5
 #: Rows to copy for each move, in several batches: the slots move while some are to be committed.
 ROWS = 500

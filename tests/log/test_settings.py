@@ -38,7 +38,7 @@ def archive(client: meteor.Client, store: Path, **settings: object) -> None:
 
 
 def forge(folder: Path, incarnation: str, epoch: int) -> dict[str, str | int]:
-    """Write a store with forged records; return the ``meta`` fields that name it."""
+    """Write a store with forged records; return the ``meta`` fields that make a stream use it."""
     forged = ParquetStore(folder, "orders")
     forged.claim("ab" * 8)
     row = {"timestamp": 0, "appended": 0, "key": None, "value": b"forged", "headers": None}
@@ -193,7 +193,7 @@ def test_without_the_right_to_convert_a_reader_does_not_follow_the_address(
                     sub.poll(5)
             assert refused.value.missing == "address"
             assert "administrator" in refused.value.hint
-        with connect(guarded, "subscriber") as m:  # the reader names the store itself
+        with connect(guarded, "subscriber") as m:  # the reader passes the store explicitly
             stream = m.stream("orders", store=stored, archive=False, create=False)
             assert sum(map(len, stream.read(0))) == RECORDS
         with connect(guarded, "admin") as admin:

@@ -224,7 +224,8 @@ def test_slow_vote_handler_misses_its_vote_without_delaying_others(url: str) -> 
         quick.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", kind="consensus", timeout=1.5))
         assert (outcome.reason, outcome.missing) == ("timeout", ids(slow))
-        # The handler blocked for more than twice the time after which a silent member is dead.
+        # The handler blocked for more than twice the ttl. A member that is silent for that long is
+        # considered dead.
         assert not slow.lost.is_set()
         assert [member.id for member in panel.peer_group.members if member.alive] == [
             slow.id,

@@ -222,7 +222,7 @@ def test_a_late_commit_of_an_old_version_moves_nothing(
     begin(stream, 1, a, moves=1)
     commit(stream._handle, "w", 2, [stage(stream, "b", "2", "3")])
     assert transaction._move(stream._handle, "w", 1, 1, "a", (1, 2)) == [b"FENCED", 2]
-    transaction._carry_out(stream._handle, "w", 1, 1, 2)  # a committer that was paused
+    transaction._carry_out(stream._handle, "w", 1, 1, 2)  # a paused committer resumes
     assert contents(stream) == numbers(4)
 
 

@@ -51,7 +51,8 @@ def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
     return b"%d-%d" % (first + n - 1, n), fields
 
 
-# The append time changes only between frames, so that it is the same in all kinds of batches.
+# Frame sizes per layout. Each layout starts a new frame at every multiple of 50, where the append
+# time changes, so that a record is the same in all layouts.
 MAKES = {
     "one record": [1],
     "lists": [1, 3, 1, 32, 13],

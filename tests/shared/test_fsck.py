@@ -129,7 +129,7 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
         ("ZADD", "delayed", 1, "Z"),
         "set delayed lists key b'Z', which has no entry",
     ),
-    ("batches are gone", ("DEL", "batches:{}"), "counts . held records, but has 0"),
+    ("batches are gone", ("DEL", "batches:{}"), "should hold . records, but holds 0"),
     # Contradictions
     ("missing chunk", ("DEL", "waiting"), "further waiting records, which does not"),
     ("unsettled batch not listed", ("DEL", "unsettled"), "'unsettled' does not list exactly"),

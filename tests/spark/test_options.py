@@ -207,7 +207,7 @@ def test_crash_in_an_early_batch_changes_neither_the_start_nor_the_batch(
     given = {"url": url, "startingOffsets": starting} | ({"group": group} if group else {})
     kept = Checkpoint()
     with Engine(kept, **given) as engine:
-        assert engine._plan()  # planned but not done
+        assert engine._plan()  # planned but never completed
     fill(stream, 10)  # -4 would now mean another offset
     with Engine(kept, **given) as engine:
         assert engine.plan()

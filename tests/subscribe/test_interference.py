@@ -98,7 +98,7 @@ def test_subscriber_continues_after_ctrl_c_in_a_waiting_poll(
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("place", ["before the reply is read", "after all is read"])
+@pytest.mark.parametrize("place", ["before the reply is read", "after everything is read"])
 def test_ctrl_c_during_a_read_neither_loses_nor_mixes_up_records(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -115,7 +115,7 @@ def test_ctrl_c_during_a_read_neither_loses_nor_mixes_up_records(
         raise KeyboardInterrupt
 
     with stream.subscriber(initial_offset="earliest") as sub:
-        if place == "after all is read":
+        if place == "after everything is read":
             monkeypatch.setattr(LogReader, "fetch", interrupted_fetch)
         else:
             monkeypatch.setattr(Connection, "read", interrupted_read)

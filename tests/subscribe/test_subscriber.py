@@ -273,7 +273,7 @@ def test_earliest_means_the_first_record_at_the_time_of_reading(client: meteor.C
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.position == 0
-        fill(stream, 10, 10)  # the ring drops all earlier records
+        fill(stream, 10, 10)  # the ring now holds only the last ten records
         assert drain(sub) == list(range(20, 30))
         sub.seek("earliest")
         fill(stream, 10, 10)

@@ -38,7 +38,7 @@ class _Request:
             os.close(file)
 
     def apply(self) -> None:
-        """Set up the standard files, working directory and environment, as in a new process."""
+        """Set up the standard streams, working directory and environment, as in a new process."""
         if self._options["session"]:
             os.setsid()
         for number, file in enumerate(self._files):

@@ -50,7 +50,7 @@ class Gate:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait until the record is reached; open the gate after the block, even on an error."""
+        """Wait until the record is reached; open the gate when the ``with`` block ends."""
         try:
             assert self.reached.wait(20), "the record never arrived"
             yield

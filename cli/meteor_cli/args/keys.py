@@ -70,7 +70,7 @@ class KeyType(click.ParamType[bytes]):
             why = "it is not hexadecimal" if as_hex else str(error)
             self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
         if not 1 <= len(found) <= 256:
-            self.fail(f"Ordering keys must have 1 to 256 bytes, not {len(found)}.", param, context)
+            self.fail(f"An ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
         return found
 
 

@@ -109,7 +109,7 @@ rule = Parsed("rule", parse_rule)
 compression = click.option(
     "--compression",
     type=click.Choice(["none", "lz4", "zstd"]),
-    help="Frame compression. Default: none.",
+    help="Frame compression. Default: the stream's, or none for a new stream.",
 )
 
 stream_name = click.argument("stream", shell_complete=completion.stream)

@@ -21,7 +21,7 @@ class Change:
 
     stream: str | None
     group: str | None
-    #: The event's name for programs. Names of events and facts are stable across versions.
+    #: A machine-readable name. The names of events and facts are stable across versions.
     event: str
     #: A human-readable description. It contains untrusted names and is not sanitized.
     text: str

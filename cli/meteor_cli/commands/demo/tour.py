@@ -61,7 +61,7 @@ class Tour:
         self._colour = sys.stdout.isatty()
         #: The server's address; None means a private server, which the tour starts.
         self._url = None if session.url == "embedded://" else session.url
-        # A random suffix avoids names that other users of the server have chosen.
+        # A random suffix avoids clashes with other users' names on the server.
         self._suffix = f"-{secrets.token_hex(4)}" if self._url else ""
 
     def run(self) -> None:
