@@ -55,7 +55,7 @@ def run(bench: Bench) -> list[Row]:
     """Measure a full ring in each case, then a stream's other keys."""
     count = bench.pick(20_000, 4_000)
     rows = [
-        within("record of 100 B, published with redis-py's XADD", "B", bytes_of_xadd(bench, count))
+        within("100-byte record, published with redis-py's XADD", "B", bytes_of_xadd(bench, count))
     ]
     for case in CASES:
         bench.step(case.what)

@@ -1,4 +1,4 @@
-"""Fetches Kafka's broker and Spark's Kafka source through Maven into a cache folder."""
+"""Downloads the Kafka broker and Spark's Kafka source into a cache folder, using Maven."""
 
 from __future__ import annotations
 

@@ -172,5 +172,5 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
         return meta  # this client is not allowed to convert them, or the server is a replica
-    # If the stream was recreated in the meantime, the caller's next call detects it.
+    # If the stream was deleted or recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

@@ -99,6 +99,7 @@ def find_codec(codec: CodecName | Codec) -> Codec | None:
         return found
     if not isinstance(codec, Codec):
         raise TypeError(
-            f"A codec needs the methods encode and decode. {type(codec).__name__} lacks one."
+            "A codec needs the methods encode and decode. "
+            f"{type(codec).__name__} lacks at least one of them."
         )
     return codec

@@ -159,10 +159,11 @@ def store_continued_elsewhere(stream: str) -> StoreMismatch:
 def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
     hint = "Open the stream with client.stream(name, store=...)."
     if verified:
-        problem = "that cannot be found by its address"
+        problem = "whose address is not recorded, so this client cannot open it by itself"
     else:
         problem = (
-            "whose address this client does not trust: it is in a key that publishers may write"
+            "whose address this client does not trust, because publishers may write the key that "
+            "holds it"
         )
         hint += (
             " Or let an administrator open the stream once with this release, and let this user "

@@ -356,7 +356,7 @@ class Prefetcher:
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records
         )
-        # Only if both streams are on the same server does the history show whether a failover may
-        # have lost the dead letter.
+        # The history shows whether a failover may have lost the dead letter only if both streams
+        # are on the same server.
         letters = self._dead_letter_stream.name
         return history if self.stream.connector.is_same_server(self.stream.name, letters) else ""

@@ -1,4 +1,4 @@
-"""The script calls for one shared group: joining, consumer steps, and maintenance."""
+"""Runs the Lua scripts of a shared group: join, step, maintain and convert."""
 
 from __future__ import annotations
 

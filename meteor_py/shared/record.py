@@ -21,11 +21,13 @@ class Standing(enum.Enum):
     HELD = "held"
     #: Acknowledged, released or rejected by the consumer.
     SETTLED = "settled"
-    #: Returned with an earlier record of its ordering key. The group will deliver it again.
+    #: Returned because the consumer returned an earlier record with the same ordering key. The
+    #: group will deliver it again.
     REWOUND = "rewound"
     #: Returned as failed, because the application did not settle it in time.
     EXPIRED = "expired"
-    #: Returned to the group, because this consumer's lease expired or the consumer left.
+    #: Returned to the group, because this consumer's lease expired, the consumer left, or a
+    #: failover lost the delivery.
     TAKEN = "taken"
 
 

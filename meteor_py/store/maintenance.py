@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds to wait before removing a file, because a reader that has listed it may still need it.
 GRACE_S = 600.0
-#: Maximum size in bytes of the records held in memory for one segment.
+#: When merging, write a segment as soon as the records in memory have this many bytes.
 MEMORY_BYTES = 512 * 1024 * 1024
 #: Adjacent segments that each have fewer records than one of these levels are merged once they
 #: reach that level together. As a result, a record is rewritten at most once per level, and each

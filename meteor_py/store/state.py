@@ -100,7 +100,7 @@ def decode(data: bytes) -> list[StreamState]:
 def restored(
     stream: str, saved: Mapping[int, bytes], epochs: Mapping[int, int], end: int
 ) -> StreamState | None:
-    """Return the state for resuming a stream at ``end``; None if no state was saved.
+    """Return the state for resuming a stream at ``end``; None if no usable state was saved.
 
     Args:
         saved: The snapshot files, by the term of the archiver that wrote them.
@@ -160,9 +160,10 @@ def _decoded(stream: str, term: int, data: bytes) -> Sequence[StreamState]:
 
 
 def _doubtful(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Return fences for the writers that may have written between two snapshots.
+    """Return fences for the writers whose fences changed between two snapshots.
 
-    Each fence claims an incomplete version without a plan, so the writer's next commit fails.
+    The store may or may not have their last versions. Each fence names an incomplete version that
+    has no plan, so the writer's next commit fails.
     """
     changed = {writer: fence for writer, fence in after.items() if before.get(writer) != fence}
     return {

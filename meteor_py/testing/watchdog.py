@@ -17,9 +17,10 @@ rm -rf "$1"
 
 
 class Watchdog:
-    """Cleans up a server and its directory if the test run is aborted.
+    """Kills a server and removes its directory if the test run is aborted.
 
-    A forked child of the test process also holds the pipe, so the watchdog waits until both end.
+    The watchdog waits until the pipe from the test process is closed. A forked child keeps the pipe
+    open too, so the watchdog waits until both processes have ended.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -44,7 +44,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 KILLS = {
     "before fsync": (0, 0),  # the folder exists
     "before fsync 2": (0, 0),  # the state is written, but not synced
-    "after state": (0, 0),  # the state is newer than the records
+    "after state": (0, 0),  # the state is on disk, but its records are not
     "before fsync 4": (0, 0),  # the file is written, but not synced
     "after write": (0, 0),  # the file is complete, under a temporary name
     "after rename 2": (1, 0),  # the new name is not synced

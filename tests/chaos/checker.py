@@ -38,7 +38,7 @@ def check(
     findings = Findings(history)
     log = read_log(history, findings)
     droppable = capacity if max_unarchived is None else None
-    # The recorder has seen every record, unless a small ring has overtaken the recorder.
+    # The recorder has seen every record, unless it fell behind a small ring and missed some.
     whole = droppable is None or not any(e.kind == "gap" and not e.group for e in history)
     check_errors(history, findings)
     check_unavailable(history, findings)

@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
         assert "Traceback" not in terminal.text
-        assert "Try next" not in terminal.text
+        assert "try these on your personal server" not in terminal.text
     eventually(leftovers.are_gone, PATIENCE_S, "files or processes were left behind")
 
 

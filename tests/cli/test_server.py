@@ -1,4 +1,4 @@
-"""``meteor server`` runs a server until the command ends, and ``server info`` describes one."""
+"""``meteor server``, which runs a server, and ``meteor server info``, which describes one."""
 
 from __future__ import annotations
 

@@ -263,8 +263,12 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
     ("found", "groups", "sentence"),
     [
         (described(lag=0), [], "All records are settled. The group is waiting for new ones."),
-        (described(consumers=()), [], "There is no live consumer, and 10 records are not settled."),
-        (described(consumers=(DEAD,)), [], "There is no live consumer, and 10 records are not"),
+        (
+            described(consumers=()),
+            [],
+            "There are no live consumers, and 10 records are not settled.",
+        ),
+        (described(consumers=(DEAD,)), [], "There are no live consumers, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead. Other consumers get its records"),
         (described(waiting=WAITING_MAX), [], "1,000,000 records are waiting for their keys, which"),
         (

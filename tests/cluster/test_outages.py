@@ -17,8 +17,9 @@ from tests.support.client_load import STREAM
 from tests.support.waiting import eventually
 
 SLOT = Cluster.slot(STREAM)
-#: Seconds of an outage, and the most connections that its clients may open meanwhile: a publisher,
-#: a subscriber and a caller, with all refreshes of the slot map. A slow machine opens fewer.
+#: Length of the outage in seconds, and the maximum number of connections that a publisher, a
+#: subscriber and a caller may open during it, including those for refreshing the slot map. Slow
+#: machines open fewer.
 OUTAGE_S = 5.0
 CONNECTIONS_MAX = 130
 

@@ -344,7 +344,7 @@ def test_a_branch_unknown_to_the_new_server_is_detected(
     assert read_to(sub, 300) == numbered("c", 50, 300)
 
 
-# Restarts and other losses
+# Restarts, and other causes of loss
 
 
 def test_a_restart_without_loss_changes_nothing_for_clients(

@@ -388,7 +388,7 @@ def test_in_memory_store_in_another_process_cannot_be_found(url: str) -> None:
         fill(stream, 10)
         archive(stream)
         with found.subscriber(initial_offset="earliest") as sub:
-            with pytest.raises(meteor.StoreMismatch, match="cannot be found by its address"):
+            with pytest.raises(meteor.StoreMismatch, match="whose address is not recorded"):
                 sub.poll()
             sub.seek(10)
             assert drain(sub) == list(range(10, 20))

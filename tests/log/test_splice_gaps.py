@@ -395,7 +395,7 @@ def test_a_store_that_stays_unavailable_raises_an_error_and_loses_nothing(
             assert (sub.position, sub.skipped) == (10, 0)
         with pytest.raises(meteor.StoreUnavailable):
             stream.offset_at(datetime.fromtimestamp(0, UTC))
-        sub.seek(40)  # the ring is available
+        sub.seek(40)  # in the ring, which is still available
         assert drain(sub) == list(range(40, 50))
         fill(stream, 5)
         assert drain(sub) == list(range(50, 55))

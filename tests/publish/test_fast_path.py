@@ -1,4 +1,4 @@
-"""The fast path accepts records up to the granted bytes, and counts them."""
+"""The fast path accepts records up to the granted number of bytes, and counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases and clocks in shared groups, and what an expired consumer learns of its last step."""
+"""Leases and clocks in shared groups, and what an expired consumer learns about its last step."""
 
 from __future__ import annotations
 

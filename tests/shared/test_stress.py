@@ -11,7 +11,7 @@ from tests.support.shared_stress import Row, stress
 ROWS = {
     "103 of 13": Row(103, 13, 3, 7, 3),
     "not interleaved": Row(103, 13, 7, 7, 1),
-    "next to a second group": Row(103, 13, 7, 3, 1, second_group=True),
+    "alongside a second group": Row(103, 13, 7, 3, 1, second_group=True),
     "interleaved by 5": Row(103, 13, 3, 7, 5),
     "ack window larger than prefetch": Row(59, 5, 1, 3, 1),
     "one at a time": Row(59, 3, 1, 1, 1),

@@ -237,7 +237,7 @@ def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
         engine.batch()
         session = engine.reader._members[NAME]._session
         assert session.term is not None
-        session.polling = True  # keeps the renewal thread idle until the query has polled
+        session.polling = True  # keeps the lease until the query has polled
         session.alive_at = now() - membership._BUSY_S - 1
         assert not engine.plan()
         session.polling = False

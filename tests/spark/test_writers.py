@@ -129,7 +129,7 @@ def test_capacity_applies_to_streams_that_the_sink_creates(
 
     def meet(name: str, **given: Any) -> meteor.Stream:
         if "capacity" in given:
-            create(name, capacity=9)  # another process creates it at the same time
+            create(name, capacity=9)  # as if another process had created it meanwhile
         return create(name, **given)
 
     with monkeypatch.context() as patch:

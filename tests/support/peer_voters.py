@@ -150,7 +150,7 @@ class _Child:
         self.lost: list[dict[str, Any]] = []
         self.seen: list[Outcome] = []
         self.peer_group.on_decision(self.seen.append)
-        # One callback for actions with any name.
+        # One callback for all actions, whatever their names.
         self.me.on_missed(lambda action: self.lost.append(_facts(action)))
 
     def vote(self, answer: bool | None) -> None:

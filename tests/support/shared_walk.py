@@ -386,7 +386,7 @@ class Walk(Model):
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
-            assert max(lost) < first, "a record was lost that the ring still has"
+            assert max(lost) < first, "a record that the ring still has was reported as lost"
             hand.said += [("gone", offset, {}) for offset in lost]
             self.exchange(hand, 0)
         while hand.deliveries.take_lost():
@@ -440,7 +440,9 @@ class Walk(Model):
     def check_scanned(self, reply: StepReply) -> None:
         first = self.stream.bounds()[0]
         for low, high in reply.report.lost:
-            assert self.next <= low <= high < first, "a record was lost that the ring still has"
+            assert self.next <= low <= high < first, (
+                "a record that the ring still has was reported as lost"
+            )
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
         for offset in range(self.next, reply.next):

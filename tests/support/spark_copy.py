@@ -108,7 +108,7 @@ def run(
     builder = builder.config("spark.sql.codegen.wholeStage", "false")
     builder = builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
     builder = builder.config("spark.driver.memory", "512m").config("spark.executor.memory", "512m")
-    # Do not wait for more executors: the cluster has two.
+    # A local cluster has only two executors: start after a second, instead of waiting for others.
     builder = builder.config("spark.scheduler.maxRegisteredResourcesWaitingTime", "1s")
     spark = builder.getOrCreate()
     reader = spark.readStream.format("meteor").option("url", url).option("stream", SOURCE)

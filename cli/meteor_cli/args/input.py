@@ -42,8 +42,8 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
             yield lines
         if len(rest) > limit:
             raise ValueError(
-                f"A line in the input is longer than {limit:,} bytes. Raise --max-bytes, or use "
-                "--whole to publish the input as one record."
+                f"A line in the input is longer than {limit:,} bytes. Raise --max-bytes. To "
+                "publish the input as one record, also pass --whole."
             )
     if rest:
         yield [bytes(rest)]

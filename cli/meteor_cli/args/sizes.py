@@ -9,7 +9,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes: k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024.
+    """Parse a size in bytes. k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti are powers of 1024.
 
     >>> parse_size("10MB"), parse_size("1.5 GiB"), parse_size("4096")
     (10000000, 1610612736, 4096)

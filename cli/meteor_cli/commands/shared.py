@@ -298,7 +298,7 @@ def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> 
     dead = [consumer.name for consumer in found.consumers if consumer.lease <= 0]
     has_live = len(dead) < len(found.consumers)
     if not has_live:
-        why.append(f"There is no live consumer, and {lag}.")
+        why.append(f"There are no live consumers, and {lag}.")
     if dead:
         lost, their = f"{dead[0]} is dead", "its"
         if len(dead) > 1:

@@ -29,7 +29,7 @@ FIRST_S = 1.0
 
 
 class Gauge:
-    """Measures the server and the streams, with rates since the previous measurement."""
+    """Measures the server and its streams, and computes rates since the previous measurement."""
 
     def __init__(self, client: meteor_py.Client, names: tuple[str, ...]) -> None:
         self._client = client

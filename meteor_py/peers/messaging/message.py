@@ -39,7 +39,7 @@ class Message:
     deliveries: int
     #: When it was stored, in seconds since 1970 on the group's clock.
     sent_at: float
-    #: When this process read it, according to its estimate of the same clock.
+    #: When this process read it, in seconds since 1970, by its estimate of the group's clock.
     received_at: float
     #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float

@@ -229,7 +229,7 @@ class Tour:
             f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')} (clocks within "
             f"{outcome.bound_s * 1000:.1f} ms)",
         )
-        self._code('>>> m.peer_group("workers").join().leadership()  # propose()')
+        self._code('>>> with m.peer_group("workers").join().leadership() as term: ...')
 
     def _crash(self) -> None:
         with progress("killing a server while publishing", crash.RECORDS) as advance:
@@ -337,7 +337,7 @@ class Tour:
         return self._figure(f"{show_count(round(records / took_s))} records/s")
 
     def _suggest(self) -> None:
-        click.echo(f"{click.style('Try next', bold=True)}, on your personal server:")
+        click.echo(f"{click.style('Next', bold=True)}, try these on your personal server:")
         width = max(map(len, SHELL))
         for line, what in SHELL.items():
             click.echo(f"  {line:<{width}}  {click.style(f'# {what}', dim=True)}")

@@ -3,11 +3,12 @@
 --
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 the limits that the caller has set, in the format of meta's 'keep' field
---       3 offset below which to drop all records  4 end of the stream when the ring was measured
+--       3 offset below which to drop all archived records  4 end of the stream when the ring was
+--       measured
 --       5 marks for the frames up to that end (see _append.lua)
--- Returns {'OK'}, even if the limits have changed again; {'MORE'} if there is more to trim: call
---   again; {'NOSTREAM'}; {'INCARNATION'}.
--- Atomic because publishers add marks at the same time.
+-- Returns {'OK'}, also if the limits have changed again and nothing was done; {'MORE'} if there may be
+--   more to trim: call again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Atomic because publishers may add marks at the same time.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'keep', 'archived', 'marks')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
