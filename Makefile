@@ -32,10 +32,10 @@ bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-competitors: ## compare with Kafka, NATS and others; needs Java, Maven and network access
-	python3 -m venv .cache/competitors/venv
-	.cache/competitors/venv/bin/python -m pip install --quiet --upgrade pip
-	.cache/competitors/venv/bin/python -m pip install --quiet --editable . --group competitors
-	.cache/competitors/venv/bin/python -m benchmarks.competitors $(ARGS)
+	python3 -m venv benchmarks/.cache/venv
+	benchmarks/.cache/venv/bin/python -m pip install --quiet --upgrade pip
+	benchmarks/.cache/venv/bin/python -m pip install --quiet --editable . --group competitors
+	benchmarks/.cache/venv/bin/python -m benchmarks.competitors $(ARGS)
 
 lint: .venv/installed ## check style and types
 	$(BIN)/ruff check .

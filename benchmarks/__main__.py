@@ -83,8 +83,8 @@ NOTES = (
     "  because a stream is created.) An empty trigger finds no records, so Spark runs no batch.",
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
     "- Cluster: all servers listen on TCP. Three nodes are faster than one server only if there is",
-    "  a core for each node and each publisher. The pause in a failover is the longest time between",
-    "  two acknowledgements of a publisher that waits for each of its records.",
+    "  a core for each node and each publisher. The pause in a failover is the longest time",
+    "  between two acknowledgements of a publisher that waits for each of its records.",
     "- Server CPU, total: CPU time of the server while records are published one by one, minus",
     "  the CPU time of an idle server. Inside the command: usec_per_call from INFO commandstats.",
 )

@@ -25,7 +25,7 @@ from benchmarks.competitors.systems.ours import Meteor
 from benchmarks.competitors.systems.redis_py import RedisPy
 
 RESULTS = Path(__file__).parent.parent / "RESULTS-competitors.md"
-CACHE = Path(".cache", "competitors")
+CACHE = Path("benchmarks", ".cache")
 #: Divisors of the record count for systems with slower Python clients, so that a run ends in
 #: minutes.
 FEWER = {RedisPy: 5, Nats: 20, FastStream: 100}
