@@ -61,7 +61,7 @@ lock: .venv/installed ## update requirements-dev.txt, which pins the development
 		--quiet --output-file requirements-dev.txt
 
 clean: ## remove caches and build results, but not .venv
-	rm -rf dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf dist site .cache benchmarks/.cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .venv/installed: pyproject.toml requirements-dev.txt scripts/setup.sh
