@@ -32,7 +32,7 @@ def run(bench: Bench) -> list[Row]:
         }
     )
     what = "1 publisher and 1 subscriber at once"
-    return [faster(what, best["1:1"], best["1:1 redis-py"], PEER, 25)]
+    return [faster(what, best["1:1"], best["1:1 redis-py"], PEER, 28)]
 
 
 def ours(bench: Bench, count: int) -> float:

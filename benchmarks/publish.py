@@ -32,7 +32,7 @@ def run(bench: Bench) -> list[Row]:
     )
     peer, name = best.pop("redis-py"), f"redis-py, pipeline of {PIPELINE} XADD"
     many_goal = 30 if bench.server == "valkey" else 18
-    goals = [many_goal, many_goal, 8]
+    goals = [many_goal, many_goal, 10]
     return [
         faster(what, rate, peer, name, goal)
         for (what, rate), goal in zip(best.items(), goals, strict=True)
