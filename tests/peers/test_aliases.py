@@ -168,7 +168,7 @@ def test_atomix_asynchronous_message_completes_when_it_is_stored(post: Post) -> 
 
 @pytest.mark.parametrize("execution", Execution)
 def test_atomix_broadcast_reaches_each_member_once(post: Post, execution: Execution) -> None:
-    # Atomix's withExecution. withDelivery keeps its default, broadcast.
+    # Atomix's Options: withExecution is set, and withDelivery keeps its default, broadcast.
     group, other = atomix(post), atomix(post)
     got = {name: Record(lambda message: message.reply(message.member)) for name in "123"}
     for handle, name in ((group, "1"), (other, "2"), (other, "3")):

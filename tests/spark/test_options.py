@@ -94,7 +94,7 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         (True, {"startingOffsets": '{"orders": true}'}, ["startingOffsets", "True"]),
         (True, {"startingOffsets": '{"orders": -5}'}, ["startingOffsets", 'write "-5", with quo']),
         (True, {"startingOffsets": '{"order": 1}'}, ["startingOffsets", "'order'", "not read"]),
-        (True, {"startingOffsets": "group"}, ["startingOffsets=group", "Pass the option group"]),
+        (True, {"startingOffsets": "group"}, ["startingOffsets=group", 'needs the option "group"']),
         (False, {"startingOffsets": "group"}, ["startingOffsets=group", "readStream"]),
         (False, {"endingOffsets": "group"}, ["endingOffsets", "'group'"]),
         (
