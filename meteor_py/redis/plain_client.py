@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def open_plain(address: Address, timeout_s: float, topology: Topology) -> redis.Redis:
-    """Return a redis-py client that never retries. For a cluster, return a ``RedisCluster``."""
+    """Return a redis-py client that does not retry after a connection error.
+
+    For a cluster, return a ``RedisCluster``, which still follows redirects.
+    """
     options = {**address.options, **connection_options(address, timeout_s)}
     options["socket_read_size"] = READ_SIZE
     if address.uses_tls:

@@ -75,7 +75,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     assert "Published 20,000 records of 100 bytes" in done.text
     assert "It needs Java 17 or newer.)" in done.text
     assert done.text.count("lost 0 of 3,000 records") == 2
-    assert "among 3 processes, each in order, and killed" in done.text
+    assert "among 3 processes, each cart in order; killed one" in done.text
     assert "elected a new one after" in done.text
     assert done.text.rstrip().endswith("sub.confirm(record)")
     assert [line for line in done.lines if len(line) > 80] == []

@@ -17,16 +17,16 @@ from tests.support.client_load import STREAM
 from tests.support.waiting import eventually
 
 SLOT = Cluster.slot(STREAM)
-#: Length of the outage in seconds, and the maximum number of connections that a publisher, a
-#: subscriber and a caller may open during it, including those for refreshing the slot map. Slow
-#: machines open fewer.
+#: Length of the outage in seconds.
 OUTAGE_S = 5.0
+#: Maximum number of connections that a publisher, a subscriber and a caller may open during the
+#: outage, including those that refresh the slot map.
 CONNECTIONS_MAX = 130
 
 
 @contextmanager
 def down(node: Node) -> Iterator[None]:
-    """Let a node reply CLUSTERDOWN to everything, because it misses another slot."""
+    """Make a node reply CLUSTERDOWN to everything, by taking another slot from it."""
     missing = next(slot for slot in sorted(node.own_slots()) if slot != SLOT)
     node.ask("CLUSTER", "DELSLOTS", missing)
     try:

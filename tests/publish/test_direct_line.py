@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 
 
 def wait_until_lent(pub: meteor.Publisher) -> None:
-    """Wait until the next record can take the direct line, publishing records to make it free."""
+    """Publish records until the direct line is free, so that the next record can take it."""
 
     def is_lent() -> bool:
         if pub._sender._line.state is State.FREE:

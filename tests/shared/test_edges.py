@@ -1,4 +1,4 @@
-"""Edge cases of shared groups: huge offsets, odd columns, hung workers, resumed streams."""
+"""Edge cases of shared groups: huge offsets, unusual columns, hung handlers, resumed streams."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
 
-#: Timeout for a poll that is woken at once or not at all.
+#: Timeout for a poll that should be woken at once. If it expires, the wake-up was missed.
 SOON_S = 15.0
 
 

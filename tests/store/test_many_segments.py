@@ -64,7 +64,7 @@ def folder_of(store: ParquetStore) -> Path:
 
 
 def rest(store: ParquetStore) -> None:
-    """Set the folder's modification time to an hour ago, and its files' times to earlier."""
+    """Make the folder an hour older, and its files a minute older still."""
     folder = folder_of(store)
     for path in folder.iterdir():
         make_old(path, HOUR_S + 60)

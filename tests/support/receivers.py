@@ -31,7 +31,7 @@ class Handler:
 
     def wait_for(self, *offsets: int) -> None:
         """Wait until exactly these records are done, in this order."""
-        eventually(lambda: len(self.done) >= len(offsets), 20, f"only {self.done} are done")
+        eventually(lambda: len(self.done) >= len(offsets), 20, "not all records were handled")
         assert self.done == list(offsets)
 
 

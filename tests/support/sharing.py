@@ -206,7 +206,7 @@ def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None
 
 
 def make_due(connector: Any, protocol: Any, part: str, *members: Any) -> None:
-    """Make the leases, delays or dead letters (a ``part`` of the state) due at once."""
+    """Make the given members of ``part`` (``leases``, ``delayed`` or ``dying``) due at once."""
     for member in members:
         connector.call("ZADD", protocol.key(part), "XX", 1, member)
     if connector.call("EXISTS", protocol.key("meta")):

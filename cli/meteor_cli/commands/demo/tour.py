@@ -197,8 +197,8 @@ class Tour:
         processes = takeover.KINDS["shared"].processes
         self._report(
             f"Shared {takeover.CARTS} carts among {processes} processes, "
-            f"{self._figure('each in order')}, and killed one; the others",
-            f"took over {self._aftermath(outcome)}",
+            f"{self._figure('each cart in order')}; killed one,",
+            f"and the others took over {self._aftermath(outcome)}",
         )
         self._code(f'>>> stream.shared_subscriber("{takeover.GROUP}")  # ordering_key="key"')
 
