@@ -52,7 +52,8 @@ def one_node(bench: Bench) -> list[Row]:
                 "publish_many, no cluster": lambda: fill(server.url, "publish", values),
                 "reading, one-node cluster": lambda: read(cluster.url),
                 "reading, no cluster": lambda: read(server.url),
-            }
+            },
+            repeats=bench.pick(15, 2),
         )
     peer = "the same server without cluster mode"
     return [
