@@ -82,6 +82,7 @@ NOTES = (
     "  without rows, there is nothing to read, but offsets move four times a second. (Ours move",
     "  because a stream is created.) An empty trigger finds no records, so Spark runs no batch.",
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
+    "- Shared, processes: both sides acknowledge a whole batch with one call.",
     "- Cluster: all servers listen on TCP. Three nodes are faster than one server only if there is",
     "  a core for each node and each publisher. The pause in a failover is the longest time",
     "  between two acknowledgements of a publisher that waits for each of its records.",
