@@ -155,6 +155,4 @@ class PartitionedCluster(Cluster):
         return [node for node in self.nodes if isinstance(node, PartitionedNode)]
 
     def _new_node(self) -> Node:
-        node = PartitionedNode(self.network, len(self.nodes), self._program, self._node_timeout_s)
-        self.nodes.append(node)
-        return node
+        return PartitionedNode(self.network, len(self.nodes), self._program, self._node_timeout_s)
