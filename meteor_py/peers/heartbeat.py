@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Handles spread their reports of an overdue member over at most this many seconds.
 _SPREAD_S = 0.3
-#: Maximum seconds between two calls that move messages from dead or removed members. It is
-#: multiplied by the number of members.
+#: Maximum pause between two calls that move messages from dead or removed members, in seconds per
+#: member of the group.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
@@ -178,10 +178,11 @@ class Heartbeat(JoinableThread):
         return sent, reply
 
     def _compare(self, reply: HeartbeatReply, seen: Moment) -> None:
-        """Reload the group if the server has lost state or this process misses events.
+        """Reload the group if the server has lost state or this process has missed events.
 
-        The server has lost state if its last event is older than ``seen``, the last event that this
-        process had when it sent the heartbeat.
+        ``seen`` is the last event that this process had when it sent the heartbeat. The server has
+        lost state if its last event is older than ``seen``, if the two have the same number but
+        different marks, or if the group has a new incarnation.
         """
         group = self._group
         same = reply.view == seen.view and reply.mark == seen.mark

@@ -3,7 +3,7 @@
 A call queue stores the messages in the order in which they were sent. Messages that arrive while a
 call is in progress share the next call. Each call has a number, so that the server recognizes a
 repeat after a lost reply. The event reader completes most futures. Another thread reads the other
-replies, ends messages that time out, and runs future callbacks.
+replies, ends messages that time out, and runs the callbacks on futures.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Requests:
         lock = threading.RLock()
         #: Wakes the reply thread, and callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
-        #: Unfinished messages; those of them that are not stored yet, and their total bytes.
+        #: All unfinished messages, by id; the messages that no call has taken yet, and their total
+        #: bytes.
         self._pending: dict[str, Request] = {}
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
@@ -166,7 +167,7 @@ class Requests:
         #: Number of consecutive calls in which the server reported an expelled sender.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
-        #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
+        #: When the reply thread next looks for messages that have timed out (``now()`` clock).
         self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
@@ -432,8 +433,8 @@ class Requests:
         self._complete(message, {f"r:{fields['member'].decode()}": reply})
 
     def close(self, deadline: float) -> None:
-        """Store the waiting messages, fail those without a reply, and join the threads, all until
-        ``deadline`` (``now()`` clock)."""
+        """Store the waiting messages, fail all messages that have no reply yet, and join the
+        threads, all until ``deadline`` (``now()`` clock)."""
         self._calls.drain(deadline)
         with self._state:
             self._stopped = True
@@ -515,7 +516,8 @@ class Requests:
                 _end(*self._ended.popleft())
 
     def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
-        """Read replies. A message that is due may also have a reply whose notification was lost."""
+        """Read replies. A message that has timed out (``due``) may have a reply whose notification
+        was lost."""
         ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
@@ -548,7 +550,7 @@ class Requests:
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
-        if "to" in fields:  # a message for any member may have moved to another one
+        if "to" in fields:  # known even if the reply to the call that stored the message was lost
             receivers = fields["to"].decode().split("\n")
         if pending.to == "all" and receivers:
             add_silent(replies, receivers, self.group.name, pending.timeout)

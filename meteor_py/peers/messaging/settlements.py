@@ -54,7 +54,8 @@ class Settlement:
     #: When to stop trying, on the ``now()`` clock; None to try for as long as the member is in the
     #: group.
     deadline: float | None = None
-    #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
+    #: The server's answer (see ``peers/settle.lua``); None if the message no longer belongs to this
+    #: member.
     result: int | None = None
     error: MeteorError | None = None
     done: SignalSafeEvent = field(default_factory=SignalSafeEvent)
@@ -97,7 +98,8 @@ class Settlements:
             patient: Whether to retry for as long as the member is in the group.
 
         Raises:
-            MeteorError: The server refused or could not be reached. Not raised if ``patient``.
+            MeteorError: The server refused the settlement, or was unreachable for 10 seconds. Not
+                raised if ``patient``.
         """
         item.deadline = None if patient else now() + _SETTLE_S
         self.put(item, here=True)

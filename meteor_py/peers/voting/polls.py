@@ -112,7 +112,7 @@ class Polls:
                 name = f"meteor-polls-{self._group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
-                self._group.heartbeat.hurry()  # the first reading of the clock is inaccurate
+                self._group.heartbeat.hurry()  # takes a reading: the clock's first is inaccurate
 
     # -- proposing -----------------------------------------------------------------------------
 
@@ -324,8 +324,8 @@ class Polls:
     def read(
         self, what: str, which: str, patience_s: float = 0.0
     ) -> Iterator[tuple[float, dict[str, bytes]]]:
-        """Read one poll, or all polls that concern a member. For each, yield the seconds left to
-        vote and the same fields as in the poll's events."""
+        """Read one poll, or the polls that a member must catch up on. For each poll, yield the
+        seconds left to vote (0 if voting has ended) and the same fields as in the poll's events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             yield int(left_ms) / 1000, read_fields(flat)

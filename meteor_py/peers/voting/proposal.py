@@ -89,7 +89,7 @@ def load_topic(data: bytes, codec: PeerCodec) -> Any:
     """Decode a topic.
 
     Raises:
-        UnknownType: The topic's type is not registered here.
+        UnknownType: The topic's type is not registered here, or the bytes do not match the type.
     """
     kind, _, body = data.partition(b":")
     return codec.decode(kind.decode(), body)
