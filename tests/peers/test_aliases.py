@@ -237,7 +237,7 @@ def test_atomix_conflicting_options_are_refused(post: Post) -> None:
     group = atomix(post)
     group.join("foo")
     member = _member(group, "foo")
-    with pytest.raises(ValueError, match="Omit it"):
+    with pytest.raises(ValueError, match="Omit delivery"):
         member.messaging().producer("bar", delivery=Delivery.RANDOM)
     for messaging in (member.messaging(), group.messaging()):
         with pytest.raises(ValueError, match="Only the process"):

@@ -354,5 +354,5 @@ def test_id_of_an_unnamed_member_cannot_be_taken_over(open_group: Open) -> None:
     with pytest.raises(MemberTaken, match=r"joined without a name\. Choose another name"):
         group.join(me.id)
     group.join("a")
-    with pytest.raises(MemberTaken, match="take it over"):
+    with pytest.raises(MemberTaken, match="take this one over"):
         group.join("a", on_conflict="fail")
