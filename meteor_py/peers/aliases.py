@@ -75,7 +75,7 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message, instead of any function registered earlier."""
+        """Call a function with each message. A function registered earlier is replaced."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
@@ -252,8 +252,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Return the codec. To register a type, call ``register(User)`` or ``register(User, id=1)``
-        on it."""
+        """Return the codec. Register types with its ``register(User)`` or ``register(User, id=1)``."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class PeerCodec:
             return self._encode(value)
         except (TypeError, ValueError):
             raise
-        except Exception as error:  # for example, RecursionError, or from a registered function
+        except Exception as error:  # RecursionError, or any error from a registered function
             raise ValueError(
                 f"Cannot encode this {type(value).__name__} ({type(error).__name__}: {error})."
             ) from error

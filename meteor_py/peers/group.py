@@ -102,7 +102,7 @@ class PeerGroup(Sender):
         return dict(self._handle.view.properties)
 
     def set_property(self, name: str, value: Any) -> None:
-        """Set a group property, which all processes can read. ``on_property`` reports it.
+        """Set a group property, which all processes can read. ``on_property`` reports the change.
 
         Any client can set it, and the last writer wins. For values that only the leader may write,
         use ``term.guard``.
@@ -130,7 +130,7 @@ class PeerGroup(Sender):
         self._handle.catch_up()
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
-        """Return the newest messages that could not be delivered, at most ``limit``, oldest first.
+        """Return up to ``limit`` of the newest messages that could not be delivered, oldest first.
 
         A message becomes a dead letter if its receiver cannot decode it, if it was delivered
         ``max_deliveries`` times and never settled, or if no member was left to receive it. The
@@ -299,7 +299,7 @@ class PeerGroup(Sender):
 
         Raises:
             PeerError: The server, which keeps about 10,000 events, no longer has all events after
-                ``since``. The iterator raises it if it falls 10,000 events behind.
+                ``since``. The iterator also raises it after falling 10,000 events behind.
             ValueError: ``since`` is higher than the last event's number.
         """
         handle = self._handle

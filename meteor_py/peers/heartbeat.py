@@ -132,7 +132,7 @@ class Heartbeat(JoinableThread):
             self._connection.timeout_s = self._timeout_s
             try:
                 self._send("", [])
-            except PeerGroupNotFound:  # the next member to join creates it again
+            except PeerGroupNotFound:  # the next member to join creates the group again
                 group.resync(connection=self._connection)
 
     def _send_for(self, member: MemberHandle) -> None:
@@ -167,8 +167,8 @@ class Heartbeat(JoinableThread):
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
         # Report an overdue member on time, but not from all handles at once. Moving messages from
-        # a dead or removed member takes many calls. All handles together make about 1,000 calls per
-        # second.
+        # a dead or removed member takes many calls, of which all handles together make about 1,000
+        # per second.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
         if reply.has_orphans:

@@ -52,7 +52,7 @@ class Term:
 
     @property
     def leader(self) -> Member | None:
-        """The leader, which is this member."""
+        """This member, as the group's view shows it; None if the view does not include it."""
         return self._member.group.view.members.get(self._member.id)
 
     @property
@@ -237,8 +237,8 @@ class Leadership:
             self.lose(term)  # do this first: the term must not look valid during the election
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
-                # If the server still sees a leader here, the next heartbeat reports the
-                # resignation.
+                # If the server still regards this member as the leader, the next heartbeat reports
+                # the resignation.
                 return False
             self._handing_over += 1  # the heartbeat must not report the end before tasks have ended
         try:
@@ -337,7 +337,8 @@ class Leadership:
             self.lose(term)
 
     def reset(self, *, expelled: bool = False) -> None:
-        """Lose the term. After an expulsion, term numbers may restart."""
+        """Lose the term. After an expulsion, term numbers may restart, because the server may have
+        lost the group."""
         if self._term is not None:
             self.lose(self._term)
         if expelled:

@@ -225,8 +225,8 @@ class MemberHandle:
         except MeteorError as error:
             _log.warning("%r could not notify the server that it is leaving: %s", self, error)
             notified = False
-        # If a signal has interrupted the wait, the member is not lost yet: closing the group finds
-        # it and notifies the server.
+        # A signal that interrupts the wait skips this line, so that closing the group still finds
+        # the member and notifies the server.
         self.lose("left")
         return notified
 

@@ -100,9 +100,10 @@ class Membership(Sender):
     def as_leader(self, function: Callable[[Term], object]) -> Callable[[Term], object]:
         """Call a function with each of this member's terms, in a separate thread.
 
-        The function should return when ``term.lost`` is set. Calls do not overlap, so the next call
-        waits until then. If the function returns early, the member stays the leader. If it raises
-        an exception, even ``SystemExit``, the member resigns so that others can lead.
+        The function should return when ``term.lost`` is set. Calls do not overlap: the call for the
+        next term waits until the function has returned. If the function returns early, the member
+        stays the leader. If it raises an exception, even ``SystemExit``, the member resigns so that
+        others can lead.
         """
         self._handle.check_owned()
         check_function("as_leader", function)
@@ -217,9 +218,9 @@ class Membership(Sender):
         Args:
             name: The action's name. Another handler registered for the same action replaces this
                 one.
-            early: The thread stops sleeping and starts spinning this many seconds, at most 1,
-                before the agreed time. Spinning occupies a CPU core, but starts the function within
-                microseconds of that time.
+            early: Seconds before the agreed time at which the thread stops sleeping and starts
+                spinning, at most 1. Spinning occupies a CPU core, but starts the function within
+                microseconds of the agreed time.
             late: What to do if the process learns the decision too late, or was suspended: "skip"
                 the action and call the ``on_missed`` functions, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.
@@ -241,8 +242,8 @@ class Membership(Sender):
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that this member does not run.
 
-        Either the action's time had passed, or the server presumed this unnamed member dead after
-        the vote started, and it rejoined under a different id.
+        Either the action's time had passed, or this member has no name, the server presumed it dead
+        after the vote started, and it rejoined under a different id.
         """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)

@@ -86,7 +86,7 @@ PARTS = (
     *("handlers", "properties"),
 )
 
-#: Prefixes of keys of which a group has one per member or handle, and one per message or poll.
+#: Prefixes of the keys for each member or handle, and of the keys for each message or poll.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
 _TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.

@@ -485,7 +485,7 @@ class Connection:
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
         # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
-        for sock in (self._socket(), _socket_of(opening)):  # logging in may take long, too
+        for sock in (self._socket(), _socket_of(opening)):  # logging in may also take long
             if sock is not None:
                 with suppress(OSError):  # already closed
                     sock.shutdown(socket.SHUT_RDWR)

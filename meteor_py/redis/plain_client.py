@@ -70,7 +70,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
             where = address.at(node).options
             self.host, self.port = where["host"], where["port"]
             connected: socket.socket = super()._connect()
-            self._sock = connected  # first: leave_node() must find it from here on
+            self._sock = connected  # set before the check, so that leave_node() finds the socket
             if topology.version != version:
                 connected.close()
                 raise ConnectionError(f"The primary of {address} has changed.")

@@ -191,7 +191,7 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     return Fenced(
         f"This consumer in shared group {group!r} of stream {stream!r} no longer holds "
         f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
-        "delivers them again.",
+        "will deliver them again.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),

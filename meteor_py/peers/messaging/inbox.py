@@ -244,7 +244,7 @@ class Inbox:
 
     def _begin(self, message: Message) -> bool:
         """Count the delivery of a message that an earlier session may have begun to handle; return
-        whether the message may be handled."""
+        whether to handle the message."""
         count = self._settlements.begin(message)
         if count is None or count <= 0:
             if count == -1:

@@ -104,7 +104,8 @@ class Message:
         In the meantime, other messages in the queue are handled.
 
         Returns:
-            False if the message is already settled or may belong to another session.
+            Whether the message will be handled again. False if it is already settled, is already
+            waiting to be handled, or may belong to another session.
         """
         return self.queue_state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 

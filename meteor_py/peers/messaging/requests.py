@@ -74,7 +74,7 @@ _BATCH_BYTES = 262_144
 _UNSENT_BYTES_MAX = 64 * 1_048_576
 #: After this many seconds without a pending message, the reply thread sleeps until the next one.
 _IDLE_S = 1.0
-#: Maximum number of finished messages waiting to be reported to the server. The rest expire there.
+#: Maximum number of finished messages waiting to be reported to the server. Others expire there.
 _FINISHED_MAX = 10_000
 
 
@@ -376,7 +376,7 @@ class Requests:
             self._end(message.future, result=message.id)
 
     def _take_finished(self) -> str:
-        """Return the ids of finished messages, which the server deletes."""
+        """Return the ids of some finished messages, so that the server can delete them."""
         ids: list[str] = []
         with suppress(IndexError):  # another thread may take the last one
             while len(ids) < _BATCH:
@@ -550,7 +550,9 @@ class Requests:
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
-        if "to" in fields:  # known even if the reply to the call that stored the message was lost
+        # This process does not know the receivers if the reply to the call that stored the message
+        # was lost.
+        if "to" in fields:
             receivers = fields["to"].decode().split("\n")
         if pending.to == "all" and receivers:
             add_silent(replies, receivers, self.group.name, pending.timeout)

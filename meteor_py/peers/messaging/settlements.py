@@ -150,7 +150,7 @@ class Settlements:
                 self._abandon()
 
     def _settle_batch(self) -> float:
-        """Make one call; return the seconds to wait before the next."""
+        """Make one call; return the seconds to wait before the next one."""
         with self._state:
             size = sum(len(item.data) for item in self._batch)
             while self._waiting and len(self._batch) < _BATCH and size < _BATCH_BYTES:

@@ -23,7 +23,7 @@ PRIORITY_MAX = 256
 
 
 class Target:
-    """The receivers of messages: one member, any member, or the leader.
+    """A receiver of messages: one member, any member, or the leader.
 
     Get it from a group or a membership. All three verbs store the message, in the order of the
     calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A

@@ -112,7 +112,7 @@ class Polls:
                 name = f"meteor-polls-{self._group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
-                self._group.heartbeat.hurry()  # takes a reading: the clock's first is inaccurate
+                self._group.heartbeat.hurry()  # read the clock again: the first reading is inexact
 
     # -- proposing -----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Polls:
                 late = (motion.at or 0) / 1000 - int(reply[1]) / 1000
                 return ActionRefused(
                     f"Action {motion.action!r} is due in {late:.3f} s, but its vote must end "
-                    f"{LEAD_S:g} s before that. Choose a later time: at=group.now() + 2.",
+                    f"{LEAD_S:g} s before that. Choose a later time, such as at=group.now() + 2.",
                     group=name,
                 )
             case b"PENDING":
