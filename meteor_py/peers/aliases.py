@@ -252,7 +252,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Return the codec. Register types with its ``register(User)`` or ``register(User, id=1)``."""
+        """Return the codec. Call its ``register`` method to register types."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

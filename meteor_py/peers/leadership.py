@@ -200,7 +200,7 @@ class Leadership:
         if member.group.config.election == "none":
             name = member.group.name
             raise PeerError(
-                f"Group {name!r} elects no leader (election=None). Use a group with an election.",
+                f"Group {name!r} elects no leader (election=None). Use a group that elects one.",
                 group=name,
             )
         if timeout is not None:

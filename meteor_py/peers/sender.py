@@ -1,4 +1,4 @@
-"""The base class for peer groups and memberships: sends messages and makes proposals."""
+"""The base class of peer groups and memberships, which send messages and make proposals."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ _BATCH_BYTES = 262_144
 _UNSENT_BYTES_MAX = 64 * 1_048_576
 #: After this many seconds without a pending message, the reply thread sleeps until the next one.
 _IDLE_S = 1.0
-#: Maximum number of finished messages waiting to be reported to the server. Others expire there.
+#: Maximum number of finished messages waiting to be reported to the server. Messages that are never
+#: reported expire on the server.
 _FINISHED_MAX = 10_000
 
 

@@ -196,7 +196,7 @@ class Settlements:
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:
             count = len(self._batch)
-            _log.warning("Could not settle %d messages, and will retry: %s", count, error)
+            _log.warning("Could not settle %d messages. Retrying: %s", count, error)
         for item in list(self._batch):
             if item.deadline is not None and (not retriable or now() >= item.deadline):
                 item.error = error
