@@ -54,7 +54,7 @@ class Heartbeat(JoinableThread):
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
         #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
-        #: While the view is behind the server: the view's moment, and when this was noticed.
+        #: While the view is behind the server: the view's moment, and when the thread noticed it.
         self._behind: tuple[Moment, float] | None = None
 
     def hurry(self) -> None:

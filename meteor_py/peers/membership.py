@@ -195,7 +195,8 @@ class Membership(Sender):
         function replaces this one.
         """
         check_function("on_vote", function)
-        self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
+        # The docstring gives the function's signature.
+        self._handle.voter.set_vote(function)  # type: ignore[arg-type]
         return function
 
     def on_action(
@@ -242,8 +243,8 @@ class Membership(Sender):
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that this member does not run.
 
-        Either the action's time had passed, or this member has no name, the server presumed it dead
-        after the vote started, and it rejoined under a different id.
+        Either the action's time had passed, or the member has no name and rejoined under a
+        different id, because the server had presumed it dead after the vote started.
         """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)

@@ -598,7 +598,7 @@ class Requests:
         first = next(iter(replies.failed.values()))
         return PartialFailure(
             f"{len(replies.failed)} of {len(replies.failed) + len(replies.values)} members of "
-            f"group {self.group.name!r} did not acknowledge the message. The first: {first}",
+            f"group {self.group.name!r} did not acknowledge the message. First error: {first}",
             group=self.group.name,
             values=replies.values,
             failed=replies.failed,

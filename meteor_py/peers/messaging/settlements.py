@@ -62,7 +62,8 @@ class Settlement:
 
 
 class Settlements:
-    """One inbox's settlements. ``finished`` is called with each one that the server answered."""
+    """One inbox's settlements. ``finished`` is called with each settlement that the server answered
+    or that was dropped."""
 
     def __init__(self, member: MemberHandle, finished: Callable[[Settlement], None]) -> None:
         self._member = member
