@@ -219,7 +219,10 @@ class SharedWorking(Client):
 
 
 class Deliveries:
-    """Counts each record's deliveries, and collects those that are out of order for their key."""
+    """Counts each record's deliveries.
+
+    ``disorder`` lists records whose first delivery was out of order for their key.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -79,7 +79,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Start members in other processes at once; return them in joining order."""
+        """Start members in other processes concurrently; return them in joining order."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {

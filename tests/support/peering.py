@@ -144,7 +144,10 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Advance the clock with heartbeats from these members; return the last replies."""
+        """Advance the clock in steps of 100 ms, with heartbeats from these members after each.
+
+        Return the replies to the last heartbeats.
+        """
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)

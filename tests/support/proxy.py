@@ -86,7 +86,7 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th request from now that contains `match`. It is never executed.
+        """Cut before the n-th request from now that contains `match`, which is never executed.
 
         Earlier requests on its connection are executed and get their replies.
         """
@@ -137,10 +137,11 @@ class Proxy:
     def chaos(
         self, rng: Random, probability: float, faults: Sequence[Fault] = ("lost_reply",)
     ) -> None:
-        """With this probability, cause one of `faults` on each piece of a reply; 0 ends it.
+        """For each piece of a reply, cause one of `faults` with this probability; 0 ends it.
 
-        lost_reply: drop it and cut the connection. torn_reply: forward a part of it, then cut.
-        late_reply: delay it by up to 50 ms. lost_request: cut before the connection's next request.
+        lost_reply: drop the piece and cut the connection. torn_reply: forward a part, then cut.
+        late_reply: delay the piece by up to 50 ms. lost_request: cut before the connection's next
+        request.
         The seed fixes the choices, but not the timing of clients.
         """
         with self._control():

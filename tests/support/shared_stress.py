@@ -104,7 +104,8 @@ def send(stream: meteor.Stream, row: Row, sender: int, rng: random.Random) -> No
 def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) -> None:
     """Acknowledge each record, but flush only every ``ack_every`` records.
 
-    If that exceeds the prefetch window, the subscriber must send the acks when the window is full.
+    If ``ack_every`` exceeds the prefetch window, the subscriber must send the acks when the window
+    is full.
     """
     try:
         with stream.shared_subscriber(GROUP, prefetch=row.prefetch) as sub:

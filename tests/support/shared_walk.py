@@ -495,7 +495,8 @@ class Walk(Model):
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    continue  # as if the consumer died before its report: another buries it again
+                    # As if the consumer had died before reporting it. Another one buries it again.
+                    continue
             hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
             self.close_record(letter.offset, "dead" if letter.offset in found else "lost")

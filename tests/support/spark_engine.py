@@ -29,7 +29,7 @@ dumps: Callable[[object], bytes] = cloudpickle.dumps
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """Release resources that a source keeps until its process ends."""
+    """After the block, release the resources that a source keeps until its process ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
