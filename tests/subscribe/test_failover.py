@@ -1,6 +1,6 @@
 """Another member takes over when a member process dies, stops, hangs or leaves.
 
-All times, of events and of lease expiries, come from the server.
+The tests compare only times that the server reports, of events and of lease expiries.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_member_stopped_in_a_poll_does_not_get_the_new_owners_records(
     assert first.answer() == [5]
 
 
-def test_stopped_loop_ends_at_its_next_confirm(harness: GroupHarness) -> None:
+def test_loop_in_a_stopped_member_ends_at_its_next_confirm(harness: GroupHarness) -> None:
     harness.fill(50)
     first, second = harness.members(2, lease_ttl=SHORT_S)
     first.tell("take", 50, 0.05)

@@ -100,7 +100,7 @@ def test_records_fetched_before_a_move_cannot_be_confirmed(harness: GroupHarness
     harness.fill(5)
     given = first.poll()
     if given[0] == 4:
-        assert given[-1] < 15  # only records that existed when it fetched
+        assert given[-1] < 15  # only records that the member had fetched before the move
         with pytest.raises(Refused, match="LeaseLost"):
             first.confirm()
         given = first.poll()
@@ -257,7 +257,7 @@ def test_earliest_is_resolved_at_the_first_read_and_then_kept(
             second.poll(20)
 
 
-# Longer than the lease
+# Work that takes longer than the lease
 
 
 @pytest.mark.parametrize("slow", ["poll", "batch", "loop"])

@@ -384,7 +384,7 @@ def test_former_owner_can_neither_renew_nor_release_the_lease(
     elif how == "sought":
         harness.stream.seek_group(GROUP, 0)
     elif how == "never owner":
-        old = old._replace(number=two.win().number)  # another member's term with one's own nonce
+        old = old._replace(number=two.win().number)  # the new owner's term with the old nonce
         owner = "two"
     events = harness.events()
     with pytest.raises(meteor.LeaseLost):

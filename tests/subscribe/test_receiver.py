@@ -396,7 +396,7 @@ def test_receiver_outlasts_an_outage(private_server: ServerFactory, group: str |
             if auto:
                 eventually(lambda: confirmed(stream) == 5)
             server.kill()
-            assert not receiver.join(0.4), "the receiver ended with the server"
+            assert not receiver.join(0.4), "the receiver ended when the server was killed"
             server.restart()
             fill(stream, 5)
             handler.wait_for(*range(10))
