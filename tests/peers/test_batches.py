@@ -1,5 +1,7 @@
-"""Messages that wait in one process share calls to the server. Each is stored and settled once, in
-order."""
+"""Messages that wait in one process share calls to the server.
+
+Each message is still stored and settled once, in order.
+"""
 
 from __future__ import annotations
 

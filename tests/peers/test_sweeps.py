@@ -243,7 +243,7 @@ def test_index_entry_without_its_message_is_harmless(peers: Peers) -> None:
     assert "movable:a" not in leftovers(peers)
 
 
-def test_death_does_not_read_messages_to_the_member_itself(counted: Peers) -> None:
+def test_server_does_not_read_direct_messages_when_their_member_dies(counted: Peers) -> None:
     peers = counted
     peers.join("a", named=True)
     peers.join("b")
@@ -255,7 +255,9 @@ def test_death_does_not_read_messages_to_the_member_itself(counted: Peers) -> No
     assert len(inbox(peers, "a")) == 30
 
 
-def test_leaving_fails_awaited_messages_without_reading_them(counted: Peers) -> None:
+def test_server_fails_awaited_messages_without_reading_them_when_a_member_leaves(
+    counted: Peers,
+) -> None:
     peers = counted
     peers.join("a")
     peers.join("b")
