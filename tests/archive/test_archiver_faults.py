@@ -236,7 +236,7 @@ def test_publisher_waits_for_an_unreachable_store_and_continues(
     assert len(logged) == 1  # not once per attempt
 
 
-def test_store_outage_is_logged_once(
+def test_each_store_outage_is_logged_once(
     stored: StoredStream, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     archiver = stored.archiver()

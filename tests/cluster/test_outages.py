@@ -36,7 +36,7 @@ def down(node: Node) -> Iterator[None]:
 
 
 def accepted(cluster: Cluster) -> int:
-    """The connections that all nodes have accepted so far."""
+    """Return the number of connections that all nodes together have accepted so far."""
     return sum(node.info("stats")["total_connections_received"] for node in cluster.nodes)
 
 
@@ -70,7 +70,7 @@ def test_clients_connect_rarely_in_a_long_outage_and_continue_after_it(cluster: 
                     thread.start()
                 ack = pub.publish(b"during")
                 before = accepted(cluster)
-                time.sleep(OUTAGE_S)  # an outage has to last
+                time.sleep(OUTAGE_S)  # the clients retry in the meantime
                 opened = accepted(cluster) - before
                 assert not ack.done()
             assert ack.result(20) == 1

@@ -31,10 +31,10 @@ AHEAD = 4_000_000_000_000
 class Split:
     """Clients on a lost branch, whose next call reaches the surviving branch.
 
-    Both branches have the same first 100 records. Then the lost branch gets 10 more. The
-    surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
-    the variant "skew", the last common epoch is ahead of both servers' clocks, so both branches
-    derive their next epoch number from it.
+    Both branches have the same first 100 records. Then the lost branch gets 10 more. The surviving
+    branch gets 20 more, a restart without new records, and another restart with 5 more. Each branch
+    has begun its own epochs. In the variant "skew", the last common epoch is ahead of both servers'
+    clocks, so both branches derive their next epoch number from it.
     """
 
     publisher: meteor.Publisher

@@ -164,7 +164,7 @@ def test_stalled_requests_do_not_reach_the_server_until_resumed(
     assert proxy.counters.cuts == 0
 
 
-def test_requests_with_stalled_replies_take_effect_before_they_are_resumed(
+def test_requests_take_effect_while_their_replies_are_stalled(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("replies")
