@@ -54,7 +54,7 @@ def publish_bursts(pub: meteor.Publisher, rng: Random, records: int) -> dict[byt
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Call ``work`` repeatedly in another thread."""
+    """Call ``work`` repeatedly in another thread during the block."""
     stop = threading.Event()
     errors: list[Exception] = []
 
