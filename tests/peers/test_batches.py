@@ -28,7 +28,7 @@ MIB = "x" * 1_048_576
 
 
 def batch(peers: Peers, number: int, *messages: str, handle: str = "handle", **how: Any) -> Any:
-    """Send several messages to one member in one call."""
+    """Send several messages in one call, by default to member ``a``."""
     args: list[Any] = []
     for message in messages:
         args += [message, "", "", "q", how.get("verb", "tell"), how.get("to", "member")]

@@ -52,7 +52,7 @@ def test_call_repeated_after_a_lost_reply_counts_no_delivery(build: Build) -> No
     assert [begin(peers, "a", token) for token in ("t1", "t1", "t2", "t2")] == [2, 2, 3, 3]
 
 
-def test_message_is_delivered_without_end_in_a_group_without_a_limit(build: Build) -> None:
+def test_message_never_becomes_a_dead_letter_in_a_group_without_a_limit(build: Build) -> None:
     peers = build(max_deliveries=0)
     peers.join("a", named=True)
     send(peers, "m", to="member", member="a")

@@ -1,4 +1,4 @@
-"""A dead letter is a copy of a failed record with the reason, stored exactly once."""
+"""A dead letter is a copy of a failed record with the reason for its failure, stored once."""
 
 from __future__ import annotations
 
@@ -497,7 +497,9 @@ def test_dead_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip", "retry"])
-def test_acks_without_dead_letters_are_refused(streams: DeadLetterStreams, on_error: Any) -> None:
+def test_acks_setting_is_refused_without_a_dead_letter_stream(
+    streams: DeadLetterStreams, on_error: Any
+) -> None:
     with streams.source.subscriber() as sub, pytest.raises(ValueError, match="dead-letter stream"):
         sub.attach_receiver(print, on_error=on_error, acks=1)
 

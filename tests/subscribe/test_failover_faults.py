@@ -13,7 +13,7 @@ from tests.support.group_members import GROUP, GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
-#: A lease that expires within a test, and one that does not.
+#: Lease times in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.8
 LONG_S = 60.0
 

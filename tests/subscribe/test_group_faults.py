@@ -177,7 +177,7 @@ def test_confirm_raises_outcome_unknown_if_the_server_has_forgotten_its_term(
         )
 
 
-def test_poll_reports_an_unknown_confirm_whose_ack_was_never_checked(
+def test_poll_reports_an_unknown_confirm_outcome_if_the_ack_was_never_checked(
     proxied: ProxiedStream,
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=1)

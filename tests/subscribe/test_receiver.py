@@ -204,7 +204,7 @@ def test_handler_can_close_the_receiver_and_its_record_counts_as_done(
     assert confirmed(stream) == 4
 
 
-def test_hanging_handler_does_not_keep_lease_and_connections(stream: meteor.Stream) -> None:
+def test_hanging_handler_does_not_keep_the_lease_or_connections(stream: meteor.Stream) -> None:
     fill(stream, 10)
     plain = stream.client.redis
     connections = len(plain.client_list())

@@ -1,4 +1,4 @@
-"""Documented service patterns: they end cleanly on SIGTERM, and count each record exactly once."""
+"""The documented service patterns end cleanly on SIGTERM, and count each record exactly once."""
 
 from __future__ import annotations
 

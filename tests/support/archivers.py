@@ -1,4 +1,4 @@
-"""A stream with a store, and archivers in this process or in one that fails at a given step.
+"""A stream with a store, and archivers in this process or in others that fail at a given step.
 
     with StoredStream(url, tmp_path) as stored:
         end = stored.fill(1000)

@@ -15,7 +15,7 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 
 def create_certificates(folder: Path) -> None:
-    """Create two CAs, a server certificate for 127.0.0.1, and a client certificate with keys."""
+    """Create two CAs, a server certificate for 127.0.0.1, a client certificate, and their keys."""
 
     def openssl(*args: str) -> None:
         try:

@@ -59,7 +59,7 @@ class Client(threading.Thread):
 
 
 class Publishing(Client):
-    """Publishes numbered values in batches, each value with a key.
+    """A thread that publishes numbered values in batches, each value with a key.
 
     ``window`` is the number of batches in flight. A window of 1 measures pauses; with a larger
     window, a failover can lose more records.
@@ -149,7 +149,7 @@ class Publishing(Client):
 
 
 class GroupReading(Client):
-    """The only member of a group: reads and confirms every record."""
+    """A group's only member, which reads and confirms every record."""
 
     def __init__(self, stream: meteor.Stream, group: str = GROUP) -> None:
         super().__init__(f"group-{group}")

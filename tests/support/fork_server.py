@@ -120,7 +120,7 @@ class _ForkServer:
         """Return True in the forked child. The parent waits until the child is set up or ends."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork() warns of pyarrow's thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # about pyarrow's thread
             pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)

@@ -1,9 +1,9 @@
 """Peer groups for tests: direct script calls with a fake clock, and members in other processes.
 
-with Peers(client) as peers:
-    peers.join("a")
-    peers.pass_ms(400)
-    assert peers.events() == [("joined", "a"), ("elected", "a")]
+peers = Peers(client)
+peers.join("a")
+peers.pass_ms(400)
+assert peers.events() == [("joined", "a"), ("elected", "a")]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUP = "workers"
 #: The default ttl in `Peers`.
 TTL_MS = 1000
 HOUR_MS = 3_600_000
-#: A ttl that does not expire during a test.
+#: A ttl in seconds that does not expire during a test.
 LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
@@ -63,7 +63,7 @@ PEERS_SCRIPTS = [
 
 
 def rebuilt(script: Script, clock: bytes) -> Script:
-    """Return a script with a different clock."""
+    """Return a copy of a script that reads ``clock`` instead of the server's time."""
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)

@@ -5,7 +5,8 @@ happens between two steps, never within one, and has taken effect when the metho
 and replies are counted by their boundaries in the protocol, so "the third request" means the same
 in a pipeline and in single calls. After PSYNC, a replication link is plain bytes: cut, stall,
 delay, chunk and chaos work there, and faults that count requests do nothing. Do not count requests
-on a connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not match.
+on a connection that uses SUBSCRIBE, MONITOR or CLIENT REPLY OFF, because its requests and replies
+do not match.
 With `plain=True`, every connection is plain bytes, for servers with another protocol.
 
     with Proxy(HOST, server.port) as proxy:
@@ -86,9 +87,10 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th request from now that contains `match`, which is never executed.
+        """Cut before the n-th request from now that contains `match`.
 
-        Earlier requests on its connection are executed and get their replies.
+        That request is never executed. Earlier requests on its connection are executed and get
+        their replies.
         """
         self._arm("before", n, match)
 

@@ -1,9 +1,9 @@
 """Counters for the work that each call makes a server do while nothing else can run.
 
 A call is a script, a transaction, or a single command. ``MONITOR`` shows the commands of each call
-and their arguments. A read is bounded by a count or range in its arguments. Counted work does not
-depend on the speed of the machine, so tests can assert on it. The server also measures the duration
-of each call, but tests only print that.
+and their arguments. A read counts as bounded if its arguments contain a count or a range. Counted
+work does not depend on the speed of the machine, so tests can assert on it. The server also
+measures the duration of each call, but tests only print that.
 """
 
 from __future__ import annotations

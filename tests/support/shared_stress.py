@@ -20,7 +20,7 @@ STALL_S = 10.0
 
 
 class Row(NamedTuple):
-    """A row of ``run_msg_group_tests``."""
+    """One configuration of the test: a row in Qpid's ``run_msg_group_tests``."""
 
     messages: int  # per sender
     group_size: int

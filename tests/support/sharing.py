@@ -32,7 +32,7 @@ from meteor_py.shared.record import Standing
 STREAM = "orders"
 GROUP = "billing"
 
-#: A lease that does not expire during a test.
+#: A lease time in seconds that does not expire during a test.
 LONG_S = 60.0
 
 

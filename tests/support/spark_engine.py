@@ -49,7 +49,10 @@ class Checkpoint:
 
 
 class Engine:
-    """One run of a query in this process. `stop` ends it; dropping it simulates a crash."""
+    """One run of a query in this process.
+
+    The end of a ``with`` block stops it. Dropping it without one simulates a crash.
+    """
 
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint
