@@ -181,7 +181,7 @@ def test_ctrl_c_while_reading_the_store_neither_loses_nor_duplicates_a_record(
     assert interrupts == 2
 
 
-# Interrupts while a subscriber is being opened or closed are not tested here.
+# An interrupt may leave a socket to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_moment_keeps_position_and_records_consistent(

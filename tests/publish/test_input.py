@@ -259,7 +259,7 @@ def test_timestamps_in_seconds_are_refused_with_a_hint(
             )
             assert "1700000000 looks like a time in seconds" in message
             assert "Multiply it by 1000" in message
-        # That moment in January 1970 is accepted if it is not an integer.
+        # As a datetime or an Arrow timestamp, a time in January 1970 is accepted.
         in_january = datetime(1970, 1, 20, tzinfo=UTC)
         assert pub.publish(b"", timestamp=in_january).result(10) == 0
         early = pa.array([in_january] * MANY, pa.timestamp("ms", tz="UTC"))

@@ -117,7 +117,7 @@ def test_every_change_to_a_folder_is_seen(tmp_path: Path, listings: list[str]) -
             check(store, end)
         other.append(INCARNATION, 1, records(end - 10, end))
         check(store, end + 10)
-    # Changes that are too close together for the modification time are seen as well.
+    # Changes within the resolution of the modification time are seen as well.
     for _ in range(50):
         end = store.bounds(INCARNATION).end
         assert fill(other, 1) == end + 10
