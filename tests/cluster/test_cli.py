@@ -11,7 +11,7 @@ from tests.support.commands import succeed
 from tests.support.proxied_cluster import ProxiedCluster
 
 NAMES = [f"s{number}" for number in range(12)]
-#: A short --timeout, for commands that wait for a node which does not reply.
+#: A short --timeout in seconds, for commands that wait for a node which does not reply.
 SHORT_S = "0.5"
 
 

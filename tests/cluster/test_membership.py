@@ -1,4 +1,4 @@
-"""Nodes that join and leave a cluster under load."""
+"""Nodes can join and leave a cluster: clients lose nothing, and keep no unused connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a long outage, clients try again rarely; afterwards they continue by themselves."""
+"""In a long outage, clients retry rarely; afterwards, they continue by themselves."""
 
 from __future__ import annotations
 
@@ -146,6 +146,6 @@ def test_refreshes_of_the_topology_become_rarer_until_one_finds_something_new(
     timer.note(found_news=True)
     assert interval_s(timer) < 0.15
     timer.note(found_news=False)
-    now[0] += 60  # the outage has ended long ago
+    now[0] += 60  # the outage ended long ago
     timer.note(found_news=False)
     assert interval_s(timer) < 0.15

@@ -1,4 +1,4 @@
-"""A password that changes while clients run: connections stay, new ones need the new password."""
+"""A changed password ends no connection, but every new connection needs the new password."""
 
 from __future__ import annotations
 
