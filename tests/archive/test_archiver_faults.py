@@ -74,7 +74,7 @@ def test_archivers_killed_one_after_another_still_make_progress(
 ) -> None:
     steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
-    for number, step in enumerate(steps, start=1):  # each is killed at its second segment
+    for number, step in enumerate(steps, start=1):  # each archiver is killed at its second segment
         end = stored.fill(rng.randrange(2000, 3000))
         stored.process(f"kill {step}", segment_records=700).wait_killed()
         assert stored.read() == list(range(end))

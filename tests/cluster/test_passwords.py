@@ -83,7 +83,7 @@ def test_deleted_user_is_refused_until_it_exists_again(servers: Cluster | Sentin
         assert m.streams() == []
         for server in data_servers(servers):
             with plain_client(server.url) as plain:
-                plain.execute_command("ACL", "DELUSER", USER)  # which ends its connections
+                plain.execute_command("ACL", "DELUSER", USER)  # also ends its connections
         with pytest.raises(meteor.AccessDenied):
             m.streams()
         set_password(servers, "secret")

@@ -284,7 +284,7 @@ def test_message_that_cannot_be_stored_in_time_expires(post: Post) -> None:
     me = group.join("a")
     group._handle.heartbeat.stop()
     group._handle.heartbeat.join()
-    expel(group, "a")  # it cannot rejoin
+    expel(group, "a")  # without heartbeats, the member cannot rejoin
     error = failure(me.member("a").tell("q", timeout=0.3))
     assert isinstance(error, meteor.MessageExpired)
     assert error.timeout == 0.3

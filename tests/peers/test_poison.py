@@ -64,7 +64,7 @@ def test_delivery_count_moves_with_a_message(build: Build) -> None:
     peers.join("a")
     send(peers, "m")
     peers.join("b")
-    peers.leave("a")  # it may have begun to handle the message
+    peers.leave("a")  # member a may have begun to handle the message
     assert begin(peers, "b", "t1") == 2
     peers.join("c")
     peers.leave("b")

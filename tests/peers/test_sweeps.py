@@ -117,7 +117,7 @@ def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -
     peers.pass_ms(450)  # after 0.6 s, `a` is overdue but trusts its term for another 0.3 s
     peers.heartbeat("b")
     assert peers.leader == "b"
-    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
+    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # its writes are fenced
 
 
 # Many overdue members

@@ -172,7 +172,7 @@ def test_late_election_event_does_not_revive_a_resigned_term(
     me.resign()
     me._handle.leadership.elected(term.number)  # the event arrives late
     assert me.term is None
-    assert me._handle.renewed(now(), reply_of(me, me, term.number))  # and so does a heartbeat reply
+    assert me._handle.renewed(now(), reply_of(me, me, term.number))  # a late heartbeat reply
     assert me.term is None
     eventually(lambda: other.term is not None)
     me._handle.leadership.deposed(term.number)

@@ -161,7 +161,7 @@ def processes_of(directory: Path) -> list[int]:
         try:
             if directory_of(pid) in (directory, Path(f"{directory} (deleted)")):
                 found.append(pid)
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return [pid for pid in found if is_running(pid)]
 

@@ -363,7 +363,7 @@ def test_expired_lease_is_taken_over_after_the_grace_period(
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited out another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # not the expired term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number

@@ -127,12 +127,12 @@ class Proxy:
             self._faults.refusing = False
 
     def delay(self, seconds: float, direction: Direction = "both") -> None:
-        """Delay all bytes that arrive from now on; 0 ends it."""
+        """Delay all bytes that arrive from now on; 0 ends the delay."""
         with self._control():
             self._faults.delay_s.update(dict.fromkeys(_sides(direction), seconds))
 
     def chunk(self, n_bytes: int, pause_s: float = 0.0) -> None:
-        """Forward in pieces of at most `n_bytes`, `pause_s` apart; 0 ends it."""
+        """Forward in pieces of at most `n_bytes`, `pause_s` apart; `n_bytes=0` ends this."""
         with self._control():
             self._faults.chunk_bytes, self._faults.chunk_pause_s = n_bytes, pause_s
 

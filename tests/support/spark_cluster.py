@@ -150,7 +150,7 @@ class Driver:
 
     @property
     def marks(self) -> set[str]:
-        """The attempts at slow tasks that reached their last rows: job, partition, number."""
+        """The attempts at slow tasks that reached their last rows, as "job.partition.attempt"."""
         return {path.name for path in self._marks.iterdir()}
 
     @property
