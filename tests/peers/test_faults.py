@@ -1,5 +1,7 @@
-"""Peer groups whose member processes are killed, paused, forked or terminated, and whose servers
-have outages or clock steps. The tests compare only times on the server's clock.
+"""Peer groups survive failing processes and servers.
+
+Member processes are killed, paused, forked or terminated. Servers have outages or clock steps. The
+tests compare only times on the server's clock.
 """
 
 from __future__ import annotations

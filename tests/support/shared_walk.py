@@ -495,7 +495,8 @@ class Walk(Model):
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    # As if the consumer had died before its report: another buries the letter again.
+                    # As if the consumer had died before its report, so that another buries the
+                    # letter again.
                     continue
             hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
