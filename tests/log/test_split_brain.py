@@ -114,7 +114,7 @@ def test_every_client_on_the_lost_branch_learns_which_records_are_gone(split: Sp
     assert split.survivors.group("g").confirmed == 100
 
 
-#: A stream's epochs on two branches that split at offset 100, in epoch 5.
+#: Epoch tables up to a split at offset 100, in epoch 5, and on the surviving branch.
 TRUNK = "1:0,+5:50"
 KEPT = f"{TRUNK},+7:100,+9:120"
 

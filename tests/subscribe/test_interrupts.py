@@ -156,7 +156,7 @@ def test_signal_handler_that_closes_a_closing_publisher_does_not_hang(
         server.resume()
 
 
-def test_signal_handler_that_uses_the_client_in_a_call_gets_its_own_reply(
+def test_signal_handler_that_uses_the_client_during_a_call_gets_its_own_reply(
     stream: meteor.Stream,
 ) -> None:
     m = stream.client
