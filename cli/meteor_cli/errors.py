@@ -1,4 +1,4 @@
-"""Error messages of the library, with hints that suggest commands instead of methods."""
+"""The library's error messages, with hints that suggest commands instead of methods."""
 
 from __future__ import annotations
 

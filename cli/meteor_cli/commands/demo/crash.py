@@ -22,8 +22,8 @@ _CALL = 500
 _KILL_AFTER = 50
 #: Make this many calls before the kill, so that some of them are still in flight.
 _ON_THE_WAY = 100
-#: Maximum length of a directory name in bytes, so that the socket's path is short enough. With a
-#: longer name, the server's address would change when it restarts.
+#: Maximum length of the temporary directory's path, so that the path of the server's socket is
+#: short enough. With a longer path, the server's address would change when the server restarts.
 _DIRECTORY_MAX = 50
 
 
