@@ -1,4 +1,4 @@
-"""Reads as a group member: a query's driver holds the group's lease and confirms records.
+"""Group membership: a query's driver holds the group's lease and confirms records.
 
 The checkpoint decides where the query continues. The group shows the query's progress to other
 programs, keeps the archiver from expiring records that the query has not read, and determines where

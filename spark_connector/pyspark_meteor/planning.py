@@ -1,4 +1,4 @@
-"""Asks the server, on the driver, which streams exist and where they begin and end."""
+"""Planning on the driver: which streams exist, where they begin and end, and what tasks read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Return the streams to read: the given names, or those that matched when last listed."""
+        """Return the names of the streams to read.
+
+        Streams that match a pattern are listed again at most every ``LIST_S`` seconds.
+        """
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -153,7 +156,7 @@ class Planner:
         ]
 
     def record_bytes(self, streams: Iterable[str]) -> int:
-        """Return the average size of the records currently in the rings."""
+        """Return the average size, in bytes, of the records currently in the rings."""
         size = count = 0
         for name in streams:
             try:

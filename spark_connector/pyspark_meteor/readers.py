@@ -95,7 +95,7 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the records of a partition as Arrow batches."""
-        if isinstance(partition, Range):  # if there are no ranges, Spark passes another partition
+        if isinstance(partition, Range):  # without ranges, Spark passes a partition of another type
             yield from read_range(self._options, self._schema, partition)
 
 
@@ -280,8 +280,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Check whether the server has lost records that the query has read.
 
         Returns:
-            If failOnDataLoss is false, the positions to go back to, where other records have
-            replaced the lost ones.
+            The positions to go back to, because other records have replaced the lost ones there.
+
+        Raises:
+            LogTruncated: Records were lost or a stream was deleted, and failOnDataLoss is true.
         """
         back: Offsets = {}
         for name, position in known.items():

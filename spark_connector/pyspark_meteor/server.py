@@ -112,7 +112,8 @@ class ServerOptions:
         """Parse the options for a source or sink, on the driver.
 
         Raises:
-            ValueError: The URL contains a password, or an option for a password is misused.
+            ValueError: The URL is malformed, contains a password, or works in only one process; or
+                an option for a password is misused.
         """
         url = options.text("url")
         password = Password.parse(options, "passwordEnv", "passwordFile")
@@ -206,10 +207,12 @@ def _has_password(url: str) -> bool:
 
 
 def _check(url: str, password: Password | None, for_sentinels: Password | None) -> None:
-    """Raise unless the URL may be shown, all processes can use it, and it fits the passwords."""
+    """Raise ``ValueError`` unless the URL may be shown, all processes can use it, and it fits the
+    passwords.
+    """
     try:
         urlsplit(url)
-    except ValueError:  # do not quote it: its text may contain the password
+    except ValueError:  # do not quote the URL, which may contain the password
         raise ValueError(
             "The url is malformed. Write redis://host:port/database or unix:///path/to/socket, "
             "with an IPv6 address in square brackets."

@@ -109,6 +109,6 @@ def check_columns(schema: StructType, *, named: bool) -> None:
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:
-    if isinstance(kind, MapType) and isinstance(found, MapType):  # with or without nulls
+    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether or not nulls are allowed
         return (found.keyType, found.valueType) == (kind.keyType, kind.valueType)
     return found == kind

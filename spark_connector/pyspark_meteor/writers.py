@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: The local property with the query's run id, after which Spark names the query's job group.
+#: The local property that holds the query's run id: Spark also uses the id for the job group.
 _RUN = "spark.jobGroup.id"
 #: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
@@ -162,6 +162,9 @@ def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
     """Return whether the stream has a version, so that a task need not stage its rows.
 
     Returns False if a column names the streams, because they are not known until the rows arrive.
+
+    Raises:
+        VersionPassed: The stream has a later version.
     """
     if options.stream is None:
         return False
@@ -265,7 +268,7 @@ def _divide(
     """Return each stream in a batch, with its stages and its record count."""
     by_stream = _stages_by_stream(written)
     if some_done:
-        assert options.stream is not None, "stream_has is false without it"
+        assert options.stream is not None, "without a stream, stream_has() returns False"
         by_stream.setdefault(options.stream, [])
     m = options.server.connect()
     counted = sum(message.counted or 0 for message in written)
