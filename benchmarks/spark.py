@@ -1,6 +1,6 @@
 """Spark: throughput of the data source, and the cost of a micro-batch with little or no data.
 
-Spark runs in a separate process, so that its JVM ends with the measurement. Each case alternates
+Spark runs in a separate process, so that its JVM exits after the measurement. Each case alternates
 with its peers in that process, so ratios compare figures from one run.
 """
 
@@ -306,10 +306,11 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query for ``wanted`` batches and return their durations, without the first three.
+    """Run a query until ``wanted`` batches follow the first three; return their durations in ms.
 
     Args:
-        move: Called every ``_PACE_S`` to move the source, if it does not move by itself.
+        move: Called every ``_PACE_S`` seconds to move the source's offset. None if the offset moves
+            by itself.
         empty: Whether the batches must have no rows.
     """
     with running(frame, checkpoint) as query:
@@ -326,7 +327,7 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until enough triggers have found nothing; return their durations."""
+    """Run a query until enough triggers have found nothing; return their durations in ms."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps the last 100
             check(query)
@@ -358,7 +359,7 @@ def check(query: StreamingQuery) -> None:
 def nothing_source() -> Any:
     """Return a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds.
+    With ``rows=0``, it generates none. With ``pace``, its offset moves every ``pace`` seconds.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
