@@ -262,7 +262,7 @@ def test_planned_sentinel_failover_reports_losses_and_pausing_writes_prevents_th
         if paused:
             with plain_client(sentinels.primary.url) as plain:
                 plain.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-            time.sleep(0.3)  # the replicas receive the last records
+            time.sleep(0.3)  # time for the replicas to receive the last records
         sentinels.failover()
         assert publishing.continues(), publishing.problems
         sentinels.wait_until_stable()

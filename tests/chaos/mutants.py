@@ -1,8 +1,8 @@
 """Planted bugs, each of which the checker must find.
 
-They exist only inside the workers of a run. Each alters the text of a script or a function, and
-fails if the text to replace is missing. Otherwise a mutant could silently equal the original, and
-the checker would seem to miss a bug.
+Each exists only in the process that plants it. It alters the text of a script or a function, and
+planting it fails if the text to replace is missing. Otherwise a mutant could silently equal the
+original, and the checker would seem to miss a bug.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ MUTANTS = {
         STOPPING_ARCHIVERS | {"seconds": 3.0},
     ),
     "careless-publish": Mutant(
-        "the ring is trimmed to its capacity, archived or not",
+        "the ring is trimmed to its capacity, even if the records are not archived",
         "PUBLISH",
         (("floor = math.min(floor, archived)", "floor = floor"),),
         frozenset({ViolationKind.UNARCHIVED}),

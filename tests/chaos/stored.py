@@ -66,7 +66,7 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
 def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
     """Check that each commit covers appended records, and that no older term commits.
 
-    When a term appends, from ``archived`` on, it has already fenced the older terms.
+    A term appends from ``archived`` on, and only after it has fenced the older terms.
     """
     appends = [event for event in history if event.kind in ("append", "appended")]
     newest, who, place, reported = -1, "no archiver", 0, -1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.history import Event
 
-#: Violations of each kind that are kept with their events; the others are only counted.
+#: Maximum number of violations of each kind to keep with their events; others are only counted.
 KEPT = 5
 BEFORE = 12
 AFTER = 6
@@ -20,7 +20,7 @@ class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
     LOST = "lost"  # acknowledged, delivered or archived, but missing from the log or the store
-    PHANTOM = "phantom"  # in the log or the store, but never published, failed or unarchived
+    PHANTOM = "phantom"  # in the log or the store, but failed, unarchived or never published
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice for one reader or term
     REORDERED = "reordered"  # the log or a term is out of order
     TWO_PAYLOADS = "two payloads"  # two records at one offset
