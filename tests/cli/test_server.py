@@ -205,7 +205,7 @@ def test_info_describes_a_server(private_server: ServerFactory) -> None:
     assert (found["slots"], found["clients"]) == ([], 1)
 
 
-def test_info_of_an_unreachable_server_is_an_error() -> None:
+def test_info_fails_if_the_server_is_unreachable() -> None:
     done = meteor("redis://127.0.0.1:1", "server", "info")
     assert (done.code, done.out) == (1, b"")
     assert "cannot be reached" in done.err

@@ -1,4 +1,4 @@
-"""``meteor watch`` reports changes between two snapshots, also as a process on a real server."""
+"""``meteor watch`` reports changes between snapshots, in this process and as a command."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_watch_without_a_server_fails() -> None:
         assert "cannot be reached" in done.err
 
 
-def test_foreign_key_does_not_end_watch(url: str, client: meteor.Client) -> None:
+def test_key_from_another_program_does_not_end_watch(url: str, client: meteor.Client) -> None:
     client.stream("orders", create=True)
     with RunningCommand(url, "watch", "--interval", "0.1", "--json") as watching:
         assert watching.line("stderr") == "meteor: watching 1 stream."
