@@ -1,7 +1,7 @@
 """Queries survive server restarts, failovers and dropped connections without losing records.
 
-``tests.support.spark_engine`` stands in for Spark's engine; one test runs Spark itself. Tests with
-long outages are in tests/chaos/spark_outages.py.
+``tests.support.spark_engine`` stands in for Spark's engine; the last tests run Spark itself. Tests
+with long outages are in tests/chaos/spark_outages.py.
 """
 
 from __future__ import annotations
