@@ -67,7 +67,7 @@ class Command(click.Command):
     ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
-        own = {option.name for option in self.params}  # such as the --timeout of `peers ask`
+        own = {option.name for option in self.params}  # for example, `peers ask` has a --timeout
         common = (name for name in ("url", "timeout", "debug") if name not in own)
         self._others = ", ".join(f"--{name}" for name in common)
         self.params += [each for each in common_options(hidden=True) if each.name not in own]

@@ -41,8 +41,8 @@ def explain(error: Exception) -> str:
             return f"{error.strerror}."
         case meteor_py.PeerGroupActive():
             return (
-                f"Peer group {error.group!r} has {counted(error.alive, 'live member')}. Stop them "
-                "first, or delete the group with --force."
+                f"Peer group {error.group!r} has {counted(error.alive, 'live member')}. Stop all "
+                "members first, or delete the group with --force."
             )
         case meteor_py.MeteorError() if error.hint:
             return f"{error.problem} {_hint(error)}"

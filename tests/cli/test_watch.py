@@ -1,4 +1,4 @@
-"""``meteor watch`` reports changes between snapshots, in this process and as a command."""
+"""``meteor watch`` reports the changes between two snapshots of a server."""
 
 from __future__ import annotations
 

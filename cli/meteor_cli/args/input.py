@@ -115,7 +115,10 @@ def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
 
 
 class RecordParser:
-    """Converts input into records that the stream's codec can decode."""
+    """Converts input into records that the stream's codec can decode.
+
+    Invalid input raises ``jsonl.Unreadable``.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meteor_py import Client, Stream
 
 T = TypeVar("T")
-#: (results, whether they are complete).
+#: The results, and whether they are complete.
 Found = tuple[list[T], bool]
 
 

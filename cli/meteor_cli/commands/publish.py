@@ -250,7 +250,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Count an unsettled batch; return the number of unknown outcomes."""
+        """Count a batch that is still in the queue; return the number of unknown outcomes."""
         from meteor_py import OutcomeUnknown
 
         before = self.count

@@ -215,7 +215,7 @@ class Tailer:
         self.lost = 0
 
     def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read without a group."""
+        """Read and print records without a group."""
         end = self._stream.bounds()[1]
         bounds = Bounds(stop=None if follow else end)
         if span is None:
@@ -227,7 +227,7 @@ class Tailer:
         self._loop(bounds, start)
 
     def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read as a member of a group, and confirm printed records."""
+        """Read as a member of a group, and confirm the records that were printed."""
         bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
         initial = "auto" if span is None else span.start.kind
         self._loop(bounds, group=group, initial_offset=initial)

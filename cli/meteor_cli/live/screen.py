@@ -33,7 +33,7 @@ class View:
     at: datetime
     snapshot: Snapshot
     rates: dict[str, Rates] = field(default_factory=dict)
-    #: Why the data is out of date.
+    #: Why the data is out of date; None if it is current.
     problem: str | None = None
 
 

@@ -19,7 +19,7 @@ from meteor_cli.render.terminal import progress
 from meteor_cli.render.text import print_table, product_name, say
 from meteor_cli.session import Session
 
-#: Maximum bytes of records in the ring, and maximum bytes to prepare in advance.
+#: Maximum size, in bytes, of the records in the ring, and of the values prepared in advance.
 _KEPT_MAX_BYTES = 256_000_000
 _MADE_MAX_BYTES = 16_000_000
 #: Maximum number of records whose latency is measured.
@@ -52,7 +52,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float
     records_per_s: float | None = None
     megabytes_per_s: float | None = None
-    #: Milliseconds from publishing a record to reading it.
+    #: Percentiles of the milliseconds from publishing a record to reading it.
     p50_ms: float | None = None
     p99_ms: float | None = None
 

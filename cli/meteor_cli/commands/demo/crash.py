@@ -63,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publish all records, and kill and restart the server meanwhile.
+    """Publish all records, killing and restarting the server in between.
 
     Returns:
         Seconds from the kill until records published after it were acknowledged.
