@@ -363,7 +363,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Return ``end``, but ``start`` for streams in which only the epoch has changed.
+    """Return ``end``, with the positions from ``start`` where only the epoch has changed.
 
     A new epoch alone must not cause a batch.
     """
