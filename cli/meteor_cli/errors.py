@@ -54,7 +54,10 @@ def explain(error: Exception) -> str:
 def _hint(error: meteor_py.MeteorError) -> str:
     match error:
         case meteor_py.StreamConfigMismatch(changeable=True):
-            return f"Omit the option, or change it with `meteor streams configure {error.stream}`."
+            return (
+                "Omit the option, or change the setting with "
+                f"`meteor streams configure {error.stream}`."
+            )
         case meteor_py.StoreMismatch(missing="store"):
             return "Create a stream with a store: `meteor streams create NAME --store DIR`."
         case meteor_py.StoreMismatch(missing="address"):

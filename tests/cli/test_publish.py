@@ -330,4 +330,4 @@ def test_records_awaiting_replies_are_counted_after_ctrl_c(server: Server, url: 
         proxy.resume()
         done = running.end()
     assert "3 records published to stream 'orders', offsets 0 to 2" in done.err
-    assert done.code in (0, 130)  # it may have finished just before
+    assert done.code in (0, 130)  # the command may have finished just before the signal

@@ -129,7 +129,7 @@ def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -
     running, url = own
     with plain_client(url) as client:
 
-        def waits() -> bool:  # the command's connection, and this one
+        def waits() -> bool:  # there are two connections: the command's and this one
             return len(client.client_list()) == 2
 
         eventually(waits, 30, "the command did not connect")

@@ -345,7 +345,7 @@ def test_watch_reports_records_lost_in_a_failover(replicated: ReplicatedStream) 
     publisher.publish_many([b"lost"] * 4).result(20)
     with Watch(proxied.proxy.url, "--json") as watch:
         replicated.fail_over()
-        fill(proxied.stream, 1)  # by a publisher that detects the failover
+        fill(proxied.stream, 1)  # the new publisher detects the failover
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
