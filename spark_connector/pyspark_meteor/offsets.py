@@ -57,7 +57,7 @@ def is_initial(stored: dict[str, Any]) -> bool:
 
 
 def is_start(stored: dict[str, Any]) -> bool:
-    """Return whether this is the end of a first batch, which reads nothing."""
+    """Return whether this is the end of a first batch that reads no records."""
     return stored.get("phase") == _START
 
 

@@ -65,7 +65,7 @@ class Planner:
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Return the ends of all existing streams."""
+        """Return the ends of the query's streams, without those that do not exist."""
         ends: Offsets = {}
         names = self.names()
         for start in range(0, len(names), _STREAMS_PER_REQUEST):
@@ -92,6 +92,7 @@ class Planner:
         """Resolve a spec to its current position in the stream.
 
         Raises:
+            StreamNotFound: The stream does not exist.
             ValueError: The offset is beyond the stream's end.
         """
         stream = self.open(name)

@@ -75,6 +75,7 @@ class BatchReader(DataSourceReader):
 
         Raises:
             StreamNotFound: A stream that the query names does not exist.
+            ValueError: A starting or ending offset is beyond the stream's end.
         """
         return outlast(self._options.server, self._plan)
 
@@ -100,7 +101,7 @@ class BatchReader(DataSourceReader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader for one streaming query. The constructor never raises or contacts the server."""
+    """The reader for a streaming query. The constructor neither raises nor contacts the server."""
 
     def __init__(self, given: dict[str, str], schema: StructType) -> None:
         self._given = given

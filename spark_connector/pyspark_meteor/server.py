@@ -201,7 +201,7 @@ def _has_password(url: str) -> bool:
             return True
     except ValueError:
         return True
-    # If a password has an unescaped special character, the rest of it looks like a path or query.
+    # After an unescaped special character, the rest of a password looks like a path or a query.
     path = "" if parts.scheme in ("unix", "embedded") else parts.path
     return "password=" in url.lower() or "@" in path + parts.query + parts.fragment
 
@@ -214,8 +214,8 @@ def _check(url: str, password: Password | None, for_sentinels: Password | None) 
         urlsplit(url)
     except ValueError:  # do not quote the URL, which may contain the password
         raise ValueError(
-            "The url is malformed. Write redis://host:port/database or unix:///path/to/socket, "
-            "with an IPv6 address in square brackets."
+            "The url is malformed. Write redis://host:port/database or unix:///path/to/socket. Put "
+            "an IPv6 address in square brackets."
         ) from None
     if _has_password(url):
         raise ValueError(

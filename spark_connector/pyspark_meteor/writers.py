@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: The local property that holds the query's run id: Spark also uses the id for the job group.
+#: The local property with the id of the job group, which for a streaming query is the run id.
 _RUN = "spark.jobGroup.id"
 #: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
@@ -206,7 +206,7 @@ def commit_all(
 ) -> list[StreamHandle]:
     """Commit the stages from all tasks. Within each stream, keep the partition order.
 
-    Each stream is written exactly once. A batch may become visible in one stream before another.
+    Each stream gets the batch exactly once. It may become visible in one stream before another.
 
     Args:
         again: Whether the version may have been written before. If a stream already has this
@@ -232,7 +232,7 @@ def commit_all(
     shares = _divide(options, written, some_done)
     is_strict = options.fail_on_data_loss and not again
     if len(shares) > 1 and not again:
-        for stream, _, records in shares:  # raises before anything is written
+        for stream, _, records in shares:  # check all streams before anything is written
             is_done(stream, writer, version, records if is_strict else None)
     for stream, stages, records in shares:
         if lifetime_s is not None:

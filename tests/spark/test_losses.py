@@ -73,7 +73,8 @@ class Lagging:
 def lagging(
     replicated: ReplicatedStream, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Lagging:
-    monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica never learns of the release
+    # The replica never learns that the lease was released, so the lease must expire soon.
+    monkeypatch.setattr(membership, "LEASE_S", 1.0)
     return Lagging(replicated, request.param)
 
 
