@@ -76,7 +76,7 @@ NOTES = (
     "  meteor_py compares checksums here; pyarrow does not.",
     "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Their time",
     "  includes about 0.2 s for starting Python and importing redis-py and pyarrow.",
-    "- Spark, local mode: reads 2 M rows of all columns from the ring into the noop sink. The",
+    "- Spark, in local mode, reads all columns of 2 M rows from the ring into the noop sink. The",
     "  in-memory source yields the same batches; Spark wrote the Parquet files. Micro-batches have",
     "  one row each and no pause between them; the Python source generates its row. In batches",
     "  without rows, there is nothing to read, but offsets move four times a second. (Ours move",

@@ -138,7 +138,7 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
             findings.add(ViolationKind.REORDERED, text)
         newest[publisher] = max(counter, newest.get(publisher, -1))
     begun: dict[str, Event] = {}
-    floor, last = -1, ""  # the highest offset acknowledged so far
+    floor, last = -1, ""  # the highest offset acknowledged so far, and its value
     floors: dict[str, tuple[int, str]] = {}
     for event in history:
         if event.kind == "publish":

@@ -236,7 +236,7 @@ def test_planned_cluster_failovers_lose_nothing(
                 assert load.publishing.continues(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
-                time.sleep(2 * NODE_TIMEOUT_S)  # until then, the primaries do not vote again
+                time.sleep(2 * NODE_TIMEOUT_S)  # before that, the primaries would not vote again
         load.check_nothing_lost()
     with capsys.disabled():
         print(

@@ -190,7 +190,7 @@ class Nemesis:
         return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
 
     def stop_at_commit(self) -> bool:
-        """Stop the archiver that holds the lease after its next append, before it commits."""
+        """After its next append, stop the archiver that holds the lease before it commits."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
         if slot is None or self._signals is None:
             return False
