@@ -45,7 +45,7 @@ class Membership:
         start: The offset at which to create the group if it does not exist.
 
     Raises:
-        GroupActive: Another member has held the lease for twice its TTL.
+        GroupActive: The lease did not become free within twice its TTL.
     """
 
     def __init__(self, stream: Stream, group: str, start: int) -> None:

@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
+#: First and longest pause between attempts, in seconds. The pause doubles each time; jitter then
+#: shortens it by up to half.
 _BACKOFF_S = (0.05, 2.0)
 
 

@@ -175,7 +175,7 @@ class Trial:
                 pass  # the idle record was not acknowledged
 
     def check(self) -> tuple[int, int]:
-        """Check that every loss was reported; return the number of acked and of lost records."""
+        """Check that every loss was reported; return how many records were acked, and lost."""
         log, publishing = read_log(self.stream), self.publishing
         assert publishing.problems == self.group.problems == []
         assert unreported(publishing.acked, log, publishing.reported) == []

@@ -72,7 +72,7 @@ MUTANTS = {
         frozenset({ViolationKind.STALE_CONFIRM, ViolationKind.WENT_BACK}),
         {
             # A session renews before it confirms, so after a pause it soon learns that it lost the
-            # lease. If its application hangs, it has released the lease and no longer renews.
+            # lease. If the application hangs, the session releases the lease and stops renewing.
             "kinds": ("pause_owner",),
             "hang": 0.1,
             "seconds": 4.0,
