@@ -86,7 +86,7 @@ class Password:
                     "set in this process. Set it for executors with spark.executorEnv.*."
                 )
             return found
-        assert self.file is not None, "parse() returns None without a variable and a file"
+        assert self.file is not None, "parse() returns None if both are missing"
         try:
             return Path(self.file).read_text().strip()
         except OSError as error:
@@ -113,13 +113,13 @@ class ServerOptions:
 
         Raises:
             ValueError: The URL is malformed, contains a password, or works in only one process; or
-                an option for a password is misused.
+                a password option is misused.
         """
         url = options.text("url")
         password = Password.parse(options, "passwordEnv", "passwordFile")
         for_sentinels = Password.parse(options, "sentinelPasswordEnv", "sentinelPasswordFile")
         if (password or for_sentinels) and not url:
-            raise ValueError("Options for passwords need a url. Pass it as the option url.")
+            raise ValueError("The password options need a url. Pass it as the option url.")
         url = url or _default_url()
         if url:
             _check(url, password, for_sentinels)
@@ -207,8 +207,10 @@ def _has_password(url: str) -> bool:
 
 
 def _check(url: str, password: Password | None, for_sentinels: Password | None) -> None:
-    """Raise ``ValueError`` unless the URL may be shown, all processes can use it, and it fits the
-    passwords.
+    """Check that the URL may be shown, works in all processes, and fits the passwords.
+
+    Raises:
+        ValueError: The URL fails one of these checks.
     """
     try:
         urlsplit(url)
