@@ -116,18 +116,17 @@ class Messaging:
                 Atomix.
 
         Raises:
-            ValueError: ``delivery`` was passed for one member, or ``include_dead`` was passed with
-                ``Delivery.RANDOM``.
+            ValueError: ``delivery`` was passed for one member, or ``include_dead`` was passed for
+                one member or with ``Delivery.RANDOM``.
         """
+        if include_dead and (self._target is not None or delivery is Delivery.RANDOM):
+            raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
         if self._target is not None:
             if delivery is not None:
                 raise ValueError("A producer for one member cannot have a delivery. Omit delivery.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
         assert self._sender is not None, "there is neither a target nor a sender"
-        which = delivery or Delivery.BROADCAST
-        if which is Delivery.RANDOM:
-            if include_dead:
-                raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
+        if delivery is Delivery.RANDOM:
             return Producer(self._sender.any, queue, execution or Execution.SYNC)
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 

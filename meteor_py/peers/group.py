@@ -223,8 +223,8 @@ class PeerGroup(Sender):
     # -- events ------------------------------------------------------------------------------------
 
     def on_join(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that joins, or that rejoins after it died or another
-        session took over its name.
+        """Call a function with each ``Member`` that joins, or that rejoins after it died or was
+        replaced.
 
         One thread runs all of the group's callbacks, in event order. While a callback runs,
         ``members`` may already show later events.
@@ -235,9 +235,10 @@ class PeerGroup(Sender):
         """Call a function with each ``Member`` that leaves and the reason.
 
         The reason is "left"; "removed"; "expired" for an unnamed member that died; "dead" for a
-        named member that died and may rejoin; or "resync" if the original event was lost. A dead
-        member has already left, so its removal is not reported here. ``on_event`` reports the
-        removal, as "left".
+        named member that died and may rejoin; "replaced" if another session took over its name,
+        which ``on_join`` reports next; or "resync" if the original event was lost. A dead member
+        has already left, so its removal is not reported here. ``on_event`` reports the removal, as
+        "left".
         """
         return self._listen("leave", function)
 

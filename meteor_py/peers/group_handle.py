@@ -231,6 +231,8 @@ class GroupHandle:
                 tell("join", member)
             case "alive" if member is not None:
                 self._lose_replaced(member)
+                if known is not None and known.alive:  # another session has taken over the name
+                    tell("leave", known, "replaced")
                 tell("status", member, Status.ALIVE)
                 tell("join", member)
             case "dead" if member is not None:

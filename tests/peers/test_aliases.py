@@ -408,3 +408,5 @@ def test_atomix_broadcast_can_wait_for_dead_persistent_members(post: Post) -> No
     assert result(future) is None
     with pytest.raises(ValueError, match="broadcast"):
         group.messaging().producer("q", delivery=Delivery.RANDOM, include_dead=True)
+    with pytest.raises(ValueError, match="broadcast"):
+        group.members()[0].messaging().producer("q", include_dead=True)
