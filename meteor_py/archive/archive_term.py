@@ -10,7 +10,7 @@ snapshot of the state was taken, and why the archiver saves the state first.
 After a failover, the old server and its archiver may still be running, and no lease stops that
 archiver from appending. Term numbers in the store therefore begin with the epoch, which is higher
 on the new server. So the new server's segments supersede those of the old one. An archiver that
-finds a later epoch in the store stops.
+finds a later epoch in the store appends nothing.
 """
 
 from __future__ import annotations
