@@ -146,7 +146,7 @@ class ServerNotFound(MeteorError):
 
 
 class ServerStartFailed(MeteorError):
-    """The embedded server did not start. The message ends with the server's last log lines."""
+    """The embedded server did not start. The message usually ends with its last log lines."""
 
 
 class _OfStream(MeteorError):
