@@ -474,7 +474,7 @@ class Stream:
 
     @property
     def store(self) -> Archive:
-        """The archived records in the stream's store, to list, verify, compact or expire them.
+        """The archived part of the stream, with methods to list, verify, compact and expire it.
 
         Raises:
             StoreMismatch: The stream has no store, or the store is not at its address.

@@ -70,8 +70,8 @@ class Archive:
         ``filesystem``.
 
         Raises:
-            StoreUnavailable: The store cannot be reached, or a failure left unwanted records in a
-                file, which an archiver must rewrite first.
+            StoreUnavailable: The store cannot be reached, or a file still holds superseded or
+                uncommitted records. An archiver must rewrite that file first.
             RecordsLost: A file is missing.
             TypeError: The store is not file-based.
         """
@@ -118,8 +118,8 @@ class Archive:
             try:
                 return find(self._stream.incarnation, *self.bounds())
             except (StoreUnavailable, RecordsLost) as error:
-                # Try again, because an archiver may be committing a segment, or compaction may have
-                # just merged files. But do not try again if the store itself is gone.
+                # Try again: an archiver may be committing a segment, or compaction may have just
+                # merged files. ``check_store`` raises if the store itself is gone.
                 self._stream.check_store()
                 failure = error
             time.sleep(_POLL_S)

@@ -58,7 +58,7 @@ from meteor_py.subscribe.lease import Term
 _log = logging.getLogger(__name__)
 
 #: Maximum number of records per ``advance_archived`` call. The call may trim that many entries, and
-#: the server serves no other client until it is done.
+#: the server serves no other client until the call is done.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2
@@ -104,7 +104,8 @@ class ArchiveTerm:
     Raises:
         StreamNotFound: The stream was deleted.
         LogTruncated: The stream was recreated.
-        StoreMismatch: The store belongs to another stream, or another server has continued it.
+        StoreMismatch: The stream has no store, the store belongs to another stream, or another
+            server has continued the stream.
         StoreUnavailable: The store cannot be reached.
         TermTooLow: Readers would ignore segments of this term.
     """
@@ -495,7 +496,7 @@ class ArchiveTerm:
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save the state if all records are archived and it has changed, such as by a confirm."""
+        """Save the state if all records are archived and it has changed, as after a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

@@ -313,7 +313,7 @@ class Archiver(Closeable):
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
-        """Log an error and store it. Log only the first ``MeteorError`` since archiving worked."""
+        """Store and log a failure, but log only one ``MeteorError`` until archiving works again."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return
@@ -417,7 +417,7 @@ def _close_one(archiver: Archiver) -> None:
 
 
 def _at_exit(archivers: Sequence[Archiver]) -> None:
-    """Close the archivers, so that their leases are released and need not expire first."""
+    """Close the archivers, so that others need not wait for their leases to expire."""
     for archiver in archivers:
         try:
             archiver.save(5.0)
@@ -432,7 +432,7 @@ def _after_fork(_: Sequence[Archiver]) -> None:
     _running.clear()
 
 
-#: Archivers in this process that were started and not closed.
+#: Archivers that were started in this process, to be closed with their client or at exit.
 _opened: Registry[Archiver] = Registry(
     ClosingOrder.ARCHIVERS,
     owner=lambda archiver: archiver._handle.connector,

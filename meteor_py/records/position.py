@@ -89,7 +89,8 @@ def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_
     if number < complete_from:
         return [epoch for epoch in table if epoch.number > number]
     if not table[-1].follows:
-        # Without a "+", this is the only entry, or a table from version 0.1. Check it as 0.1 did.
+        # Without a "+", the last entry is the only one, or version 0.1 wrote the table. In both
+        # cases, do what version 0.1 did.
         return table[-1:]
     return table  # the branches may have split anywhere
 

@@ -131,5 +131,5 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-# A thread of the parent process may have held the lock during the fork.
+# A thread of the parent process may have held the lock at the time of the fork.
 os.register_at_fork(after_in_child=_replace_lock)

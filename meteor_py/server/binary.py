@@ -1,4 +1,4 @@
-"""The search for a program to run as the embedded server."""
+"""Finding the program to run as the embedded server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedded server's data directory: how it is created, checked and configured."""
+"""Creating, checking and configuring an embedded server's data directory."""
 
 from __future__ import annotations
 

@@ -168,9 +168,9 @@ def open_embedded(
 
     Raises:
         ServerNotFound: No server program was found.
-        ServerStartFailed: The server did not start or reply in time; the message then ends with the
-            server's log. Or the directory is not safe to use, or ``tcp`` is true and the server is
-            already running without TCP.
+        ServerStartFailed: The server did not start or reply in time, the directory is not safe to
+            use, or ``tcp`` is true but the server is already running without TCP. If the server
+            failed, the message ends with its log.
     """
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
@@ -329,7 +329,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # before the start, which counts even if this process dies
+            restarts.record(datadir)  # before the start, to count it even if this process dies
             logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)

@@ -110,7 +110,8 @@ class RingbufferStore(Protocol):
     def epochs(self, incarnation: str) -> dict[int, int]:
         """Return each epoch (``term // TERMS``) with its first live offset.
 
-        Used by ``resume=True``, and by readers to detect that another server appends records.
+        Used by ``resume=True``, and by readers to detect that another server has continued the
+        stream.
         """
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:

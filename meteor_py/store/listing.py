@@ -33,7 +33,7 @@ class _Listing(NamedTuple):
 
 
 class Listings:
-    """The last listings of a store's incarnations. Thread-safe: listings are immutable."""
+    """The most recent listings of a store. Thread-safe: listings are immutable."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Listing] = {}

@@ -226,7 +226,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
         return 0
     table = pa.Table.from_batches(batches)
     first, last = (table.column("offset")[index].as_py() for index in (0, -1))
-    # Take the terms of only those segments that this one replaces.
+    # Use only the terms of the segments that this one replaces.
     terms = [span.segment.term for span in run if span.first <= last and first < span.stop]
     log.write(max(terms), table)
     return 1

@@ -109,7 +109,7 @@ def read_footer(data: bytes, size: int) -> list[RowGroup]:
     """Read the row groups from the footer of a file that has ``size`` bytes.
 
     Raises:
-        ValueError: The footer is not one that ``segment_file.write`` can have written.
+        ValueError: The footer differs from those that ``segment_file.write`` writes.
     """
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
     groups = [_row_group(group, size) for group in _field(footer, 4)]
@@ -143,8 +143,8 @@ def read_pages(data: memoryview, column: Column) -> Pages:
     """Read all page headers of a column, whose bytes are in ``data``.
 
     Raises:
-        ValueError: ``segment_file.write`` cannot have written these pages, or they contradict the
-            footer.
+        ValueError: The pages differ from those that ``segment_file.write`` writes, or do not match
+            the footer.
     """
     pages, at, path = Pages(), 0, column.path
     while at < len(data):

@@ -271,10 +271,10 @@ def _read_footer(source: Any, size: int) -> bytes:
 
 
 def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
-    """Return the unpacked size of columns, and the columns whose repeated values it does not count.
+    """Return the unpacked size of columns, and the columns for which that size may be too low.
 
     The latter have strings in a dictionary: a small page may repeat a large string any number of
-    times. Count these values after decoding them.
+    times. Count these strings after decoding.
     """
     unpacked, repeated = 0, []
     for column in columns:

@@ -116,9 +116,9 @@ def restored(
         fences |= _doubtful(before.fences, after.fences)
     elif before.end < end:
         _log.warning(
-            "The store for stream %r has no state for records %d to %d. An archiver from another "
-            "release, or one without access to the state, must have written them. If a writer "
-            "repeats one of their transactions, its records will be duplicated.",
+            "The store for stream %r has no state for records %d to %d, perhaps because another "
+            "release of meteor-py archived them. If a writer repeats one of their transactions, "
+            "its records will be duplicated.",
             *(stream, before.end, end - 1),
         )
     groups = {name: group.clamped(end) for name, group in before.groups.items()}
