@@ -1,4 +1,4 @@
-"""The archiver: copies records from the ring into the store before the ring drops them.
+"""The archiver, which copies records from the ring into the store before the ring drops them.
 
 Any number of archivers may run, in any process. The archiver that holds the lease of the group
 ``.archiver`` works, and the others wait. Each term of the lease is one ``ArchiveTerm``. After any

@@ -131,7 +131,7 @@ class RingbufferStore(Protocol):
 
         Raises:
             RecordsLost: Records are missing. The error covers the offsets from the first missing
-                record up to the next record that exists.
+                record to the last one before the next record that exists, or before ``stop``.
             CorruptSegment: Some records are damaged.
             StoreUnavailable: The store cannot be read at the moment.
         """
