@@ -134,9 +134,8 @@ class Client(Closeable):
     ) -> Stream:
         """Open a stream.
 
-        If the stream does not exist, this call creates it if you pass a setting; otherwise the
-        first publisher does. Readers do not create streams: with a misspelled name, they would wait
-        forever.
+        If you pass a setting, this call creates a missing stream; otherwise its first publisher
+        does. Readers create no streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
         ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to

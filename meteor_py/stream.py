@@ -212,9 +212,8 @@ class Stream:
         """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. The first consumer chooses the group's settings, which are those
-        from ``max_per_key`` to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the
-        other settings.
+        by one consumer at a time. The first consumer chooses the group's settings, ``max_per_key``
+        to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
