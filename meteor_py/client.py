@@ -248,7 +248,7 @@ class Client(Closeable):
         self._connector.use_each(_load_scripts)
 
     def close(self) -> None:
-        """Close every publisher, subscriber, peer group and archiver of this client.
+        """Close every publisher, subscriber, peer group and archiver that this client opened.
 
         Closing an ``embedded://`` client also stops its server.
 

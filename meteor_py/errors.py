@@ -373,7 +373,7 @@ class PeerError(MeteorError):
 
 
 class PeerGroupNotFound(PeerError):
-    """No peer group has that name: it was not created, was deleted, or the server lost it."""
+    """The peer group does not exist: it was never created, was deleted, or the server lost it."""
 
 
 class PeerGroupActive(PeerError):

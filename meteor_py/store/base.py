@@ -180,7 +180,7 @@ class StatefulStore(RingbufferStore, Protocol):
         """
 
     def load_states(self, incarnation: str) -> dict[int, bytes]:
-        """Return an incarnation's states by term. Used by ``resume=True``."""
+        """Return an incarnation's states by term. Used by ``resume=True`` and by archivers."""
 
 
 @runtime_checkable
