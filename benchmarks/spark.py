@@ -1,6 +1,6 @@
 """Spark: throughput of the data source, and the cost of a micro-batch with little or no data.
 
-Spark runs in a separate process, so that its JVM ends with the measurement. Each case alternates
+Spark runs in a separate process, so that its JVM exits after the measurement. Each case alternates
 with its peers in that process, so ratios compare figures from one run.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import redis
 
 from benchmarks.common import CALL, Bench, Row, cheaper, connected, cut, faster, values_of
 
@@ -71,6 +72,7 @@ def run(bench: Bench) -> list[Row]:
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["nothing"], "a Python source", 1.15),
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["rate"], "Spark's rate source"),
         cheaper(f"Spark: {look}", "ms", idle["ours"], idle["nothing"], "a Python source", 1.2),
+        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["ping"], "a Python source with PING"),
         cheaper(f"Spark: {look}", "ms", idle["ours"], idle["rate"], "Spark's rate source"),
     ]
 
@@ -273,6 +275,7 @@ def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
     cases: dict[str, Callable[[], DataFrame]] = {
         "ours": lambda: stream_of(spark, url, stream=_STREAM, startingOffsets="latest"),
         "nothing": spark.readStream.format("nothing").option("pace", "1e9").load,
+        "ping": spark.readStream.format("nothing").options(pace="1e9", ping=url).load,
         # One row per second: most triggers find none.
         "rate": spark.readStream.format("rate").option("rowsPerSecond", "1").load,
     }
@@ -306,10 +309,11 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query for ``wanted`` batches and return their durations, without the first three.
+    """Run a query until ``wanted`` batches follow the first three; return their durations in ms.
 
     Args:
-        move: Called every ``_PACE_S`` to move the source, if it does not move by itself.
+        move: Called every ``_PACE_S`` seconds to move the source's offset. None if the offset moves
+            by itself.
         empty: Whether the batches must have no rows.
     """
     with running(frame, checkpoint) as query:
@@ -326,7 +330,7 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until enough triggers have found nothing; return their durations."""
+    """Run a query until enough triggers have found nothing; return their durations in ms."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps the last 100
             check(query)
@@ -358,18 +362,25 @@ def check(query: StreamingQuery) -> None:
 def nothing_source() -> Any:
     """Return a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds.
+    With ``rows=0``, it generates none. With ``pace``, its offset moves every ``pace`` seconds. With
+    ``ping``, it sends a PING to the server at that URL whenever Spark asks for its latest offset.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
     class Reader(DataSourceStreamReader):
-        def __init__(self, rows: int, pace_s: float) -> None:
+        def __init__(self, rows: int, pace_s: float, ping: str | None) -> None:
             self.rows, self.pace_s = rows, pace_s
+            self.server = redis.Redis.from_url(ping) if ping else None
+
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__ | {"server": None}  # tasks do not need the client
 
         def initialOffset(self) -> dict[str, Any]:
             return {"at": self.now()}
 
         def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
+            if self.server is not None:
+                self.server.ping()
             return {"at": self.now() if self.pace_s else start["at"] + 1}
 
         def now(self) -> int:
@@ -395,7 +406,8 @@ def nothing_source() -> Any:
 
         def streamReader(self, schema: Any) -> DataSourceStreamReader:
             options = self.options
-            return Reader(int(options.get("rows", "1")), float(options.get("pace", "0")))
+            rows, pace_s = int(options.get("rows", "1")), float(options.get("pace", "0"))
+            return Reader(rows, pace_s, options.get("ping"))
 
     return Source
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py.redis.address import show_node
 from tests.support.servers import each_primary, plain_client
 from tests.support.waiting import eventually
 
@@ -21,7 +22,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
-    """The connections of all servers, except for the client's own."""
+    """Return the ids of all connections to the servers, except for the client's own."""
     with plain_client(url) as plain:
         client.describe()  # connects to each primary
         servers = each_primary(plain)
@@ -31,10 +32,18 @@ def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[An
                 (number, each["id"])
                 for number, server in enumerate(servers)
                 for each in server.client_list()
+                if each["addr"] not in idle_connections(client)
             }
 
         own = ids()
         yield lambda: ids() - own
+
+
+def idle_connections(client: meteor.Client) -> set[str]:
+    """Return the client's addresses of the connections that it keeps for its next calls."""
+    pools = list(client._connector._nodes._idle.values())  # empty unless there are several nodes
+    sockets = [connection._socket() for pool in pools for connection in list(pool)]
+    return {show_node(sock.getsockname()) for sock in sockets if sock is not None}
 
 
 def test_closing_a_shared_subscriber_closes_its_connections(
