@@ -285,7 +285,8 @@ class Holdings:
         """Adopt the server's view of this consumer, after a failover has lost steps.
 
         Records that only this consumer lists are marked as taken. Records that only the server
-        lists are granted again.
+        lists are granted again. Settlements of dead letters are dropped, because their offsets may
+        now refer to other records.
 
         Returns:
             The offsets whose settlements are void.
@@ -307,7 +308,7 @@ class Holdings:
                 self._batches.pop(batch.number, None)
         kept: list[Settlement] = []
         for other in self._others:
-            if other.kind in "DL" or (other.batch, other.offsets[0]) in known:
+            if (other.batch, other.offsets[0]) in known:
                 kept.append(other)
             else:
                 void += other.asked
@@ -371,6 +372,10 @@ class Holdings:
             for other in self._others
             if other.kind != "D" or b"" in (other.detail, history) or other.detail == history
         ]
+
+    def drop_letters(self) -> None:
+        """Drop all settlements of dead letters. The server assigns those that it has again."""
+        self._others = [other for other in self._others if other.kind not in "DL"]
 
     # -- internals -----------------------------------------------------------------------------
 

@@ -292,6 +292,17 @@ class SharedProtocol:
             args += settlement.arguments()
         return _parse_reply(self.check(connection.run(SHARED_STEP, names, args)))
 
+    def read_epochs(self, connection: Connection) -> tuple[str, int]:
+        """Return the stream's epoch table and its end.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted.
+        """
+        fields = ("incarnation", "epochs", "next")
+        incarnation, epochs, end = connection.call("HMGET", self.meta, *fields)
+        reply_errors.check_incarnation(self.stream.name, self.stream.incarnation, incarnation)
+        return epochs.decode(), int(end)
+
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False
     ) -> Maintenance:
