@@ -19,7 +19,8 @@ from meteor_py.shared.protocol import SharedProtocol
 from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
 from tests.support.proxied_stream import NAME, ReplicatedStream
-from tests.support.servers import binaries
+from tests.support.proxy import Proxy
+from tests.support.servers import Replica, binaries
 from tests.support.sharing import GROUP, discard, offsets
 from tests.support.waiting import eventually
 
@@ -53,6 +54,9 @@ class Failover:
         with self.proxied.client.stream(NAME, create=False).publisher() as pub:
             values = [f"{branch}{number}".encode() for number in range(start, stop)]
             assert pub.publish_many(values).result(10) == start
+
+    def add_replica(self) -> tuple[Proxy, Replica]:
+        return self._replicated.add_replica()
 
     def lag(self) -> None:
         self._replicated.lag()
@@ -292,6 +296,38 @@ def test_late_ack_of_a_lost_record_does_not_settle_the_record_that_another_consu
     other.ack(new)
     other.flush()
     assert failover.state().acked == 6
+
+
+def test_ack_does_not_settle_records_that_a_second_failover_brings_back(
+    failover: Failover,
+) -> None:
+    consumer = failover.first
+    link, sibling = failover.add_replica()
+    failover.lag()
+    failover.publish("a", 1, 6)
+    assert len(consumer.poll(10)) == 5  # the sibling knows of this delivery
+    sibling.wait_in_sync()
+    taken = consumer._deliveries.holdings.number
+    link.stall()
+    failover.fail_over(5)
+    assert lost_range(error_of(consumer.flush)) == (1, 5)
+    records = consumer.poll(10)
+    assert [record.value for record in records] == [b"b%d" % offset for offset in range(1, 6)]
+    while consumer._deliveries.holdings.number < taken:
+        consumer.flush()
+    failover.proxied.proxy.stall("requests")
+    consumer.ack(records)
+    sibling.promote()
+    failover.proxied.server.kill()
+    failover.proxied.move_to(sibling)
+    assert lost_range(error_of(consumer.flush)) == (1, 5)
+    assert failover.state().acked == 1
+    records = consumer.poll(10)
+    assert [record.value for record in records] == [b"a%d" % offset for offset in range(1, 6)]
+    consumer.ack(records)
+    consumer.flush()
+    assert failover.state().acked == 6
+    assert failover.proxied.stream.shared_group(GROUP).fsck() == []
 
 
 def test_dead_letter_of_a_lost_record_is_not_published_with_the_new_record_at_its_offset(
