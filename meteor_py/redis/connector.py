@@ -37,6 +37,8 @@ _SCANNED = 1000
 _SLOT_KEYS = 100_000
 #: Seconds for an attempt that begins shortly before the deadline.
 _ATTEMPT_MIN_S = 0.05
+#: Minimum number of seconds to wait for one of several primaries, if there is that much time.
+_NODE_S = 1.0
 
 #: Number of forks that led to this process. Comparing it is cheaper than a call of ``getpid()``.
 _forks = 0
@@ -176,11 +178,13 @@ class Connector:
             for node in [*results]:
                 if node not in nodes:
                     del results[node]  # it is no longer a primary
-            for node in nodes:
-                if node in results:
-                    continue
+            rest = [node for node in nodes if node not in results]
+            for others, node in zip(reversed(range(len(rest))), rest, strict=True):
+                share_s = self.timeout_s
+                if unreachable is not None:  # frozen primaries together delay it by one timeout
+                    share_s = search.share_s(others, _NODE_S)
                 try:
-                    results[node] = self._use_at(node, Search(self.timeout_s), work)
+                    results[node] = self._use_at(node, Search(share_s), work)
                 except ConnectionFailed:
                     if unreachable is None:
                         raise

@@ -23,7 +23,7 @@ import redis
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
 from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection
-from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, Watched
+from meteor_py.redis.topology import RefreshedTopology, Search, Watched
 from meteor_py.redis.wire import NO_REPLY
 from meteor_py.runtime.locks import LockBusy
 from meteor_py.runtime.threads import JoinableThread
@@ -42,27 +42,23 @@ _RECONNECT_S, _RECONNECT_MAX_S = 1.0, 30.0
 _JOIN_S = 3.0
 
 
-class Sentinels(Topology):
+class Sentinels(RefreshedTopology):
     """The primary that the sentinels name. Thread-safe, and usable after a fork.
 
     If the sentinels disagree, the reply with the highest configuration epoch wins. A sentinel that
     is cut off from the others still names the former primary.
     """
 
-    is_movable = True
     checks_role = True
 
     def __init__(self, address: Address, timeout_s: float) -> None:
+        super().__init__()
         self._address = address
         self.timeout_s = timeout_s
-        self._lock = threading.RLock()
         self._start_lock = threading.RLock()  # no thread holds it while it asks a sentinel
-        self._pid = os.getpid()
         self.version = 0
         self._node: Node | None = None
         self._epoch = -1  # the configuration epoch in which ``_node`` became the primary
-        self._is_stale = True
-        self._timer = RefreshTimer()
         self._sentinels = list(address.seeds)
         self._silent_until: dict[Node, float] = {}  # sentinels that did not reply
         #: Weak references to the connections, keyed by the ``id()`` of the reference. Every access
@@ -72,11 +68,7 @@ class Sentinels(Topology):
         self.is_closed = False
 
     def locate(self, tag: str | None, search: Search) -> Node:
-        if self._pid != os.getpid():  # after a fork, the watcher and the locks' holders are gone
-            self._lock, self._start_lock = threading.RLock(), threading.RLock()
-            self._pid, self._watcher = os.getpid(), None
-        if not self._is_usable():
-            self._refresh_if_stale(search)
+        self._refresh_if_stale(search)
         self._start_watcher()
         if self._node is None:
             raise ConnectionFailed(f"The sentinels at {self._address} did not name a primary.")
@@ -121,44 +113,33 @@ class Sentinels(Topology):
         """The sentinels to listen to."""
         return list(self._sentinels)
 
-    def _is_usable(self) -> bool:
-        return self._node is not None and not (self._is_stale and self._timer.is_due)
+    @property
+    def _is_known(self) -> bool:
+        return self._node is not None
 
-    def _refresh_if_stale(self, search: Search) -> None:
-        # With a primary at hand, do not wait for a thread that waits for a silent sentinel.
-        patience_s = search.timeout_s if self._node is None else REFRESH_S
-        try:
-            search.run_locked(self._lock, patience_s, lambda: self._refresh(search, force=False))
-        except LockBusy:
-            if self._node is None:
-                raise ConnectionFailed(
-                    f"Another thread is still asking the sentinels at {self._address} for the "
-                    "primary."
-                ) from None
+    def _busy(self) -> str:
+        return f"Another thread is still asking the sentinels at {self._address} for the primary."
 
-    def _refresh(self, search: Search, *, force: bool) -> None:
+    def _leave_parent(self) -> None:
+        self._start_lock, self._watcher = threading.RLock(), None
+        super()._leave_parent()
+
+    def _refresh(self, search: Search, *, force: bool = False) -> None:
         """Ask the sentinels for the primary. If none replies, keep the known primary.
 
-        With ``force``, ask even if another thread has just asked, and include the sentinels that
-        recently did not reply. One of them may have announced a new primary.
+        With ``force``, include the sentinels that recently did not reply. One of them may have
+        announced a new primary.
         """
-        if not force and self._is_usable():
-            return  # another thread has just asked
-        # Clear the flag first: another thread may set it again while this one asks.
-        self._is_stale = False
-        try:
+        with self._asking():
             best, replied, failure = self._ask_all(search, force=force)
-        except BaseException:  # this caller gave up; the next one asks at once
-            self._is_stale = True
-            raise
-        # A minority may have missed a failover. If a majority reports a lower epoch, the sentinels
-        # were set up again and their epochs restarted.
-        is_majority = 2 * replied > len(self._sentinels)
-        is_valid = best is not None and (best[0] >= self._epoch or is_majority)
-        self._timer.note(found_news=is_valid and best != (self._epoch, self._node))
-        if best is not None and is_valid:
-            self._adopt(*best)
-            return
+            # A minority may have missed a failover. If a majority reports a lower epoch, the
+            # sentinels were set up again and their epochs restarted.
+            is_majority = 2 * replied > len(self._sentinels)
+            is_valid = best is not None and (best[0] >= self._epoch or is_majority)
+            self._timer.note(found_news=is_valid and best != (self._epoch, self._node))
+            if best is not None and is_valid:
+                self._adopt(*best)
+                return
         self._is_stale = True  # none replied, or only sentinels that may have missed a failover
         if self._node is None:
             raise self._unreachable(failure)

@@ -6,8 +6,6 @@ follows ASK redirects. Both would break exactly-once delivery.
 
 from __future__ import annotations
 
-import os
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +13,7 @@ from typing import Any, NamedTuple
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, ServerRefused
 from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection
-from meteor_py.redis.topology import REFRESH_S, RefreshTimer, Search, Topology, slot_of
-from meteor_py.runtime.locks import LockBusy
+from meteor_py.redis.topology import RefreshedTopology, Search, slot_of
 
 #: How often to ask again for a map that contradicts a MOVED reply.
 _CONTRADICTIONS = 10
@@ -38,19 +35,17 @@ class _Table(NamedTuple):
         return self.nodes[at] if at >= 0 and slot <= self.lasts[at] else None
 
 
-class SlotMap(Topology):
+class SlotMap(RefreshedTopology):
     """The slots of a cluster, as its nodes report them. Thread-safe, and usable after a fork.
 
     A MOVED reply corrects one slot at once, and marks the whole map for a refresh.
     """
 
-    is_movable = True
     guards_slots = True
 
     def __init__(self, address: Address) -> None:
+        super().__init__()
         self._address = address
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
         self._table = _Table([], [], [])
         self._moved: dict[int, Node] = {}  # from MOVED replies; newer than the table
         self._ask_first: list[Node] = []  # the most recently confirmed nodes, best first
@@ -58,8 +53,6 @@ class SlotMap(Topology):
         #: Nodes that failed, or whose table led to a failure. A node that is cut off from the
         #: others still reports its former slots. These nodes are asked last until another replies.
         self._doubtful: set[Node | None] = set()
-        self._is_stale = True
-        self._timer = RefreshTimer()
 
     def locate(self, tag: str | None, search: Search) -> Node:
         self._refresh_if_stale(search)
@@ -125,58 +118,46 @@ class SlotMap(Topology):
     def _prefer(self, node: Node) -> None:
         self._ask_first = [node, *(known for known in self._ask_first if known != node)][:3]
 
-    def _refresh_if_stale(self, search: Search) -> None:
-        if self._pid != os.getpid():
-            self._pid, self._lock = os.getpid(), threading.RLock()
-        if self._is_usable():
-            return
-        # With a map at hand, do not wait for a thread that waits for a node without a reply.
-        patience_s = REFRESH_S if self._table.nodes else search.timeout_s
-        try:
-            search.run_locked(self._lock, patience_s, lambda: self._refresh(search))
-        except LockBusy:
-            if not self._table.nodes:
-                raise ConnectionFailed(
-                    f"Another thread is still fetching the slots of the cluster at {self._address}."
-                ) from None
+    @property
+    def _is_known(self) -> bool:
+        return bool(self._table.nodes)
 
-    def _is_usable(self) -> bool:
-        return bool(self._table.nodes) and not (self._is_stale and self._timer.is_due)
+    def _busy(self) -> str:
+        return f"Another thread is still fetching the slots of the cluster at {self._address}."
 
     def _refresh(self, search: Search) -> None:
-        """Ask one node after another for the map until one replies. If none does, keep the map."""
-        if self._is_usable():
-            return  # another thread has just refreshed the map
         known = dict.fromkeys([*self._ask_first, *self._table.nodes, *self._address.seeds])
         nodes = sorted(known, key=lambda node: node in self._doubtful)
-        failure: MeteorError | None = None
-        # Clear the flag first: another thread may set it again while this one asks.
-        self._is_stale = False
-        try:
-            for number, node in enumerate(nodes, 1):
-                share_s = search.share_s(len(nodes) - number, _ASK_S)
-                if self._table.nodes:  # the caller can do without a new map
-                    share_s = min(share_s, _ASK_S)
-                if share_s <= 0:
-                    break
-                try:
-                    table = self._ask(node, search, share_s)
-                except MeteorError as error:
-                    search.check()
-                    self._doubtful = {*self._doubtful, node}
-                    if failure is None or isinstance(failure, ConnectionFailed):
-                        failure = error
-                    continue
-                self._adopt(table, node)
+        with self._asking():
+            found, failure = self._ask_each(nodes, search)
+            if found is not None:
+                self._adopt(*found)
                 return
-        except BaseException:  # this caller gave up; the next one asks at once
-            self._is_stale = True
-            raise
         self._is_stale = True
         if failure is not None:  # else the caller had no time to ask
             self._timer.note(found_news=False)
-        if not self._table.nodes:
+        if not self._is_known:
             raise self._unreachable(failure)
+
+    def _ask_each(
+        self, nodes: Sequence[Node], search: Search
+    ) -> tuple[tuple[_Table, Node] | None, MeteorError | None]:
+        """Ask one node after another; return the first map with its sender, or an error."""
+        failure: MeteorError | None = None
+        for number, node in enumerate(nodes, 1):
+            share_s = search.share_s(len(nodes) - number, _ASK_S)
+            if self._is_known:  # the caller can do without a new map
+                share_s = min(share_s, _ASK_S)
+            if share_s <= 0:
+                break
+            try:
+                return (self._ask(node, search, share_s), node), None
+            except MeteorError as error:
+                search.check()
+                self._doubtful = {*self._doubtful, node}
+                if failure is None or isinstance(failure, ConnectionFailed):
+                    failure = error
+        return None, failure
 
     def _adopt(self, table: _Table, source: Node) -> None:
         self._timer.note(found_news=table != self._table)

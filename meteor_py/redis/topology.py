@@ -7,12 +7,14 @@ wrong one, the connection reports it to the topology. Callers therefore treat a 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 import weakref
 from binascii import crc_hqx
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +30,7 @@ _SLOTS = 16_384
 _CACHED = 8_192
 #: Minimum number of seconds between two refreshes, even if many connections fail: at first, and
 #: in a long outage.
-REFRESH_S, _REFRESH_MAX_S = 0.1, 1.0
+_REFRESH_S, _REFRESH_MAX_S = 0.1, 1.0
 #: Pauses between attempts in seconds while a slot moves or a primary changes. They double up to the
 #: second, and then grow slowly up to the third.
 _FIRST_S, _STEADY_S, _LONGEST_S = 0.005, 0.1, 1.0
@@ -185,6 +187,90 @@ class Topology:
         """Stop the topology's background thread, if it has one."""
 
 
+class RefreshTimer:
+    """Decides when to refresh a topology: soon at first, less often in a long outage."""
+
+    def __init__(self) -> None:
+        self._refreshed_at = -_APART_S
+        #: Consecutive refreshes that found nothing new.
+        self.fruitless = 0
+
+    @property
+    def is_due(self) -> bool:
+        interval_s = min(_REFRESH_S * _GROWTH**self.fruitless, _REFRESH_MAX_S)
+        return time.monotonic() - self._refreshed_at >= interval_s
+
+    def note(self, *, found_news: bool) -> None:
+        """Note that a refresh has ended."""
+        now = time.monotonic()
+        is_first = found_news or now - self._refreshed_at > _APART_S
+        self.fruitless = 0 if is_first else min(self.fruitless + 1, 100)
+        self._refreshed_at = now
+
+
+class RefreshedTopology(Topology):
+    """A topology that asks servers where the keys are, and asks again if they may have moved.
+
+    One thread at a time asks.
+    """
+
+    is_movable = True
+
+    def __init__(self) -> None:
+        self._is_stale = True
+        self._timer = RefreshTimer()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the topology was found at least once."""
+        raise NotImplementedError
+
+    def _refresh(self, search: Search) -> None:
+        """Ask the servers. If none replies, keep what is known."""
+        raise NotImplementedError
+
+    def _busy(self) -> str:
+        """Return the error message for a caller that waited too long for another thread."""
+        raise NotImplementedError
+
+    def _leave_parent(self) -> None:
+        """Replace what belongs to the parent process after a fork."""
+        self._lock, self._pid = threading.RLock(), os.getpid()
+
+    def _refresh_if_stale(self, search: Search) -> None:
+        if self._pid != os.getpid():
+            self._leave_parent()
+        if self._is_usable():
+            return
+        # With an older answer at hand, do not wait for a thread that waits for a silent server.
+        patience_s = _REFRESH_S if self._is_known else search.timeout_s
+        try:
+            search.run_locked(self._lock, patience_s, lambda: self._refresh_once(search))
+        except LockBusy:
+            if not self._is_known:
+                raise ConnectionFailed(self._busy()) from None
+
+    def _refresh_once(self, search: Search) -> None:
+        if not self._is_usable():  # else another thread has just refreshed
+            self._refresh(search)
+
+    def _is_usable(self) -> bool:
+        return self._is_known and not (self._is_stale and self._timer.is_due)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Clear the stale flag, and set it again if the refresh fails or is interrupted."""
+        # Clear it first: another thread may set it again while this one asks.
+        self._is_stale = False
+        try:
+            yield
+        except BaseException:
+            self._is_stale = True  # the next caller asks at once
+            raise
+
+
 @lru_cache(_CACHED)
 def slot_of(tag: str) -> int:
     """Return the slot for all keys with a hash tag.
@@ -261,27 +347,6 @@ class Outage:
         self._last = now
         lasting_s = min((now - since) * (1 - 1 / _GROWTH), _LONGEST_S)
         return max(redirect_pause_s(failures), lasting_s * random.uniform(0.5, 1))
-
-
-class RefreshTimer:
-    """Decides when to refresh a topology: soon at first, less often in a long outage."""
-
-    def __init__(self) -> None:
-        self._refreshed_at = -_APART_S
-        #: Consecutive refreshes that found nothing new.
-        self.fruitless = 0
-
-    @property
-    def is_due(self) -> bool:
-        interval_s = min(REFRESH_S * _GROWTH**self.fruitless, _REFRESH_MAX_S)
-        return time.monotonic() - self._refreshed_at >= interval_s
-
-    def note(self, *, found_news: bool) -> None:
-        """Note that a refresh has ended."""
-        now = time.monotonic()
-        is_first = found_news or now - self._refreshed_at > _APART_S
-        self.fruitless = 0 if is_first else min(self.fruitless + 1, 100)
-        self._refreshed_at = now
 
 
 class Redirects:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from pyspark_meteor.options import RawOptions
 
 #: The options that ``ServerOptions`` parses.
-SERVER_OPTIONS = ("url", "passwordEnv", "passwordFile", "serverTimeout")
+SERVER_OPTIONS = (
+    *("url", "passwordEnv", "passwordFile", "sentinelPasswordEnv", "sentinelPasswordFile"),
+    "serverTimeout",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +45,65 @@ _logged: set[str] = set()
 
 
 @dataclass(frozen=True)
+class Password:
+    """Where each process finds a password: in an environment variable, or in a file."""
+
+    #: The options that name the variable and the file, for error messages.
+    env_option: str
+    file_option: str
+    env: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, options: RawOptions, env_option: str, file_option: str) -> Password | None:
+        """Parse two options; return None if neither is set.
+
+        Raises:
+            ValueError: Both options are set.
+        """
+        env, file = options.text(env_option), options.text(file_option)
+        if env and file:
+            raise ValueError(f"Pass either {env_option} or {file_option}, not both.")
+        if env and not _REDACTED.search(env):
+            _log.warning(
+                "Spark shows the value of spark.executorEnv.%s in its UI and event log. Use "
+                "%s, or a variable with PASSWORD in its name, whose value Spark hides.",
+                *(env, file_option),
+            )
+        return cls(env_option, file_option, env, file) if env or file else None
+
+    def read(self) -> str:
+        """Return the password.
+
+        Raises:
+            ValueError: The variable is not set, or the file cannot be read.
+        """
+        if self.env:
+            found = os.environ.get(self.env)
+            if found is None:
+                raise ValueError(
+                    f"The environment variable {self.env}, named by {self.env_option}, is not "
+                    "set in this process. Set it for executors with spark.executorEnv.*."
+                )
+            return found
+        assert self.file is not None, "parse() returns None without a variable and a file"
+        try:
+            return Path(self.file).read_text().strip()
+        except OSError as error:
+            raise ValueError(f"Cannot read the {self.file_option}: {error}.") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"The {self.file_option} {self.file} is not UTF-8.") from None
+
+
+@dataclass(frozen=True)
 class ServerOptions:
-    """The server's address, and where to find its password."""
+    """The server's address, and where to find its passwords."""
 
     #: The URL without a password. None means that each process uses its own ``$METEOR_URL``, which
     #: contains a password.
     url: str | None = None
-    password_env: str | None = None
-    password_file: str | None = None
+    password: Password | None = None
+    sentinel_password: Password | None = None
     #: Maximum seconds that each call waits while the server restarts or fails over.
     timeout_s: float = _AWAY_S
 
@@ -58,30 +112,24 @@ class ServerOptions:
         """Parse the options for a source or sink, on the driver.
 
         Raises:
-            ValueError: The URL contains a password, or passwordEnv or passwordFile is misused.
+            ValueError: The URL contains a password, or an option for a password is misused.
         """
         url = options.text("url")
-        env, file = options.text("passwordEnv"), options.text("passwordFile")
-        if env and file:
-            raise ValueError("Pass either passwordEnv or passwordFile, not both.")
-        if (env or file) and not url:
-            raise ValueError("passwordEnv and passwordFile need a url. Pass it as the option url.")
-        if env and not _REDACTED.search(env):
-            _log.warning(
-                "Spark shows the value of spark.executorEnv.%s in its UI and event log. Use "
-                "passwordFile, or a variable with PASSWORD in its name, whose value Spark hides.",
-                env,
-            )
+        password = Password.parse(options, "passwordEnv", "passwordFile")
+        for_sentinels = Password.parse(options, "sentinelPasswordEnv", "sentinelPasswordFile")
+        if (password or for_sentinels) and not url:
+            raise ValueError("Options for passwords need a url. Pass it as the option url.")
         url = url or _default_url()
         if url:
-            _check(url, with_password=bool(env or file))
-        return cls(url, env, file, options.seconds("serverTimeout", _AWAY_S, most=_AWAY_MAX_S))
+            _check(url, password, for_sentinels)
+        timeout_s = options.seconds("serverTimeout", _AWAY_S, most=_AWAY_MAX_S)
+        return cls(url, password, for_sentinels, timeout_s)
 
     def connect(self) -> meteor_py.Client:
         """Return this process's client, which stays open for the next task.
 
         Raises:
-            ValueError: The password cannot be read from where the options say it is.
+            ValueError: A password cannot be read from where the options say it is.
         """
         key = (os.getpid(), self)
         with _lock:
@@ -123,31 +171,17 @@ class ServerOptions:
                 "password, and passwordFile or passwordEnv. Do not use spark.executorEnv."
                 f"{address.URL_VARIABLE}, which would show the password in Spark's UI."
             )
-        password = self._password()
-        if password is None:
+        if self.password is None and self.sentinel_password is None:
             return meteor_py.connect(self.url, timeout=_TIMEOUT_S)
-        # Do not make the password part of the URL, which errors and logs may show.
+        # Do not make passwords part of the URL, which errors and logs may show.
         found = address.parse(self.url)
-        found = replace(found, options=found.options | {"password": password})
+        if self.password is not None:
+            options = found.options | {"password": self.password.read()}
+            found = replace(found, options=options)
+        if self.sentinel_password is not None:
+            options = found.sentinel_options | {"password": self.sentinel_password.read()}
+            found = replace(found, sentinel_options=options)
         return meteor_py.Client(found, _TIMEOUT_S)
-
-    def _password(self) -> str | None:
-        if self.password_env:
-            found = os.environ.get(self.password_env)
-            if found is None:
-                raise ValueError(
-                    f"The environment variable {self.password_env}, named by passwordEnv, is not "
-                    "set in this process. Set it for executors with spark.executorEnv.*."
-                )
-            return found
-        if self.password_file:
-            try:
-                return Path(self.password_file).read_text().strip()
-            except OSError as error:
-                raise ValueError(f"Cannot read the passwordFile: {error}.") from None
-            except UnicodeDecodeError:
-                raise ValueError(f"The passwordFile {self.password_file} is not UTF-8.") from None
-        return None
 
 
 def _default_url() -> str | None:
@@ -171,8 +205,8 @@ def _has_password(url: str) -> bool:
     return "password=" in url.lower() or "@" in path + parts.query + parts.fragment
 
 
-def _check(url: str, *, with_password: bool) -> None:
-    """Raise unless the URL may be shown and all processes can use it."""
+def _check(url: str, password: Password | None, for_sentinels: Password | None) -> None:
+    """Raise unless the URL may be shown, all processes can use it, and it fits the passwords."""
     try:
         urlsplit(url)
     except ValueError:  # do not quote it: its text may contain the password
@@ -192,7 +226,12 @@ def _check(url: str, *, with_password: bool) -> None:
                 f"Only one process can use {url}, but Spark has several. Use redis:// or "
                 "embedded:///directory."
             )
-        if with_password:
+        if password:
             raise ValueError(
                 "An embedded server has no password. Leave out passwordEnv and passwordFile."
             )
+    if for_sentinels and found.kind != "sentinel":
+        raise ValueError(
+            f"{url} names no sentinels. Use redis+sentinel://, or leave out "
+            f"{for_sentinels.env_option} and {for_sentinels.file_option}."
+        )

@@ -89,3 +89,17 @@ def test_pipeline_over_all_nodes_fails_in_time_and_names_a_node_that_does_not_re
         assert isinstance(error, meteor.ConnectionFailed)
         assert any(f":{proxies[number].port} " in str(error) for number in frozen)
         assert through.streams() == sorted(NAMES)
+
+
+def test_describing_a_frozen_cluster_waits_for_one_timeout_and_not_for_one_per_node(
+    cluster: Cluster, client: meteor.Client
+) -> None:
+    with proxied(cluster, timeout=4) as (through, proxies):  # three timeouts: longer than outcome()
+        assert all(node.version for node in through.describe().nodes)
+        for proxy in proxies:
+            proxy.stall("replies")
+        described = Call(through.describe).outcome()
+        for proxy in proxies:
+            proxy.heal()
+        assert [node.version for node in described.nodes] == [None] * len(proxies)
+        assert all(node.version for node in through.describe().nodes)

@@ -13,6 +13,7 @@ import pytest
 from pyspark.sql.types import BinaryType, StructField, StructType
 
 import meteor_py as meteor
+from meteor_py.testing import Sentinels
 from pyspark_meteor import writers
 from pyspark_meteor.options import SourceOptions, parse_source
 from pyspark_meteor.server import ServerOptions
@@ -70,6 +71,12 @@ def test_password_in_a_malformed_url_is_not_shown() -> None:
 def test_password_for_an_embedded_server_is_refused() -> None:
     with pytest.raises(ValueError, match="An embedded server has no password"):
         parse({"url": "embedded:///tmp/x", "passwordEnv": "X"})
+
+
+def test_password_for_sentinels_needs_an_address_of_sentinels() -> None:
+    with pytest.raises(ValueError, match="names no sentinels") as caught:
+        parse({"url": "redis://h", "sentinelPasswordFile": "/x"})
+    assert "sentinelPasswordFile" in str(caught.value)
 
 
 def test_password_variable_that_spark_would_show_causes_a_warning(
@@ -141,6 +148,31 @@ def test_sink_neither_pickles_nor_shows_the_password(
         shown = [pickled, dumps(message), repr(message).encode(), repr(options).encode()]
         assert not [text for text in shown if SECRET.encode() in text]
     assert options.server.connect().stream("s", create=False).end().offset == 2
+
+
+def test_source_logs_in_to_sentinels_with_their_own_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SENTINEL_PASSWORD", SECRET)
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(SECRET + "\n")
+    wrong.write_text("wrong")
+    with Sentinels(replicas=1, sentinels=1) as running, meteor.connect(running.url) as m:
+        with running.sentinels[0].client() as plain:
+            plain.execute_command("ACL", "SETUSER", "spark", "on", f">{SECRET}", "&*", "+@all")
+        fill(m.stream("orders", capacity=100), 3)
+        url = f"{running.url}?sentinel_username=spark"
+        for where in (
+            {"sentinelPasswordEnv": "SENTINEL_PASSWORD"},
+            {"sentinelPasswordFile": str(right)},
+        ):
+            with Engine(Checkpoint(), url=url, group="g", **where) as engine:
+                engine.begin()
+                engine.plan()
+                assert len(engine.read()) == 3
+                assert SECRET.encode() not in engine.pickled
+        with pytest.raises(meteor.AccessDenied):
+            Engine(Checkpoint(), url=url, sentinelPasswordFile=str(wrong)).begin()
 
 
 # The default server if the driver sets no url
