@@ -14,6 +14,7 @@ import pytest
 import meteor_py as meteor
 from tests.conftest import ServerFactory
 from tests.fundamentals.reading import numbers, publish
+from tests.support.servers import Server
 
 
 def test_slow_reader_learns_which_records_the_ring_has_dropped(m: meteor.Client) -> None:
@@ -57,6 +58,13 @@ def test_shared_group_learns_which_records_the_ring_has_dropped(m: meteor.Client
         assert [record.offset for record in sub.poll(5)] == list(range(10, 20))
 
 
+def crash(server: Server, stream: meteor.Stream) -> None:
+    """Restart a server with the records 0 to 9, which it has saved; add others after them."""
+    server.kill()
+    server.restart()
+    publish(stream, range(110, 115))  # these records get the offsets 10 to 14
+
+
 def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
     private_server: ServerFactory,
 ) -> None:
@@ -68,9 +76,7 @@ def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
         publish(stream, range(10, 20))
         with stream.subscriber(initial_offset="earliest") as sub:
             assert [next(iter(sub)).offset for _ in range(20)] == list(range(20))
-            server.kill()
-            server.restart()  # with the records that it had saved: 0 to 9
-            publish(stream, range(110, 115))  # other records get the offsets 10 to 14
+            crash(server, stream)
             with pytest.raises(meteor.LogTruncated) as lost:
                 sub.poll(5)
             assert (lost.value.first, lost.value.last) == (10, 19)
@@ -92,9 +98,7 @@ def test_shared_consumer_learns_which_records_a_server_has_lost_in_a_crash(
             publish(stream, range(10, 20))
             assert [record.offset for record in sub.poll(5)] == list(range(10, 20))
             sub.commit()
-            server.kill()
-            server.restart()  # with the records that it had saved: 0 to 9
-            publish(stream, range(110, 115))  # other records get the offsets 10 to 14
+            crash(server, stream)
             with pytest.raises(meteor.LogTruncated) as lost:
                 sub.poll(5)
             assert (lost.value.first, lost.value.last) == (10, 19)
