@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import redis
 
 from benchmarks.common import CALL, Bench, Row, cheaper, connected, cut, faster, values_of
 
@@ -71,6 +72,7 @@ def run(bench: Bench) -> list[Row]:
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["nothing"], "a Python source", 1.15),
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["rate"], "Spark's rate source"),
         cheaper(f"Spark: {look}", "ms", idle["ours"], idle["nothing"], "a Python source", 1.2),
+        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["ping"], "a Python source with PING"),
         cheaper(f"Spark: {look}", "ms", idle["ours"], idle["rate"], "Spark's rate source"),
     ]
 
@@ -273,6 +275,7 @@ def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
     cases: dict[str, Callable[[], DataFrame]] = {
         "ours": lambda: stream_of(spark, url, stream=_STREAM, startingOffsets="latest"),
         "nothing": spark.readStream.format("nothing").option("pace", "1e9").load,
+        "ping": spark.readStream.format("nothing").options(pace="1e9", ping=url).load,
         # One row per second: most triggers find none.
         "rate": spark.readStream.format("rate").option("rowsPerSecond", "1").load,
     }
@@ -358,18 +361,25 @@ def check(query: StreamingQuery) -> None:
 def nothing_source() -> Any:
     """Return a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds.
+    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds. With
+    ``ping``, it sends a PING to that server whenever Spark asks for its latest offset.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
     class Reader(DataSourceStreamReader):
-        def __init__(self, rows: int, pace_s: float) -> None:
+        def __init__(self, rows: int, pace_s: float, ping: str | None) -> None:
             self.rows, self.pace_s = rows, pace_s
+            self.server = redis.Redis.from_url(ping) if ping else None
+
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__ | {"server": None}  # tasks do not need it
 
         def initialOffset(self) -> dict[str, Any]:
             return {"at": self.now()}
 
         def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
+            if self.server is not None:
+                self.server.ping()
             return {"at": self.now() if self.pace_s else start["at"] + 1}
 
         def now(self) -> int:
@@ -395,7 +405,8 @@ def nothing_source() -> Any:
 
         def streamReader(self, schema: Any) -> DataSourceStreamReader:
             options = self.options
-            return Reader(int(options.get("rows", "1")), float(options.get("pace", "0")))
+            rows, pace_s = int(options.get("rows", "1")), float(options.get("pace", "0"))
+            return Reader(rows, pace_s, options.get("ping"))
 
     return Source
 

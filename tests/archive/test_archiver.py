@@ -151,7 +151,8 @@ def test_forked_child_does_not_archive_and_its_parent_continues(stored: StoredSt
     assert stored.field("term") == term
 
 
-#: Publishes more than max_unarchived, and closes nothing. The second stream adds an archiver.
+#: A program that publishes more than max_unarchived, and closes nothing. Its second stream has an
+#: archiver too.
 PROGRAM = """
 import sys, meteor_py as meteor
 client = meteor.connect(sys.argv[1])

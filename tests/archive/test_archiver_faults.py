@@ -74,7 +74,7 @@ def test_archivers_killed_one_after_another_still_make_progress(
 ) -> None:
     steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
-    for number, step in enumerate(steps, start=1):  # each is killed at its second segment
+    for number, step in enumerate(steps, start=1):  # each archiver is killed at its second segment
         end = stored.fill(rng.randrange(2000, 3000))
         stored.process(f"kill {step}", segment_records=700).wait_killed()
         assert stored.read() == list(range(end))
@@ -236,7 +236,7 @@ def test_publisher_waits_for_an_unreachable_store_and_continues(
     assert len(logged) == 1  # not once per attempt
 
 
-def test_store_outage_is_logged_once(
+def test_each_store_outage_is_logged_once(
     stored: StoredStream, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     archiver = stored.archiver()

@@ -1,6 +1,6 @@
 """The roles in docs/acl.md can do their work and nothing else.
 
-test_acl_groups.py has the roles for shared groups and peer groups.
+test_acl_groups.py covers the roles for shared groups and peer groups.
 """
 
 from __future__ import annotations

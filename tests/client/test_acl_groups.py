@@ -20,7 +20,7 @@ from tests.support.acl_server import guarded as guarded
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
-# The consumer, and others on a stream with groups
+# The consumer, and other roles on a stream with groups
 
 
 @pytest.fixture

@@ -59,13 +59,13 @@ def test_nodes_are_reached_at_their_remapped_addresses() -> None:
     assert str(address.at(("::1", 1))) == "redis://[::1]:1"
 
 
-def test_address_contains_remapped_addresses() -> None:
+def test_address_can_contain_remapped_addresses() -> None:
     url = "redis+cluster://a?remap=10.0.0.5:6379=localhost:7005,[::1]:1=b:2&client_name=c"
     address = parse(url, {("::1", 1): ("d", 3)})
     assert address.at(("10.0.0.5", 6379)).options["port"] == 7005
-    assert address.at(("::1", 1)).options["host"] == "d", "an argument overrides the address"
+    assert address.at(("::1", 1)).options["host"] == "d", "the argument did not take precedence"
     assert address.options == {"client_name": "c"}
-    assert str(address) == url, "nothing in it is secret"
+    assert str(address) == url, "a part that is not secret was masked"
     sentinels = parse("redis+sentinel://a/m?remap=s:26379=localhost:5&sentinel_password=p")
     assert sentinels.sentinel_at(("s", 26379)).options["port"] == 5
     assert sentinels.sentinel_options == {"password": "p"}

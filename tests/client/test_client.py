@@ -530,7 +530,7 @@ def test_an_uncaught_errors_traceback_is_short() -> None:
 
 
 @pytest.mark.parametrize("kind", ["server", "cluster"])
-def test_dropped_client_ends_without_a_garbage_collection(url: str, kind: str) -> None:
+def test_dropped_client_is_freed_without_a_garbage_collection(url: str, kind: str) -> None:
     address = url if kind == "server" else "redis+cluster://127.0.0.1:1"
     gc.collect()
     gc.disable()

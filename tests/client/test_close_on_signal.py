@@ -222,7 +222,7 @@ def test_earlier_handler_that_returns_is_called_once(url: str, start: Start) -> 
     script = """
 signal.signal(signal.SIGTERM, lambda number, _: os.write(1, b"called %d\\n" % number))
 meteor.close_on_signal()
-meteor.close_on_signal(timeout=5)  # again: it does not call itself
+meteor.close_on_signal(timeout=5)  # does not call the handler from the first call
 """
     code, out, _ = end(start(script + PUBLISHER, url), signal.SIGTERM)
     assert (code, out) == (-signal.SIGTERM, b"called 15\n")

@@ -21,7 +21,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
-    """The connections of all servers, except for the client's own."""
+    """Return the ids of all connections to the servers, except for the client's own."""
     with plain_client(url) as plain:
         client.describe()  # connects to each primary
         servers = each_primary(plain)

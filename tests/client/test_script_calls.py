@@ -37,7 +37,7 @@ def client(server: Server) -> Iterator[meteor.Client]:
 
 
 def use_everything(client: meteor.Client, between: Any) -> None:
-    """Run every script except new_epoch, and call ``between`` after each."""
+    """Create, use and delete a stream, and call ``between`` after each script."""
     stream = client.stream("s", create=True)
     between()
     with stream.publisher() as pub, stream.subscriber() as sub:
@@ -68,9 +68,7 @@ def calls(plain: redis.Redis) -> dict[str, int]:
     return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
 
 
-def test_after_script_flush_every_script_is_sent_again(
-    client: meteor.Client, server: Server
-) -> None:
+def test_script_is_sent_again_after_script_flush(client: meteor.Client, server: Server) -> None:
     use_everything(client, server.client().script_flush)
 
 

@@ -1,4 +1,4 @@
-"""Every Lua script gives every reply that its header documents, on Valkey, Redis and fakeredis.
+"""The log scripts give every reply that their headers document, on Valkey, Redis and fakeredis.
 
 The tests call the scripts directly, to create states that no publisher would create. A refusal must
 change nothing.
@@ -26,7 +26,7 @@ HISTORY = "h" * 40
 
 
 class StreamScripts:
-    """A stream in a known state, with a method for each script."""
+    """A stream in a known state, and direct calls to its scripts."""
 
     def __init__(self, client: meteor.Client, name: str = "s") -> None:
         self.client = client
@@ -295,7 +295,7 @@ def test_a_stream_near_the_maximum_offset_can_be_read(lua: StreamScripts) -> Non
             ack.result()
 
 
-# create_stream, describe, locate
+# create_stream, describe_stream, offset_at_time
 
 
 def test_create_stream_replies_with_all_fields_and_whether_it_created_the_stream(
@@ -333,7 +333,7 @@ def test_describe_and_offset_at_reply_for_missing_and_existing_streams(lua: Stre
     assert lua.run(scripts.OFFSET_AT_TIME, both, INCARNATION, 10**14) == [b"FOREIGN", b"7-0"]
 
 
-# configure, delete_stream
+# configure_stream, delete_stream
 
 
 @pytest.mark.parametrize(

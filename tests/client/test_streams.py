@@ -261,7 +261,7 @@ def test_read_checks_its_arguments_when_it_is_called(real: meteor.Client, bad: A
 def with_times(
     client: meteor.Client, name: str, frames: list[tuple[int, int]]
 ) -> tuple[meteor.Stream, list[tuple[int, int]]]:
-    """Create a stream with frames of n records; return the (first offset, time) of each frame."""
+    """Create a stream with frames of (records, time); return each frame's (first offset, time)."""
     stream = client.stream(name, create=True)
     first, found = 0, []
     plain = client.redis  # not in a with block: a RedisCluster cannot be used again

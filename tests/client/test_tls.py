@@ -173,7 +173,9 @@ def test_missing_client_certificate_is_named_whenever_the_first_command_is_sent(
         connection.call("PING")
 
 
-def test_certificate_that_the_server_does_not_trust_is_named(strict_url: str, folder: Path) -> None:
+def test_untrusted_client_certificate_is_named_as_the_likely_cause(
+    strict_url: str, folder: Path
+) -> None:
     own = {"ssl_certfile": folder / "other.pem", "ssl_keyfile": folder / "other.key"}
     message = refusal(connect(strict_url, ssl_ca_certs=folder / "ca.pem", **own))
     assert "The server may not accept this client certificate" in message

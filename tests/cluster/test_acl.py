@@ -34,7 +34,7 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster on which the roles are defined."""
     program = binaries().get(request.param)
     if program is None:
-        pytest.skip("redis-server is not on PATH")
+        pytest.skip("redis-server is not on PATH.")
     with Cluster(program=program) as cluster:
         for node in cluster.nodes:
             for name, rules in roles().items():

@@ -11,7 +11,7 @@ from tests.support.commands import succeed
 from tests.support.proxied_cluster import ProxiedCluster
 
 NAMES = [f"s{number}" for number in range(12)]
-#: A short --timeout, for commands that wait for a node which does not reply.
+#: A short --timeout in seconds, for commands that wait for a node which does not reply.
 SHORT_S = "0.5"
 
 
@@ -25,7 +25,7 @@ def filled(cluster: Cluster, client: meteor.Client) -> Cluster:
     return cluster
 
 
-def test_streams_of_all_primaries_are_listed(filled: Cluster) -> None:
+def test_streams_on_all_primaries_are_listed(filled: Cluster) -> None:
     found = succeed(filled.url, "streams", "ls", "--json").objects
     assert {each["name"]: each["next"] for each in found} == dict.fromkeys(NAMES, 1)
     assert [line.split()[0] for line in succeed(filled.url, "streams", "ls").lines[1:]] == sorted(
@@ -33,7 +33,7 @@ def test_streams_of_all_primaries_are_listed(filled: Cluster) -> None:
     )
 
 
-def test_top_shows_the_streams_of_all_primaries(filled: Cluster) -> None:
+def test_top_shows_the_streams_on_all_primaries(filled: Cluster) -> None:
     shown = succeed(filled.url, "top", "--once")
     assert shown.lines[1].startswith("3 nodes")
     assert {line.split()[0] for line in shown.lines[4:]} == set(NAMES)
@@ -87,7 +87,7 @@ def test_server_info_names_a_primary_that_does_not_reply(filled: Cluster) -> Non
     assert [each["streams"] for each in found] == [None] * 3
 
 
-def test_commands_reach_remapped_nodes_by_the_address_alone(filled: Cluster) -> None:
+def test_commands_reach_remapped_nodes_if_only_the_address_is_given(filled: Cluster) -> None:
     with ProxiedCluster(filled) as proxied:
         found = succeed(proxied.url, "streams", "ls", "--json").objects  # $METEOR_URL
         assert [each["name"] for each in found] == sorted(NAMES)

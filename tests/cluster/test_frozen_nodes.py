@@ -37,7 +37,7 @@ class Call(threading.Thread):
 
     def outcome(self) -> Any:
         self.join(10)
-        assert not self.is_alive(), "the call still waits"
+        assert not self.is_alive(), "the call is still waiting"
         return self.result
 
 

@@ -108,7 +108,7 @@ def test_without_the_guard_key_a_script_stops_in_the_middle(
         unguarded = Connection(parse(source.url), 5.0)
         command = unguarded.script_call(scripts.PUBLISH, script_keys, args, whole=True)
         assert reply(source, command).startswith("stopped")
-        assert plain.hget(keys.meta(NAME), "next") == b"2", "the record is in the log"
+        assert plain.hget(keys.meta(NAME), "next") == b"2", "the record is not in the log"
     move.finish()
 
 

@@ -1,4 +1,4 @@
-"""Nodes that join and leave a cluster under load."""
+"""Nodes can join and leave a cluster: clients lose nothing, and keep no unused connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.client_load import PEERS, STREAM, Load
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
-#: The name that the clients of these tests give to their connections.
+#: The connection name of the clients in these tests.
 CLIENT = "member-test"
 
 
@@ -24,7 +24,7 @@ def growing(program: Path) -> Iterator[Cluster]:
 
 
 def connections(node: Node) -> list[str]:
-    """The addresses from which the test's client is connected to a node."""
+    """Return the addresses from which the test's client is connected to a node."""
     with node.client() as plain:
         return [each["addr"] for each in plain.client_list() if each["name"] == CLIENT]
 

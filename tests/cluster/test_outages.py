@@ -1,4 +1,4 @@
-"""In a long outage, clients try again rarely; afterwards they continue by themselves."""
+"""In a long outage, clients retry rarely; afterwards, they continue by themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def down(node: Node) -> Iterator[None]:
 
 
 def accepted(cluster: Cluster) -> int:
-    """The connections that all nodes have accepted so far."""
+    """Return the number of connections that all nodes together have accepted so far."""
     return sum(node.info("stats")["total_connections_received"] for node in cluster.nodes)
 
 
@@ -70,7 +70,7 @@ def test_clients_connect_rarely_in_a_long_outage_and_continue_after_it(cluster: 
                     thread.start()
                 ack = pub.publish(b"during")
                 before = accepted(cluster)
-                time.sleep(OUTAGE_S)  # an outage has to last
+                time.sleep(OUTAGE_S)  # the clients retry in the meantime
                 opened = accepted(cluster) - before
                 assert not ack.done()
             assert ack.result(20) == 1
@@ -146,6 +146,6 @@ def test_refreshes_of_the_topology_become_rarer_until_one_finds_something_new(
     timer.note(found_news=True)
     assert interval_s(timer) < 0.15
     timer.note(found_news=False)
-    now[0] += 60  # the outage has ended long ago
+    now[0] += 60  # the outage ended long ago
     timer.note(found_news=False)
     assert interval_s(timer) < 0.15

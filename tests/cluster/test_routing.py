@@ -233,7 +233,7 @@ def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
 
 @contextmanager
 def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
-    """A client that can reach the nodes only through proxies."""
+    """Yield a client that can reach the nodes only through proxies, and the proxies."""
     with (
         ProxiedCluster(cluster) as made,
         meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,

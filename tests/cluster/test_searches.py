@@ -14,7 +14,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.testing import Cluster, Sentinels, Server
 from tests.support.waiting import eventually
 
-#: The timeout of the client: far longer than the tests wait.
+#: The client's timeout in seconds: far longer than the tests wait.
 LONG_S = 120.0
 SHORT_S = 0.3
 
@@ -66,7 +66,7 @@ class Call(threading.Thread):
         return isinstance(self.error, meteor.ConnectionFailed)
 
 
-def test_search_lasts_only_as_long_as_the_timeout_of_its_connection(
+def test_search_lasts_no_longer_than_its_connections_timeout(
     servers: Cluster | Sentinels, client: meteor.Client
 ) -> None:
     with frozen(servers):
@@ -74,13 +74,13 @@ def test_search_lasts_only_as_long_as_the_timeout_of_its_connection(
         eventually(lambda: slow.connection._search is not None)
         quick = client._connector.open_connection("orders")
         quick.timeout_s = SHORT_S
-        assert Call(quick).has_failed(), "it waited for the search of another thread"
+        assert Call(quick).has_failed(), "the call waited for another thread's search"
         slow.connection.interrupt()
         assert slow.has_failed()
-        assert Call(quick).has_failed(), "it waited for a server that does not reply"
+        assert Call(quick).has_failed(), "the call waited for a server that does not reply"
 
 
-def test_interrupt_ends_a_search_and_the_wait_for_the_search_of_another_thread(
+def test_interrupt_ends_a_search_and_a_wait_for_another_threads_search(
     servers: Cluster | Sentinels, client: meteor.Client
 ) -> None:
     with frozen(servers):
@@ -91,7 +91,7 @@ def test_interrupt_ends_a_search_and_the_wait_for_the_search_of_another_thread(
         assert all(call.has_failed() for call in calls)
 
 
-def test_search_continues_after_an_interrupt(
+def test_connection_can_search_again_after_an_interrupt(
     servers: Cluster | Sentinels, client: meteor.Client
 ) -> None:
     connection = client._connector.open_connection("orders")

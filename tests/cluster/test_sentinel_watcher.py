@@ -29,7 +29,7 @@ def sentinels(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sentin
 
 @contextmanager
 def proxied(sentinels: Sentinels) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
-    """A client that reaches the sentinels only through proxies."""
+    """Yield a client that reaches the sentinels only through proxies, and the proxies."""
     with ExitStack() as stack:
         ports = [sentinel.port for sentinel in sentinels.sentinels]
         proxies = [stack.enter_context(Proxy(HOST, port)) for port in ports]
@@ -40,13 +40,13 @@ def proxied(sentinels: Sentinels) -> Iterator[tuple[meteor.Client, list[Proxy]]]
 
 
 def listened_to(client: meteor.Client) -> set[int]:
-    """The ports of the sentinels that the watcher listens to."""
+    """Return the ports of the sentinels that the watcher listens to."""
     watcher: Any = client._connector._topology
     return {port for _, port in watcher._watcher._connections}
 
 
 def known_primary(client: meteor.Client) -> int:
-    """The port of the primary that the watcher has found, without asking the sentinels."""
+    """Return the port of the primary that the watcher has found. Does not ask the sentinels."""
     topology: Any = client._connector._topology
     return int(topology._node[1])
 
@@ -64,7 +64,7 @@ def alone(program: Path) -> Iterator[Sentinels]:
 
 
 def has_settled(proxy: Proxy) -> bool:
-    """Whether the client has found the primary, and its watcher has subscribed and then asked."""
+    """Return whether the client has found the primary and its watcher has subscribed and asked."""
     return proxy.counters.connections >= 3
 
 

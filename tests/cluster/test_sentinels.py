@@ -50,7 +50,7 @@ def test_every_record_lost_in_a_failover_is_reported(sentinels: Sentinels, how: 
         for each in (publishing, group):
             each.start()
         assert publishing.continues()
-        wait_for_replicas(sentinels)  # they must at least have the stream
+        wait_for_replicas(sentinels)  # the replicas must at least have the stream
         if how == "planned":
             sentinels.failover()
         else:
@@ -84,7 +84,8 @@ def test_sentinel_with_outdated_information_is_outvoted(sentinels: Sentinels) ->
     old = sentinels.kill_primary()
     new = sentinels.wait_for_failover(old)
     stale = Sentinel(sentinels.servers[0].program)
-    try:  # it monitors the killed primary, so it never learns of the other servers
+    # This sentinel monitors the killed primary, so it never learns of the other servers.
+    try:
         stale.configure([f"sentinel monitor {sentinels.service} {HOST} {old.port} 2", ""])
         stale.start()
         assert stale.primary_port(sentinels.service) == old.port

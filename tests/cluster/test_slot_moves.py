@@ -70,7 +70,7 @@ def test_error_after_an_abandoned_move_names_the_slot_and_the_remedy(
 def test_atomic_slot_move_in_valkey_loses_nothing(cluster: Cluster, rng: random.Random) -> None:
     with cluster.nodes[0].client() as plain:
         if plain.info("server").get("server_name") != "valkey":
-            pytest.skip("only Valkey 9 has CLUSTER MIGRATESLOTS")
+            pytest.skip("Only Valkey 9 has CLUSTER MIGRATESLOTS.")
     with meteor.connect(cluster.url) as m:
         with Load(m) as load:
             assert load.publishing.continues()

@@ -75,7 +75,7 @@ def refusal(url: str) -> meteor.MeteorError:
 
 
 def whoami(client: meteor.Client) -> str:
-    """Return the user of the redis-py client."""
+    """Return the name of the redis-py client's user."""
     found: Any = client.redis.acl_whoami()
     return str(found.decode() if isinstance(found, bytes) else found)
 

@@ -1,4 +1,4 @@
-"""Reads whole streams, for tests that compare them with the published records."""
+"""Helpers that publish numbers and read whole streams, for tests that compare the two."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_next_member_continues_when_a_member_hangs(m: meteor.Client) -> None:
         stream.subscriber(group="billing", lease_ttl=SHORT, max_poll_interval=0.2) as hanging,
         stream.subscriber(group="billing", lease_ttl=SHORT) as two,
     ):
-        assert len(hanging.poll(5)) == 5  # from here on, it does not poll
+        assert len(hanging.poll(5)) == 5  # from here on, this member does not poll
         assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # no record was confirmed
         assert not hanging.is_assigned
 

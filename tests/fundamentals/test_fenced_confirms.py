@@ -23,7 +23,7 @@ def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
         stream.subscriber(group="billing", lease_ttl=0.5, max_poll_interval=0.2) as old,
         stream.subscriber(group="billing", lease_ttl=0.5) as new,
     ):
-        old.poll(5)  # then it hangs
+        old.poll(5)  # from here on, this member hangs
         new.poll(10)
         assert new.confirm(3).result(5) == 4
         with pytest.raises(meteor.LeaseLost):

@@ -124,7 +124,7 @@ def test_ordering_key_index_is_repaired_with_the_log(client: meteor.Client, plai
     publish(stream, 10)
     plain.xadd(keys.index("s"), {"user": "1"})
     with stream.publisher() as pub, pytest.raises(meteor.MeteorError):
-        pub.publish(b"x").result(5)  # but its frame is in the log, beyond the end
+        pub.publish(b"x").result(5)  # the frame is in the log anyway, beyond the end
     report = stream.repair(dry_run=False)
     assert (report.frames, report.foreign, report.blocked) == (5, 2, True)
     publish(stream, 2)

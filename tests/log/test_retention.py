@@ -1,7 +1,8 @@
 """Ring retention by age and by bytes: a stream's ``max_age`` and ``max_bytes`` settings.
 
-Publishing drops records that exceed a limit, in any mix of frames. It keeps the newest frame and
-records that are not archived. New limits also apply to records that are already in the ring.
+Publishing drops records that exceed a limit, whatever the size of their frames. It keeps the newest
+frame and records that are not archived. New limits also apply to records that are already in the
+ring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Readers get records that the ring has dropped from the store: ring and store are one log.
+"""When the ring has dropped records, readers get them from the store: the two are one log.
 
 Other files cover missing records and unavailable stores (test_splice_gaps), prefetching
 (test_splice_ahead), groups, processes and failovers (test_splice_groups), and random operations

@@ -33,7 +33,7 @@ from tests.support.stored_streams import (
 )
 from tests.support.waiting import eventually
 
-#: Twelve batches in the store, and ten more records.
+#: Readers get offsets below STORED from the store, in twelve batches. The log ends at END.
 STORED = 60
 END = 70
 
@@ -181,7 +181,7 @@ def test_ctrl_c_while_reading_the_store_neither_loses_nor_duplicates_a_record(
     assert interrupts == 2
 
 
-# Interrupts while a subscriber is being opened or closed are not tested here.
+# An interrupt may leave a socket to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_moment_keeps_position_and_records_consistent(
@@ -338,7 +338,7 @@ class CountingFile(io.FileIO):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of opened segments, appended at each open; see also ``CountingFile``."""
+    """The paths of the segments opened so far. All reads go through ``CountingFile``."""
     paths: list[str] = []
 
     def open_counted(folder: LocalStorage, path: str) -> Any:

@@ -2,7 +2,7 @@
 
 A group starts, is moved and continues in the store as it does in the ring. Readers in other
 processes keep up while the ring is trimmed. A batch from the store is delivered only if the stream
-was still the same after it was read.
+was still the same after the batch was read.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_s
         confirmed = 0
 
         def read(member: Member, until: int) -> None:
-            """Read and confirm in turn."""
+            """Poll and confirm in turn until ``until`` is confirmed."""
             nonlocal confirmed
             begun = False
             while not begun or confirmed < until:

@@ -124,7 +124,7 @@ class Model:
 
 
 class Machine(RuleBasedStateMachine):
-    """Runs with a file-based or in-memory store."""
+    """A stream with a file-based or in-memory store, and its model."""
 
     url: str
     in_files: bool

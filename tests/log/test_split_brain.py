@@ -31,10 +31,10 @@ AHEAD = 4_000_000_000_000
 class Split:
     """Clients on a lost branch, whose next call reaches the surviving branch.
 
-    Both branches have the same first 100 records. Then the lost branch gets 10 more. The
-    surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs. In
-    the variant "skew", the last common epoch is ahead of both servers' clocks, so both branches
-    derive their next epoch number from it.
+    Both branches have the same first 100 records. Then the lost branch gets 10 more. The surviving
+    branch gets 20 more, a restart without new records, and another restart with 5 more. Each branch
+    has begun its own epochs. In the variant "skew", the last common epoch is ahead of both servers'
+    clocks, so both branches derive their next epoch number from it.
     """
 
     publisher: meteor.Publisher
@@ -114,7 +114,7 @@ def test_every_client_on_the_lost_branch_learns_which_records_are_gone(split: Sp
     assert split.survivors.group("g").confirmed == 100
 
 
-#: A stream's epochs on two branches that split at offset 100, in epoch 5.
+#: Epoch tables up to a split at offset 100, in epoch 5, and on the surviving branch.
 TRUNK = "1:0,+5:50"
 KEPT = f"{TRUNK},+7:100,+9:120"
 

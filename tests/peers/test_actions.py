@@ -204,7 +204,7 @@ def test_member_votes_yes_only_to_actions_it_has_handlers_for(url: str) -> None:
         )
         outcome = outcome_of(future)
         assert (outcome.yes, outcome.no) == ((able.id,), (unable.id,))
-        assert outcome.missing == (blank.id,)  # it has no handlers yet, so its vote stays open
+        assert outcome.missing == (blank.id,)  # this member has no handlers, so its vote is open
         assert not outcome.passed
 
 

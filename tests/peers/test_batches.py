@@ -1,5 +1,7 @@
-"""Messages that wait in one process share calls to the server. Each is stored and settled once, in
-order."""
+"""Messages that wait in one process share calls to the server.
+
+Each message is still stored and settled once, in order.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ MIB = "x" * 1_048_576
 
 
 def batch(peers: Peers, number: int, *messages: str, handle: str = "handle", **how: Any) -> Any:
-    """Send several messages to one member in one call."""
+    """Send several messages in one call, by default to member ``a``."""
     args: list[Any] = []
     for message in messages:
         args += [message, "", "", "q", how.get("verb", "tell"), how.get("to", "member")]
@@ -282,7 +284,7 @@ def test_message_that_cannot_be_stored_in_time_expires(post: Post) -> None:
     me = group.join("a")
     group._handle.heartbeat.stop()
     group._handle.heartbeat.join()
-    expel(group, "a")  # it cannot rejoin
+    expel(group, "a")  # without heartbeats, the member cannot rejoin
     error = failure(me.member("a").tell("q", timeout=0.3))
     assert isinstance(error, meteor.MessageExpired)
     assert error.timeout == 0.3

@@ -1,5 +1,7 @@
-"""Peer groups whose members constantly join and leave, in several processes. All processes see the
-same events, there is always a leader, and no message is lost or reaches a member that has left.
+"""Peer groups whose members constantly join and leave, in several processes.
+
+All processes see the same events, there is always a leader, and no message is lost or reaches a
+member that has left.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, i
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: A ttl that expires during a test.
+#: A ttl in seconds that expires during a test.
 SHORT_S = 0.5
 
 
@@ -133,7 +133,7 @@ def test_dead_member_is_removed_on_expiration_and_can_rejoin(
 def test_observer_alone_detects_a_death(open_group: Open, url: str) -> None:
     group = open_group(ttl=SHORT_S)
     heard = Heard(group)
-    with meteor.connect(url) as client:  # joins, but sends no more heartbeats
+    with meteor.connect(url) as client:  # joins, but sends no heartbeats
         args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
         client._connector.run(PEERS_JOIN, [group._handle.protocol.prefix], args)
     eventually(lambda: heard.count("leave", "a", "expired") == 1)

@@ -1,5 +1,7 @@
-"""Peer groups whose member processes are killed, paused, forked or terminated, and whose servers
-have outages or clock steps. All times come from the server's events.
+"""Peer groups survive failing processes and servers.
+
+Member processes are killed, paused, forked or terminated. Servers have outages or clock steps. The
+tests compare only times on the server's clock.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tests.support.peering import open_group as open_group
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
-#: A ttl that expires during a test, and one that even a busy machine can renew in time.
+#: Ttls in seconds: one that expires during a test, and one that even a busy machine renews in time.
 SHORT_S = 1.0
 STEADY_S = 1.5
 #: Tolerance in seconds for a busy machine.

@@ -59,7 +59,7 @@ def test_waiting_messages_are_ordered_by_priority_then_age(any_url: str) -> None
         assert gate.bodies == ["in hand", "a", "b", "c", "d"]
 
 
-def test_handlers_with_a_priority_share_one_thread_and_run_urgent_ones_first(post: Post) -> None:
+def test_handlers_with_a_priority_share_a_thread_that_runs_urgent_ones_first(post: Post) -> None:
     group = post.group()
     me, gate, order = group.join("a"), Gate(), Record(lambda message: threading.get_ident())
     me.on("gate", priority=256)(gate)

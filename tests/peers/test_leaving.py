@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """Keep a handler of the member running; yield the handler and the future of its reply."""
+    """Keep one of the member's handlers running; yield it and the future for its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)
@@ -471,7 +471,7 @@ def close_beside_a_callback(url: str, callback_s: float) -> tuple[float, bool]:
     """Close a group while a callback runs.
 
     Returns:
-        How many seconds closing took, and whether the callback had ended by then.
+        The seconds that closing took, and whether the callback had ended by then.
     """
     begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
     with meteor.connect(url) as client:

@@ -30,7 +30,7 @@ def begin(peers: Peers, member: str, token: str, session: str = "") -> int:
     return int(reply[1])
 
 
-def test_deliveries_are_counted_up_to_the_limit_and_then_the_message_is_buried(
+def test_message_becomes_a_dead_letter_when_its_delivery_count_reaches_the_limit(
     build: Build,
 ) -> None:
     peers = build(max_deliveries=3)
@@ -52,7 +52,7 @@ def test_call_repeated_after_a_lost_reply_counts_no_delivery(build: Build) -> No
     assert [begin(peers, "a", token) for token in ("t1", "t1", "t2", "t2")] == [2, 2, 3, 3]
 
 
-def test_group_without_a_limit_buries_nothing(build: Build) -> None:
+def test_message_never_becomes_a_dead_letter_in_a_group_without_a_limit(build: Build) -> None:
     peers = build(max_deliveries=0)
     peers.join("a", named=True)
     send(peers, "m", to="member", member="a")
@@ -64,7 +64,7 @@ def test_delivery_count_moves_with_a_message(build: Build) -> None:
     peers.join("a")
     send(peers, "m")
     peers.join("b")
-    peers.leave("a")  # it may have begun to handle the message
+    peers.leave("a")  # member a may have begun to handle the message
     assert begin(peers, "b", "t1") == 2
     peers.join("c")
     peers.leave("b")

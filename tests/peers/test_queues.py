@@ -131,7 +131,7 @@ def test_session_that_rejoined_declares_its_queues_again(post: Post) -> None:
     declared(other, me)
     session = me._handle.session
     expel(group, "a")
-    # The server knows no queues of a dead member, so the request waits for the member.
+    # The server knows no queues for a dead member, so the request waits for the member.
     future = group.member("a").ask("q", 1, timeout=60)
     other._handle.heartbeat.hurry()
     eventually(lambda: me._handle.session != session)

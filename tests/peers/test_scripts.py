@@ -93,7 +93,7 @@ def test_named_member_that_dies_stays_and_another_leads(peers: Peers) -> None:
 
 
 def test_named_member_that_rejoins_can_lead_again(peers: Peers) -> None:
-    """Requested in atomix#258: in Atomix, it could not."""
+    """In Atomix, such a member could not lead again (atomix#258)."""
     peers.join("a", named=True)
     peers.join("b", named=True)
     peers.live(TTL_MS + 100, "b")

@@ -27,12 +27,12 @@ DEPTH = 5
 
 
 class Interrupted(BaseException):
-    """Raised by signal handlers; no library may catch it."""
+    """Raised by signal handlers. The library must not catch it."""
 
 
 @contextmanager
 def signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Call a signal handler repeatedly, at any point in the main thread, even while it runs."""
+    """Call a handler repeatedly, at any point in the main thread, even inside the handler."""
     depth = 0
 
     def ring(*_: object) -> None:

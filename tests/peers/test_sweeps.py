@@ -117,7 +117,7 @@ def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -
     peers.pass_ms(450)  # after 0.6 s, `a` is overdue but trusts its term for another 0.3 s
     peers.heartbeat("b")
     assert peers.leader == "b"
-    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
+    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # its writes are fenced
 
 
 # Many overdue members
@@ -243,7 +243,7 @@ def test_index_entry_without_its_message_is_harmless(peers: Peers) -> None:
     assert "movable:a" not in leftovers(peers)
 
 
-def test_death_does_not_read_messages_to_the_member_itself(counted: Peers) -> None:
+def test_server_does_not_read_direct_messages_when_their_member_dies(counted: Peers) -> None:
     peers = counted
     peers.join("a", named=True)
     peers.join("b")
@@ -255,7 +255,9 @@ def test_death_does_not_read_messages_to_the_member_itself(counted: Peers) -> No
     assert len(inbox(peers, "a")) == 30
 
 
-def test_leaving_fails_awaited_messages_without_reading_them(counted: Peers) -> None:
+def test_server_fails_awaited_messages_without_reading_them_when_a_member_leaves(
+    counted: Peers,
+) -> None:
     peers = counted
     peers.join("a")
     peers.join("b")

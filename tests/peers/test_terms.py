@@ -172,7 +172,7 @@ def test_late_election_event_does_not_revive_a_resigned_term(
     me.resign()
     me._handle.leadership.elected(term.number)  # the event arrives late
     assert me.term is None
-    assert me._handle.renewed(now(), reply_of(me, me, term.number))  # and so does a heartbeat reply
+    assert me._handle.renewed(now(), reply_of(me, me, term.number))  # a late heartbeat reply
     assert me.term is None
     eventually(lambda: other.term is not None)
     me._handle.leadership.deposed(term.number)
@@ -285,8 +285,10 @@ def test_terms_continue_after_a_failover_to_a_lagging_replica(
 
 
 def test_term_below_a_known_one_is_not_trusted(open_group: Open) -> None:
-    """The group continues above a term that a member knows, even if the server has lost the term
-    number and its clock is behind."""
+    """New terms are above every term that a member knows.
+
+    This holds even if the server has lost the term number and its clock is behind.
+    """
     one, two = open_group(ttl=0.9), open_group()
     me, other = one.join("a"), two.join("b")
     seen = 10**15

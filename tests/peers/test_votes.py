@@ -238,7 +238,7 @@ def test_slow_vote_handler_misses_its_vote_without_delaying_others(url: str) -> 
 # -- counting
 
 
-def test_vote_counts_only_once_in_time_and_from_members_that_were_asked(any_url: str) -> None:
+def test_vote_counts_once_if_it_is_in_time_and_its_member_was_asked(any_url: str) -> None:
     with Panel(any_url) as panel:
         one, two, three = panel.members(3)
 

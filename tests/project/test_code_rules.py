@@ -12,7 +12,7 @@ FOLDERS = ("meteor_py", "cli/meteor_cli", "spark_connector/pyspark_meteor")
 #: Maximum number of lines in a function, including its docstring.
 FUNCTION_MAX_LINES = 60
 
-#: Reads the code at the start of a server's error reply. All other code uses error fields.
+#: The only file that may read error text: the code at the start of a server's error reply.
 READS_ERROR_TEXT = "meteor_py/redis/connection.py"
 #: Methods that inspect a str.
 _QUESTIONS = {"startswith", "endswith", "find", "index", "count", "partition", "split"}
@@ -62,7 +62,7 @@ def lines_that_read_error_text(tree: ast.AST) -> Iterator[int]:
 
 
 def _error_names(node: ast.AST) -> Iterator[str]:
-    """Return the names that an ``except`` clause or a function gives to an error."""
+    """Yield the names that an ``except`` clause or a function gives to an error."""
     if isinstance(node, ast.ExceptHandler) and node.name is not None:
         yield node.name
     elif isinstance(node, ast.FunctionDef):

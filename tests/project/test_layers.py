@@ -32,8 +32,8 @@ LAYERS = (
 )
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
-#: Imports that point upwards, each with its reason. All of them are for type checkers only.
 _BACK_REFERENCE = "users reach the public Stream through the `stream` attribute of its objects"
+#: Imports that point upwards, each with its reason. All of them are for type checkers only.
 EXCEPTIONS = {
     ("errors", "records.record"): "DecodeError.record holds the record that could not be decoded",
     ("publish.publisher", "stream"): _BACK_REFERENCE,

@@ -88,7 +88,7 @@ def test_each_process_has_its_own_random_numbers() -> None:
     assert len({run(command, input=b"", timeout=PATIENCE_S).stdout for _ in range(3)}) == 3
 
 
-def test_process_that_cannot_start_raises_and_does_not_affect_other_processes(
+def test_process_that_cannot_start_fails_and_does_not_affect_other_processes(
     tmp_path: Path,
 ) -> None:
     assert run(["-c", "print()"], input=b"", timeout=PATIENCE_S, cwd=tmp_path / "no").returncode

@@ -164,7 +164,7 @@ def test_stalled_requests_do_not_reach_the_server_until_resumed(
     assert proxy.counters.cuts == 0
 
 
-def test_requests_with_stalled_replies_take_effect_before_they_are_resumed(
+def test_requests_take_effect_while_their_replies_are_stalled(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("replies")
@@ -285,7 +285,7 @@ def test_chaos_loses_replies_but_requests_still_take_effect(
     assert 20 <= errors <= 100
 
 
-def test_each_call_either_succeeds_or_fails_under_all_kinds_of_chaos(
+def test_every_successful_call_takes_effect_under_all_kinds_of_chaos(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.2, ["lost_reply", "torn_reply", "late_reply", "lost_request"])

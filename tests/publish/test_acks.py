@@ -418,7 +418,7 @@ def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(
     called: list[int] = []
     many.add_done_callback(lambda _: called.append(os.getpid()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about threads
         child = fork()
     if not child:
         code = 1

@@ -1,4 +1,4 @@
-"""The direct line, one section for each invariant in publish/direct_line.py.
+"""The direct line, with one section for each invariant in publish/direct_line.py.
 
 A publishing thread sends a lone record itself and reads the reply. No record may be lost,
 duplicated or reordered, whatever interrupts the thread.

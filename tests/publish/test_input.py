@@ -1,7 +1,7 @@
 """Wrong arguments raise an error with a full sentence before anything is sent or written.
 
 Each case runs against a real server whose whole contents must be the same afterwards. Well-formed
-arguments that are too large, too late or beyond the end are refused the same way.
+arguments that are too large, too late or beyond the end are refused in the same way.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ def test_timestamps_in_seconds_are_refused_with_a_hint(
             )
             assert "1700000000 looks like a time in seconds" in message
             assert "Multiply it by 1000" in message
-        in_january = datetime(1970, 1, 20, tzinfo=UTC)  # the error says what the integer would mean
+        # As a datetime or an Arrow timestamp, a time in January 1970 is accepted.
+        in_january = datetime(1970, 1, 20, tzinfo=UTC)
         assert pub.publish(b"", timestamp=in_january).result(10) == 0
         early = pa.array([in_january] * MANY, pa.timestamp("ms", tz="UTC"))
         assert pub.publish_many([b""] * MANY, timestamps=early).result(10) == 1

@@ -98,7 +98,7 @@ def test_no_warning_for_streams_without_groups_or_with_a_store(
     assert warnings(caplog) == []
 
 
-def test_no_warning_for_a_group_of_a_deleted_stream(
+def test_no_warning_for_a_group_left_over_from_a_deleted_stream(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = client.stream("s", capacity=10)

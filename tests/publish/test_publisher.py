@@ -1,7 +1,7 @@
-"""A publisher without faults: batching, order, columns, limits, memory, invalid input.
+"""Publishing without faults: batching, order, columns, limits, memory, invalid input.
 
-Outcomes are in test_acks.py, faults in test_publisher_faults.py, test_publisher_outages.py and
-test_publisher_model.py.
+test_acks.py covers outcomes. test_publisher_faults.py, test_publisher_outages.py and
+test_publisher_model.py cover faults.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def test_publishing_blocks_at_max_pending_bytes_and_continues_when_there_is_room
 
 
 def hold_sender(proxied: ProxiedStream, pub: meteor.Publisher) -> threading.Event:
-    """Stop a publisher's sender in a callback until the event is set."""
+    """Hold a publisher's sender in a callback until the returned event is set."""
     release = threading.Event()
     proxied.proxy.stall("replies")
     pub.publish(b"x").add_done_callback(lambda _: release.wait(10))

@@ -1,6 +1,6 @@
 """Under any fault, every acknowledged record is in the log once and in order.
 
-Any other record fails with the right error: it is not in the log, or its outcome is unknown.
+Any other record fails, and its error says whether it is not in the log or its outcome is unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def publish_bursts(pub: meteor.Publisher, rng: Random, records: int) -> dict[byt
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Call ``work`` repeatedly in another thread."""
+    """Call ``work`` repeatedly in another thread during the block."""
     stop = threading.Event()
     errors: list[Exception] = []
 

@@ -1,8 +1,9 @@
 """Decoding restores the encoded records, and bytes that are not a frame raise a typed error.
 
 Covers round trips for every layout, thousands of broken frames (flipped bits, cut ends, spliced
-halves), frames from a newer version, and foreign entries. ``test_bombs.py`` has decompression
-bombs, ``test_batches.py`` the resulting batch, and ``test_gaps.py`` readers at a bad frame.
+halves), frames from a newer version, and foreign entries. ``test_bombs.py`` covers decompression
+bombs, ``test_batches.py`` covers decoded batches, and ``test_gaps.py`` covers readers that reach a
+bad frame.
 """
 
 from __future__ import annotations

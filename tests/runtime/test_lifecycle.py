@@ -15,7 +15,7 @@ class Opened:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of closed and abandoned objects. The library's own registries are replaced."""
+    """The recorded calls, such as "close 2 PUBLISHERS". Replaces the library's own registries."""
     monkeypatch.setattr(lifecycle, "_registries", [])
     return []
 

@@ -26,7 +26,8 @@ class RepeatingThread:
         self._work = work
         self._stopped = False
         self.rounds = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)  # a failed test must end
+        # A daemon, so that pytest can exit even if the thread is stuck.
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while not self._stopped:
@@ -61,7 +62,7 @@ def fuzzing(rng: Random) -> Iterator[tuple[Interrupts, Callable[[], bool]]]:
     assert interrupts.count > 50
 
 
-def test_condition_wait_may_be_interrupted_at_any_moment() -> None:
+def test_condition_wait_can_be_interrupted_at_any_moment() -> None:
     condition = SignalSafeCondition()
 
     def wait() -> None:
@@ -73,18 +74,18 @@ def test_condition_wait_may_be_interrupted_at_any_moment() -> None:
             condition.notify_all()
 
     for _ in interrupt_everywhere(wait):
-        assert not condition.is_mine(), "the interrupt has left it locked"
-        assert ends(notify), "the interrupt has left it locked"
+        assert not condition.is_mine(), "the interrupt left the condition locked"
+        assert ends(notify), "the interrupt left the condition locked"
 
 
-def test_event_wait_may_be_interrupted_at_any_moment() -> None:
+def test_event_wait_can_be_interrupted_at_any_moment() -> None:
     events = [SignalSafeEvent()]
     for _ in interrupt_everywhere(lambda: events[-1].wait(0.0)):
         assert ends(events[-1].set), "the thread that sets the event waits forever"
         events.append(SignalSafeEvent())
 
 
-def test_run_locked_may_be_interrupted_at_any_moment() -> None:
+def test_run_locked_can_be_interrupted_at_any_moment() -> None:
     lock = threading.RLock()
 
     def rivals_turn() -> None:
@@ -92,7 +93,7 @@ def test_run_locked_may_be_interrupted_at_any_moment() -> None:
             pass
 
     for _ in interrupt_everywhere(lambda: run_locked(lock, 1.0, lambda: None)):
-        assert ends(rivals_turn), "the interrupt has left it locked"
+        assert ends(rivals_turn), "the interrupt left the lock held"
 
 
 def test_condition_is_neither_left_locked_nor_released_twice_by_an_interrupt(rng: Random) -> None:
@@ -114,7 +115,7 @@ def test_condition_is_neither_left_locked_nor_released_twice_by_an_interrupt(rng
     assert not condition._waiters
 
 
-def test_notify_wakes_every_waiting_thread_even_if_it_is_interrupted(rng: Random) -> None:
+def test_interrupted_notify_that_is_repeated_wakes_every_waiting_thread(rng: Random) -> None:
     condition = SignalSafeCondition()
     woken = [0, 0, 0]
 
@@ -184,7 +185,7 @@ def test_interrupted_run_locked_leaves_nothing_locked(rng: Random) -> None:
         rival.must_advance()
 
 
-def test_run_locked_gives_up_after_its_timeout_and_may_be_nested() -> None:
+def test_run_locked_gives_up_after_its_timeout_and_can_be_nested() -> None:
     lock = threading.RLock()
     assert run_locked(lock, 1.0, lambda: run_locked(lock, 1.0, lambda: 7)) == 7
     held, release = threading.Event(), threading.Event()

@@ -103,7 +103,7 @@ def cluster(kind: str) -> Iterator[dict[str, ComposeServer]]:
     with ExitStack() as stack:
         nodes = {name: stack.enter_context(place.server(name)) for name in NODES}
         create = place.here(shell_line("cluster-create"))
-        for _ in range(2):  # it runs again at each `docker compose up`
+        for _ in range(2):  # the service runs again at each `docker compose up`
             subprocess.run(["sh", "-c", create], check=True, timeout=60, stdout=subprocess.DEVNULL)
         yield nodes
 

@@ -41,13 +41,13 @@ from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="reads /proc, and kills supervisors"
+    sys.platform != "linux", reason="The tests read /proc and kill supervisors."
 )
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may still run in it after the test."""
+    """A directory for a persistent server. The test must leave no process running in it."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
@@ -250,7 +250,8 @@ def test_server_has_safe_settings(private: bool, kept: Path) -> None:
     assert settings["appendonly"] == ("no" if private else "yes")
     assert settings["appendfsync"] == "everysec"
     assert settings["databases"] == "16"
-    assert int(settings["maxclients"]) == 10_000  # the server could raise its limit on open files
+    # The server was able to raise its limit on open files.
+    assert int(settings["maxclients"]) == 10_000
 
 
 def test_tcp_is_refused_if_the_server_already_runs_without_tcp(kept: Path) -> None:
@@ -302,7 +303,9 @@ def test_program_on_the_path_is_used_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_server() == tmp_path / "redis-server"
 
 
-def test_program_that_cannot_be_run_is_named(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_program_that_cannot_be_run(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept.parent.joinpath("server").write_text("#!/nowhere/interpreter\n")
     kept.parent.joinpath("server").chmod(0o755)
     monkeypatch.setenv("METEOR_SERVER", str(kept.parent / "server"))

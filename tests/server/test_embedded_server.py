@@ -24,7 +24,7 @@ from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="reads /proc, and kills supervisors"
+    sys.platform != "linux", reason="The tests read /proc and kill supervisors."
 )
 
 WAIT_S = 20.0
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 PRELUDE = """
 import os, random, signal, socket, sys, threading, time, types
-sys.modules["meteor_py"] = types.ModuleType("meteor_py")  # not all of it: that takes a second
+sys.modules["meteor_py"] = types.ModuleType("meteor_py")  # importing all of it takes a second
 sys.modules["meteor_py"].__path__ = ["meteor_py"]
 from meteor_py.server import open_embedded
 
@@ -128,7 +128,7 @@ def users() -> Iterator[Callable[[], User]]:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may still run in it after the test."""
+    """A directory for a persistent server. The test must leave no process running in it."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
@@ -161,7 +161,7 @@ def processes_of(directory: Path) -> list[int]:
         try:
             if directory_of(pid) in (directory, Path(f"{directory} (deleted)")):
                 found.append(pid)
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return [pid for pid in found if is_running(pid)]
 
@@ -264,7 +264,7 @@ def test_server_survives_if_one_user_crashes(kept: Path, users: Callable[[], Use
     server = one.open(kept)
     other.open(kept)
     one.kill()
-    end = time.monotonic() + 3 * supervisor.POLL_S  # by now, the supervisor has checked again
+    end = time.monotonic() + 3 * supervisor.POLL_S  # by then, the supervisor has checked again
     while time.monotonic() < end:
         assert other.do("ask", "PING") == repr(b"+PONG\r\n")
     assert is_running(server)
@@ -481,7 +481,7 @@ def test_without_any_program_the_error_says_how_to_get_one(
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_program_that_exits_at_once_is_named(
+def test_error_names_a_program_that_exits_at_once(
     private: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METEOR_SERVER", "/bin/false")

@@ -37,13 +37,13 @@ from tests.support.waiting import eventually
 __all__ = ["users"]  # a fixture
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="reads /proc, and kills supervisors"
+    sys.platform != "linux", reason="The tests read /proc and kill supervisors."
 )
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a persistent server; no process may still run in it after the test."""
+    """A directory for a persistent server. The test must leave no process running in it."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 

@@ -52,7 +52,7 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fill(store: ParquetStore, count: int, *, size: int = 10, term: int = 1) -> int:
-    """Append segments; return the end."""
+    """Append segments; return the end offset."""
     first = store.bounds(INCARNATION).end
     for at in range(first, first + count * size, size):
         store.append(INCARNATION, term, records(at, at + size))
@@ -117,7 +117,7 @@ def test_every_change_to_a_folder_is_seen(tmp_path: Path, listings: list[str]) -
             check(store, end)
         other.append(INCARNATION, 1, records(end - 10, end))
         check(store, end + 10)
-    # Changes within the folder clock's resolution are seen as well.
+    # Changes within the resolution of the modification time are seen as well.
     for _ in range(50):
         end = store.bounds(INCARNATION).end
         assert fill(other, 1) == end + 10

@@ -105,7 +105,7 @@ def test_no_more_segments_are_read_than_needed(segments: list[Segment]) -> None:
     spans = live_spans(segments)
     for (one, two), three in zip(pairwise(spans), spans[2:], strict=False):
         if one.segment.term == three.segment.term and one.stop == two.first:
-            # No segment reaches from the end of the first to the third: it would have been read.
+            # No segment reaches from the end of the first to the third, or it would have been read.
             ends = [s.last for s in segments if s.term == one.segment.term and s.first <= one.stop]
             assert max(ends) < three.first or two.stop < three.first
 

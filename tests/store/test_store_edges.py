@@ -79,7 +79,7 @@ def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path:
 def test_archiver_continues_if_the_server_has_lost_its_terms(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    """The server restarts its terms at a low number, so the archiver skips those in the store."""
+    """The server restarts at a low term, so the archiver skips the terms that are in the store."""
     stream = stored(m, tmp_path)
     for skipped in (0, 1_000):
         m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)

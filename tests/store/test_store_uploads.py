@@ -31,7 +31,8 @@ from tests.support.proxy import Proxy
 from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
 from tests.support.waiting import eventually
 
-#: Slow enough to cut an upload in the middle: a megabyte takes five seconds.
+#: Bytes per piece, and seconds between pieces. The upload of a megabyte takes five seconds, so that
+#: a test can cut it in the middle.
 PIECE, PAUSE_S = 2048, 0.01
 
 

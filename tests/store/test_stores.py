@@ -1,6 +1,6 @@
 """Every store fulfils the store contract: in memory, on a disk, and through pyarrow.
 
-tests/store/test_store_uploads.py has the tests for object stores.
+tests/store/test_store_uploads.py covers object stores.
 
 """
 

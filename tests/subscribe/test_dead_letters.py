@@ -1,4 +1,4 @@
-"""A dead letter is a copy of a failed record with the reason, stored exactly once."""
+"""A dead letter is a copy of a failed record with the reason for its failure, stored once."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_lost_reply_adds_no_second_dead_letter(server: Server, real: DeadLetterS
     assert len(real.letters()) == 1
 
 
-def test_randomly_lost_requests_and_replies_add_one_dead_letter_per_record(
+def test_record_gets_one_dead_letter_even_if_requests_and_replies_are_lost_at_random(
     server: Server, real: DeadLetterStreams, rng: Random
 ) -> None:
     records = [real.record(b"%d" % n) for n in range(40)]
@@ -497,7 +497,9 @@ def test_dead_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip", "retry"])
-def test_acks_without_dead_letters_are_refused(streams: DeadLetterStreams, on_error: Any) -> None:
+def test_acks_setting_is_refused_without_a_dead_letter_stream(
+    streams: DeadLetterStreams, on_error: Any
+) -> None:
     with streams.source.subscriber() as sub, pytest.raises(ValueError, match="dead-letter stream"):
         sub.attach_receiver(print, on_error=on_error, acks=1)
 
@@ -520,7 +522,7 @@ def values_of(stream: meteor.Stream) -> list[bytes]:
     return [value for batch in stream.read() for value in batch.values()]
 
 
-# Other failures
+# Promoted servers and killed processes
 
 
 def test_server_promotion_is_detected_on_an_idle_connection(
@@ -577,7 +579,7 @@ def test_crash_after_the_publish_followed_by_a_retry_adds_one_dead_letter(
     assert len(real.letters()) == 1
 
 
-# Failures
+# Errors, timeouts and waits
 
 
 def test_deleted_target_raises_at_once(streams: DeadLetterStreams) -> None:
@@ -676,7 +678,7 @@ def not_tried_again() -> bool:
 
 
 def on_call(number: int, work: Callable[[], object]) -> Callable[[], bool]:
-    """Return a ``stop`` callback that returns False, and that calls ``work`` at its n-th call."""
+    """Return a ``stop`` callback that always returns False; call ``number`` also runs ``work``."""
     calls = 0
 
     def stop() -> bool:

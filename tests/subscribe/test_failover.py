@@ -1,6 +1,6 @@
 """Another member takes over when a member process dies, stops, hangs or leaves.
 
-All times, of events and of lease expiries, come from the server.
+The tests compare only times that the server reports, of events and of lease expiries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.support.group_members import GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
-#: A lease that expires within a test, and one that does not.
+#: Lease times in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.8
 LONG_S = 60.0
 #: Tolerance in seconds for a slow machine.
@@ -191,14 +191,15 @@ def test_member_stopped_in_a_poll_does_not_get_the_new_owners_records(
     harness.fill(5)  # the server replies to the stopped member's poll
     assert second.poll(20) == [0, 1, 2, 3, 4]
     first.resume()
-    eventually(lambda: harness.redis.info("clients")["blocked_clients"] == 1)  # waits for the lease
+    # The first member waits for the lease.
+    eventually(lambda: harness.redis.info("clients")["blocked_clients"] == 1)
     assert second.confirm() == 5
     second.ask("close")
     harness.fill(1)
     assert first.answer() == [5]
 
 
-def test_stopped_loop_ends_at_its_next_confirm(harness: GroupHarness) -> None:
+def test_loop_in_a_stopped_member_ends_at_its_next_confirm(harness: GroupHarness) -> None:
     harness.fill(50)
     first, second = harness.members(2, lease_ttl=SHORT_S)
     first.tell("take", 50, 0.05)

@@ -13,7 +13,7 @@ from tests.support.group_members import GROUP, GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
-#: A lease that expires within a test, and one that does not.
+#: Lease times in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.8
 LONG_S = 60.0
 
@@ -100,7 +100,7 @@ def test_records_fetched_before_a_move_cannot_be_confirmed(harness: GroupHarness
     harness.fill(5)
     given = first.poll()
     if given[0] == 4:
-        assert given[-1] < 15  # only records that existed when it fetched
+        assert given[-1] < 15  # only records that the member had fetched before the move
         with pytest.raises(Refused, match="LeaseLost"):
             first.confirm()
         given = first.poll()
@@ -257,7 +257,7 @@ def test_earliest_is_resolved_at_the_first_read_and_then_kept(
             second.poll(20)
 
 
-# Longer than the lease
+# Work that takes longer than the lease
 
 
 @pytest.mark.parametrize("slow", ["poll", "batch", "loop"])

@@ -411,7 +411,7 @@ def test_foreign_entry_at_the_start_is_reported_by_every_reader(
             sub.poll(timeout=0)
 
 
-def test_key_of_another_type_is_refused_with_a_clear_error(
+def test_meta_key_that_this_version_cannot_read_is_refused_with_a_clear_error(
     client: meteor.Client, plain: redis.Redis
 ) -> None:
     plain.set(keys.meta("text"), "hello")

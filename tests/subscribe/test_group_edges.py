@@ -61,7 +61,7 @@ def stays(condition: Callable[[], bool], seconds: float) -> bool:
 # Silent members
 
 
-def test_reclaimed_lapsed_lease_is_renewed(harness: GroupHarness) -> None:
+def test_lapsed_lease_is_renewed_after_it_is_reclaimed(harness: GroupHarness) -> None:
     harness.fill(5)
     sub = harness.subscriber(lease_ttl=0.4, max_poll_interval=0.8)
     sub.poll(5)
@@ -117,7 +117,7 @@ def test_member_whose_on_gap_skipped_hangs_loses_the_lease(url: str) -> None:
 
 
 def void(_: object) -> None:
-    """Turn a callback's result into None, which is not an offset."""
+    """Discard a value. If ``on_assigned`` returned it, the group would take it as a position."""
 
 
 # Dropped subscribers

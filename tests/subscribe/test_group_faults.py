@@ -58,7 +58,7 @@ def events(proxied: ProxiedStream) -> list[str]:
 
 
 def arm(proxied: ProxiedStream, cut: str, script: Script) -> int:
-    """Let the proxy cut the next call to a script; return the number of cuts so far."""
+    """Make the proxy cut at the next call to a script; return the number of cuts so far."""
     cutting = getattr(proxied.proxy, f"cut_{cut}_request")
     cutting(match=script.sha.encode())
     return proxied.proxy.counters.cuts
@@ -117,7 +117,7 @@ class InterruptedConfirm:
         cuts = arm(proxied, cut, CONFIRM_OFFSET)
         self.sent = self.sub.confirm(3)
         proxied.proxy.refuse()  # so that the retry finds the lease taken
-        self.sent.add_done_callback(lambda _: None)  # sends it at once
+        self.sent.add_done_callback(lambda _: None)  # a waiter makes the session send it at once
         eventually(lambda: proxied.proxy.counters.cuts == cuts + 1)
         self.later = self.sub.confirm(7)
 
@@ -177,7 +177,7 @@ def test_confirm_raises_outcome_unknown_if_the_server_has_forgotten_its_term(
         )
 
 
-def test_poll_reports_an_unknown_confirm_whose_ack_was_never_checked(
+def test_poll_reports_an_unknown_confirm_outcome_if_the_ack_was_never_checked(
     proxied: ProxiedStream,
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=1)
@@ -439,7 +439,7 @@ def drain_once(sub: meteor.Subscriber) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["member", "receiver", "in doubt"])
-def test_members_of_a_closed_client_leave_a_hung_server_concurrently(
+def test_members_of_a_closed_client_leave_concurrently_if_the_server_hangs(
     private_server: ServerFactory, kind: str
 ) -> None:
     server = private_server()
@@ -464,7 +464,7 @@ def test_members_of_a_closed_client_leave_a_hung_server_concurrently(
         client.close()
     except meteor.ConnectionFailed:
         assert kind != "in doubt"
-    # One after another, each would take 5 seconds to confirm or half a second to release.
+    # Leaving in turn, each member would take 5 seconds to confirm or half a second to release.
     assert time.monotonic() - started < (3.0 if kind == "in doubt" else 12.0)
     server.resume()
 

@@ -87,7 +87,7 @@ def test_consumer_that_stores_its_own_offsets_sees_each_record_once(harness: Gro
     subs = [harness.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
     while len(output) < 30:
         for sub in subs:
-            output += check_values(sub.poll(5, max_records=4))  # and never confirm
+            output += check_values(sub.poll(5, max_records=4))  # never confirmed
             sub.deactivate()
             sub.reactivate()
     assert output == list(range(30))
@@ -106,7 +106,7 @@ def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(
     assert check_values(second.poll(5, max_records=8)) == list(range(8))
     second.confirm(6).result(5)
     second.deactivate()
-    first.reactivate()  # it has not polled, so it has not seen the other term
+    first.reactivate()  # the member has not polled, so it has not seen the other term
     assert check_values(first.poll(5)) == [7, 8, 9]
     assert first.confirm().result(5) == 10
 

@@ -363,7 +363,7 @@ def test_expired_lease_is_taken_over_after_the_grace_period(
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited out another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # not the expired term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number
@@ -384,7 +384,7 @@ def test_former_owner_can_neither_renew_nor_release_the_lease(
     elif how == "sought":
         harness.stream.seek_group(GROUP, 0)
     elif how == "never owner":
-        old = old._replace(number=two.win().number)  # another member's term with one's own nonce
+        old = old._replace(number=two.win().number)  # the new owner's term with the old nonce
         owner = "two"
     events = harness.events()
     with pytest.raises(meteor.LeaseLost):

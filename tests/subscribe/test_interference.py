@@ -178,7 +178,7 @@ def test_unreachable_server_raises_at_the_timeout(
 def test_loop_over_an_idle_stream_waits_the_full_time_for_an_unreachable_server(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hazard: a short restart ends a loop that was already idle for some time."""
+    """The hazard: a short restart ends a loop that has already been idle for some time."""
     clock = {"now": 0.0, "down_from": 0.0, "down_until": 0.0}
     monkeypatch.setattr("meteor_py.subscribe.fetcher.time.monotonic", lambda: clock["now"])
 

@@ -156,7 +156,7 @@ def test_signal_handler_that_closes_a_closing_publisher_does_not_hang(
         server.resume()
 
 
-def test_signal_handler_that_uses_the_client_in_a_call_gets_its_own_reply(
+def test_signal_handler_that_uses_the_client_during_a_call_gets_its_own_reply(
     stream: meteor.Stream,
 ) -> None:
     m = stream.client
@@ -192,7 +192,7 @@ class alarms:  # in lower case, because it is used like a function
 
 
 def lose_tail(stream: meteor.Stream) -> None:
-    """Simulate a failover: replace the last 50 of 150 records with others."""
+    """Simulate a failover: replace the last 50 of 150 records with 100 others."""
     plain = stream.client.redis
     plain.delete(keys.log(stream.name), *plain.keys(keys.producer(stream.name, "*")))
     plain.hset(keys.meta(stream.name), mapping={"next": 100, "history": "f" * 40})

@@ -1,8 +1,8 @@
 """Reading ahead: records requested in advance are returned in order, or not at all.
 
 After a few fetches in a row, the reader requests the next records before the caller has processed
-the last. The hazard: the reply waits in the connection, and must not be mistaken for the reply to
-another request.
+the current ones. The hazard: the reply waits in the connection, and must not be mistaken for the
+reply to another request.
 """
 
 from __future__ import annotations

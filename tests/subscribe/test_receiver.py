@@ -204,7 +204,7 @@ def test_handler_can_close_the_receiver_and_its_record_counts_as_done(
     assert confirmed(stream) == 4
 
 
-def test_hanging_handler_does_not_keep_lease_and_connections(stream: meteor.Stream) -> None:
+def test_hanging_handler_does_not_keep_the_lease_or_connections(stream: meteor.Stream) -> None:
     fill(stream, 10)
     plain = stream.client.redis
     connections = len(plain.client_list())
@@ -396,7 +396,7 @@ def test_receiver_outlasts_an_outage(private_server: ServerFactory, group: str |
             if auto:
                 eventually(lambda: confirmed(stream) == 5)
             server.kill()
-            assert not receiver.join(0.4), "the receiver ended with the server"
+            assert not receiver.join(0.4), "the receiver ended when the server was killed"
             server.restart()
             fill(stream, 5)
             handler.wait_for(*range(10))

@@ -1,4 +1,4 @@
-"""Documented service patterns: they end cleanly on SIGTERM, and count each record exactly once."""
+"""The documented service patterns end cleanly on SIGTERM, and count each record exactly once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for record in sub:
 """
 _RECEIVER = "sub.attach_receiver(handle).join()"
 
-# Ends the service, and prints the last processed offset.
+# The service runs inside one of these frames, which print the last processed offset when it ends.
 _WITH = """
 try:
     with m, sub:
@@ -187,7 +187,10 @@ TOTAL = sum(range(100))
 
 
 def count(harness: GroupHarness, path: Path, guard: str, stop: str) -> tuple[int, int]:
-    """Sum up 100 amounts in two processes. The owner is stopped for longer than its lease."""
+    """Sum up 100 amounts in two processes, and stop the owner for longer than its lease.
+
+    Return the sum and the next offset.
+    """
     with closing(sqlite3.connect(path)) as db:
         with db:
             db.execute("CREATE TABLE total (amount INT, next INT)")

@@ -1,4 +1,4 @@
-"""A stream with a store, and archivers in this process or in one that fails at a given step.
+"""A stream with a store, and archivers in this process or in others that fail at a given step.
 
     with StoredStream(url, tmp_path) as stored:
         end = stored.fill(1000)
@@ -6,9 +6,10 @@
         stored.archiver()
         stored.check(end)
 
-A fault describes how and when a process fails. Its words are "kill" (SIGKILL) or "stop" (SIGSTOP),
-"before" or "after", a step of the commit and, optionally, which call to that step fails (by default
-the first). The steps are library functions, which are wrapped only in that process.
+A fault such as "kill before rename" says how and when a process fails. It consists of "kill"
+(SIGKILL) or "stop" (SIGSTOP), "before" or "after", a commit step and, optionally, the number of the
+call at which that step fails (1 by default). The steps are library functions, which are wrapped
+only in that process.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class _Child:
     Args:
         bind: Maps mount points to the directories to mount there. Only this process sees these
             mounts, so it can see a different store, like a process on another host.
-        background: Let the client archive in the background, instead of an explicit archiver.
+        background: Have the client archive in the background, and start no explicit archiver.
         archiver: Settings for the archiver.
     """
 

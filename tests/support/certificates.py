@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, and servers that use them."""
+"""Certificates for TLS tests, and options for servers that use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 
 def create_certificates(folder: Path) -> None:
-    """Create two CAs, a server certificate for 127.0.0.1, and a client certificate with keys."""
+    """Create two CAs, a server certificate for 127.0.0.1, a client certificate, and their keys."""
 
     def openssl(*args: str) -> None:
         try:
@@ -47,7 +47,7 @@ def create_certificates(folder: Path) -> None:
 
 
 def tls_options(folder: Path, port: int) -> tuple[str, ...]:
-    """Return the options of a server that also listens with TLS on ``port``."""
+    """Return command-line options for a server that also listens with TLS on ``port``."""
     return (
         *("--tls-port", str(port), "--tls-cert-file", f"{folder}/server.pem"),
         *("--tls-key-file", f"{folder}/server.key", "--tls-ca-cert-file", f"{folder}/ca.pem"),

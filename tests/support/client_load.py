@@ -59,7 +59,7 @@ class Client(threading.Thread):
 
 
 class Publishing(Client):
-    """Publishes numbered values in batches, each value with a key.
+    """A thread that publishes numbered values in batches, each value with a key.
 
     ``window`` is the number of batches in flight. A window of 1 measures pauses; with a larger
     window, a failover can lose more records.
@@ -149,7 +149,7 @@ class Publishing(Client):
 
 
 class GroupReading(Client):
-    """The only member of a group: reads and confirms every record."""
+    """A group's only member, which reads and confirms every record."""
 
     def __init__(self, stream: meteor.Stream, group: str = GROUP) -> None:
         super().__init__(f"group-{group}")
@@ -219,7 +219,10 @@ class SharedWorking(Client):
 
 
 class Deliveries:
-    """Counts each record's deliveries, and collects those that are out of order for their key."""
+    """Counts each record's deliveries.
+
+    ``disorder`` lists records whose first delivery was out of order for their key.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Runs the ``meteor`` command in its own process, like a shell, but with its modules preloaded."""
+"""Helpers that run the ``meteor`` command in a process of its own, with its modules preloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 class CommandResult(NamedTuple):
-    """The result of a command."""
+    """A finished command's exit code and output."""
 
     code: int
     out: bytes
@@ -55,7 +55,7 @@ def meteor(
     patience_s: float = PATIENCE_S,
     preloaded: bool = True,
 ) -> CommandResult:
-    """Run a command until it exits, with $METEOR_URL set."""
+    """Run a command until it exits. $METEOR_URL is ``url``, or is not set if ``url`` is None."""
     command = [str(METEOR), *arguments]
     env = environment(url, environ)
     if preloaded:
@@ -114,7 +114,7 @@ class RunningCommand:
         return line.decode()
 
     def end(self, how: signal.Signals | None = None) -> CommandResult:
-        """Send a signal or only close the input, and wait until the command exits."""
+        """Send a signal, if one is given; close the input; wait until the command exits."""
         if how is not None:
             self.process.send_signal(how)
         out, err = self.process.communicate(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The process that forks each `PreloadedProcess`. It imports the modules and does nothing else."""
+"""The process that forks each `PreloadedProcess`. It imports the modules once, for all of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _ForkServer:
     def serve(self) -> _Request | None:
         """Fork a child for each request, and report the children's exit codes.
 
-        Return the request in each child, and None at the end of the tests.
+        In a child, return the child's request. In the server, return None when the tests end.
         """
         for end in (self._ended, self._wake):
             end.setblocking(False)
@@ -120,7 +120,7 @@ class _ForkServer:
         """Return True in the forked child. The parent waits until the child is set up or ends."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork() warns of pyarrow's thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # about pyarrow's thread
             pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)

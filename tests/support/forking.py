@@ -1,4 +1,4 @@
-"""Forks safely even if other threads are writing to the log."""
+"""Helpers that fork safely even if other threads are writing to the log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def exit_code(pid: int) -> int:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; return the child's exit code, 1 if ``work`` raises."""
+    """Run ``work`` in a forked child; return the child's exit code (1 if ``work`` raised)."""
     child = fork()
     if child == 0:
         try:

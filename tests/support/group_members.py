@@ -93,7 +93,7 @@ class Process:
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
             if not select.select([self._process.stdout], [], [], left)[0]:
-                raise AssertionError(f"The process sent no line in {within_s:g} s: {self._words()}")
+                raise AssertionError(f"No line within {within_s:g} s. The log: {self._words()}")
             part = self._process.stdout.read(65_536)
             if not part:
                 raise AssertionError(f"The process has ended. Its log: {self._words()}")
@@ -203,7 +203,7 @@ class Event(NamedTuple):
 
 
 class GroupHarness:
-    """A stream, its only group, and the group's members. Closes everything that it opened."""
+    """A stream, a group on it, and the group's members. Closes everything that it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
         self.url = url
@@ -292,7 +292,7 @@ class GroupHarness:
         return int(seconds * 1000 + micros // 1000)
 
     def events(self, *what: str) -> list[Event]:
-        """Return this group's events, of all kinds or only of the given ones."""
+        """Return this group's events, or only those of the given kinds."""
         found: Any = self.redis.xrange(keys.events(STREAM))
         events: list[Event] = []
         for entry_id, raw in found:

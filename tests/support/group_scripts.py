@@ -67,7 +67,8 @@ class GroupScripts(StreamScripts):
     def release(self, nonce: str, *, lapse: bool = False, lease: str = "") -> Answer:
         """Release the lease.
 
-        With ``lapse``, pass the lease value that the caller knows: ``lease``, or the current one.
+        With ``lapse``, pass the lease value that the caller knows. This is ``lease``, if given, or
+        the current value.
         """
         script_keys = [self.group, self.lease, self.events]
         known = (lease or self.lease_text() or "expired") if lapse else ""

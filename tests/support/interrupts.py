@@ -1,4 +1,4 @@
-"""Interrupts calls in the main thread.
+"""Helpers that interrupt calls in the main thread.
 
 ``Interrupts`` sends real signals, whose handler raises, at random moments. ``interrupt_at`` calls a
 handler at one chosen moment, and ``interrupt_everywhere`` raises at every moment in turn.

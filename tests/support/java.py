@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-#: Environment with which Spark starts faster, and does not look up the host name.
+#: Environment variables that make Spark start faster, and not look up the host name.
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
-#: Environment with which Spark's Python processes start faster too.
+#: Environment variables that make Spark's Python processes start faster too.
 SPARK_PYTHON = {
     "PYSPARK_PYTHON": str(Path(__file__).with_name("spark_python.sh")),
     "METEOR_TEST_PYTHON": sys.executable,

@@ -24,7 +24,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.segment import Segment
 from meteor_py.store.segment_file import BAD_BYTES, SegmentFile
 
-#: Limit on additional address space, in bytes, after the program has started.
+#: Maximum growth of the address space, in bytes, after the program has started.
 _SPACE = 2 * 1024**3
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",

@@ -1,12 +1,12 @@
-"""Processes that use peer groups: with several groups or members, as observers, or joining and
-leaving under load.
+"""Child processes that use peer groups. A process can open several groups, have several members,
+only observe, or join and leave under load.
 
     with Nodes(url) as nodes:
         one, two = nodes.start(2, "workers", ttl=60)
         member = one.ask("join", "workers")
         two.ask("watch", "workers")
 
-They report what happened as plain lists, which tests compare between processes.
+The processes report what happened as plain lists, which tests compare between processes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Nodes:
     def start(
         self, number: int, group: str = "", *, stepped: bool = False, **settings: Any
     ) -> list[Node]:
-        """Start processes and, if ``group`` is given, let each open that group.
+        """Start processes and, if ``group`` is given, have each open that group.
 
         Args:
             stepped: Call ``step_clocks`` in each process.

@@ -3,7 +3,7 @@
 with Panel(url) as panel:
     first, second = panel.processes(2)
     first.ask("vote", True)
-    panel.group.propose("lunch").result(RESULT_S)
+    panel.peer_group.propose("lunch").result(RESULT_S)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.group_members import answer as say
 GROUP = "panel"
 #: Seconds to wait for an outcome: only a failing test waits that long.
 RESULT_S = 20.0
-#: Seconds, longer than any test takes: a vote with this timeout never times out.
+#: Timeout in seconds for votes that must not time out during a test.
 LONG_S = 60.0
 
 
@@ -79,7 +79,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Start members in other processes at once; return them in joining order."""
+        """Start members in other processes concurrently; return them in joining order."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {

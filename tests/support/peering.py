@@ -1,9 +1,9 @@
 """Peer groups for tests: direct script calls with a fake clock, and members in other processes.
 
-with Peers(client) as peers:
-    peers.join("a")
-    peers.pass_ms(400)
-    assert peers.events() == [("joined", "a"), ("elected", "a")]
+peers = Peers(client)
+peers.join("a")
+peers.pass_ms(400)
+assert peers.events() == [("joined", "a"), ("elected", "a")]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUP = "workers"
 #: The default ttl in `Peers`.
 TTL_MS = 1000
 HOUR_MS = 3_600_000
-#: A ttl that does not expire during a test.
+#: A ttl in seconds that does not expire during a test.
 LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
@@ -63,7 +63,7 @@ PEERS_SCRIPTS = [
 
 
 def rebuilt(script: Script, clock: bytes) -> Script:
-    """Return a script with a different clock."""
+    """Return a copy of a script that reads ``clock`` instead of the server's time."""
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
@@ -144,7 +144,10 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Advance the clock with heartbeats from these members; return the last replies."""
+        """Advance the clock in steps of 100 ms, with heartbeats from these members after each.
+
+        Return the replies to the last heartbeats.
+        """
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)

@@ -1,8 +1,8 @@
-"""Runs a module like ``python -m``, after planting bugs in meteor_py.
+"""A program that plants bugs in meteor_py and then runs a module, like ``python -m``.
 
     python planted_python.py BUG,BUG MODULE [ARGUMENT...]
 
-Spark starts its Python workers this way, which are processes that a test cannot reach.
+Spark starts its Python workers with it, because a test cannot plant bugs in those processes.
 """
 
 from __future__ import annotations

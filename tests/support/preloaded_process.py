@@ -37,9 +37,10 @@ _PATIENCE_S = 60.0
 
 
 class PreloadedProcess:
-    """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
+    """A process that runs ``python ARGUMENTS``, or a script.
 
-    With ``terminal``, standard input is the controlling terminal of the process. Not thread-safe.
+    Takes some of the options of `subprocess.Popen`. With ``terminal``, standard input is the
+    controlling terminal of the process. Not thread-safe.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class _ForkServer:
             )
 
     def start(self, request: str, files: list[int]) -> socket.socket:
-        """Start a process; its pid, and later its exit code, can be read from the result."""
+        """Start a process. Read its pid, and later its exit code, from the returned socket."""
         ours, theirs = socket.socketpair()
         ours.settimeout(_PATIENCE_S)
         with theirs, self._lock:

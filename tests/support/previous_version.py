@@ -35,7 +35,7 @@ class PreviousVersion:
 
     def __init__(self, version: str) -> None:
         folder = FIXTURES / version
-        #: All keys on its server.
+        #: All keys on that version's server.
         self.keys: list[Json] = json.loads((folder / "server.json").read_text())
         #: The records of all streams as that version itself read them.
         self._records: list[Json] = json.loads((folder / "records.json").read_text())

@@ -1,4 +1,4 @@
-"""A cluster whose nodes clients reach through proxies only, as behind NAT."""
+"""A cluster whose nodes clients can reach only through proxies, as behind NAT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProxiedCluster:
 
     def __init__(self, cluster: Cluster) -> None:
         self._stack = ExitStack()
-        #: Where clients reach the address that each node announces.
+        #: Maps the address that each node announces to the address at which clients reach it.
         self.remap: dict[tuple[str, int], tuple[str, int]] = {}
         self.proxies: list[Proxy] = []
         self._ports = [node.port for node in cluster.primaries]
@@ -43,7 +43,7 @@ class ProxiedCluster:
 
     @property
     def url(self) -> str:
-        """The address with ``remap`` in it."""
+        """The address of the first proxy, with ``remap`` as a parameter."""
         pairs = [f"{a}:{b}={c}:{d}" for (a, b), (c, d) in self.remap.items()]
         return f"{self.seed_url}?remap={','.join(pairs)}"
 

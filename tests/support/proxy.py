@@ -5,7 +5,8 @@ happens between two steps, never within one, and has taken effect when the metho
 and replies are counted by their boundaries in the protocol, so "the third request" means the same
 in a pipeline and in single calls. After PSYNC, a replication link is plain bytes: cut, stall,
 delay, chunk and chaos work there, and faults that count requests do nothing. Do not count requests
-on a connection in SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not match.
+on a connection that uses SUBSCRIBE, MONITOR or CLIENT REPLY OFF, because its requests and replies
+do not match.
 With `plain=True`, every connection is plain bytes, for servers with another protocol.
 
     with Proxy(HOST, server.port) as proxy:
@@ -86,9 +87,10 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut before the n-th request from now that contains `match`. It is never executed.
+        """Cut before the n-th request from now that contains `match`.
 
-        Earlier requests on its connection are executed and get their replies.
+        That request is never executed. Earlier requests on its connection are executed and get
+        their replies.
         """
         self._arm("before", n, match)
 
@@ -125,22 +127,23 @@ class Proxy:
             self._faults.refusing = False
 
     def delay(self, seconds: float, direction: Direction = "both") -> None:
-        """Delay all bytes that arrive from now on; 0 ends it."""
+        """Delay all bytes that arrive from now on; 0 ends the delay."""
         with self._control():
             self._faults.delay_s.update(dict.fromkeys(_sides(direction), seconds))
 
     def chunk(self, n_bytes: int, pause_s: float = 0.0) -> None:
-        """Forward in pieces of at most `n_bytes`, `pause_s` apart; 0 ends it."""
+        """Forward in pieces of at most `n_bytes`, `pause_s` apart; `n_bytes=0` ends this."""
         with self._control():
             self._faults.chunk_bytes, self._faults.chunk_pause_s = n_bytes, pause_s
 
     def chaos(
         self, rng: Random, probability: float, faults: Sequence[Fault] = ("lost_reply",)
     ) -> None:
-        """With this probability, cause one of `faults` on each piece of a reply; 0 ends it.
+        """For each piece of a reply, cause one of `faults` with this probability; 0 ends it.
 
-        lost_reply: drop it and cut the connection. torn_reply: forward a part of it, then cut.
-        late_reply: delay it by up to 50 ms. lost_request: cut before the connection's next request.
+        lost_reply: drop the piece and cut the connection. torn_reply: forward a part, then cut.
+        late_reply: delay the piece by up to 50 ms. lost_request: cut before the connection's next
+        request.
         The seed fixes the choices, but not the timing of clients.
         """
         with self._control():

@@ -1,8 +1,8 @@
-"""Finds Redis protocol message boundaries in a byte stream, for the proxy."""
+"""A parser that finds Redis protocol message boundaries in a byte stream, for the proxy."""
 
 
 class Splitter:
-    """Finds the ends of requests or replies in pieces of any size; RESP2 and RESP3.
+    """Finds the ends of RESP2 and RESP3 requests or replies in data that arrives in pieces.
 
     Raises ValueError on bytes that violate the protocol.
     """

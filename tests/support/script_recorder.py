@@ -1,4 +1,4 @@
-"""Runs every Lua script by using the library, and records one call of each script."""
+"""A recorder that uses the library so that every Lua script runs, and keeps one call of each."""
 
 from __future__ import annotations
 

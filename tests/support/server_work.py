@@ -1,9 +1,9 @@
-"""Counts the work that each call makes a server do while nothing else can run.
+"""Counters for the work that each call makes a server do while nothing else can run.
 
 A call is a script, a transaction, or a single command. ``MONITOR`` shows the commands of each call
-and their arguments. A read is bounded by a count or range in its arguments. Counted work does not
-depend on the speed of the machine, so tests can assert on it. The server also measures the duration
-of each call, but tests only print that.
+and their arguments. A read counts as bounded if its arguments contain a count or a range. Counted
+work does not depend on the speed of the machine, so tests can assert on it. The server also
+measures the duration of each call, but tests only print that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _END = "the last call"
 _LINE = re.compile(r'^\d+\.\d+ \[\d+ ([^\]]*)\] "([^"]*)"')
 #: Commands that read or free a whole collection, however large it is.
 _WHOLE = {"HGETALL", "HKEYS", "HVALS", "SMEMBERS", "KEYS", "DEL", "SORT"}
-#: Collections of a fixed size.
+#: Keys of collections that stay small.
 _SMALL = re.compile(r'(meta|state|events)"|:lease')
 
 

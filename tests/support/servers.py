@@ -49,7 +49,7 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
 
 
 def each_primary(plain: redis.Redis | RedisCluster) -> list[redis.Redis]:
-    """Return a client of each primary of a cluster, or ``plain`` itself for a single server."""
+    """Return a client for each primary of a cluster; for a single server, only ``plain``."""
     if isinstance(plain, RedisCluster):
         return [plain.get_redis_connection(node) for node in plain.get_primaries()]
     return [plain]

@@ -97,7 +97,7 @@ class Fleet:
         return Process("-m", "tests.support.shared_worker", json.dumps(options))
 
     def publish(self, records: int, *, poison: Collection[int] = ()) -> None:
-        """Publish in frames of various sizes; the offsets in ``poison`` kill their consumers."""
+        """Publish in frames of various sizes. Records at the ``poison`` offsets kill consumers."""
         left = records
         while left:
             size = min(left, self.rng.choice([1, 7, 100, 1_000, 4_096]))
@@ -217,7 +217,7 @@ class Fleet:
         assert self.shared.fsck() == []
         history = [int(offset) for offset in self.plain.lrange(HISTORY, 0, -1)]
         assert {*history, *letters} == set(range(total)), (
-            "records were neither processed nor buried"
+            "records were neither processed nor moved to the dead letters"
         )
         last: dict[bytes, int] = {}
         dead = {*letters}  # a paused consumer that was fenced may process a dead record late

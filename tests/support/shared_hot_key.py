@@ -1,4 +1,4 @@
-"""Measures the throughput of other keys while a hot key is held or being processed."""
+"""A measurement of other keys' throughput while a hot key is held or being processed."""
 
 from __future__ import annotations
 

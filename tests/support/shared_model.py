@@ -16,7 +16,7 @@ class Model:
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # the consumer that holds each record
         self.bounds: dict[bytes, int] = {}  # by key: the last record that a dead consumer held
-        self.marks: dict[bytes, int] = {}  # by key: purge scanned records below this offset
+        self.marks: dict[bytes, int] = {}  # by key: a scan purges records below this offset
         self.dying: set[int] = set()
         self.stopped: dict[bytes, str] = {}  # by key: "d" (delayed) or "p" (parked)
 
@@ -65,8 +65,8 @@ class Model:
             del self.holder[offset]
         if died:  # only the first record of each key can have been in progress
             for key, offset in heads.items():
-                # A death can be the last failure only of a suspect: only a suspect's last try is
-                # delivered alone.
+                # A death counts as the last failure only for a suspect, because only a suspect's
+                # last try is delivered alone.
                 suspected = offset <= bounds.get(key, -1)
                 if suspected or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)

@@ -20,7 +20,7 @@ STALL_S = 10.0
 
 
 class Row(NamedTuple):
-    """A row of ``run_msg_group_tests``."""
+    """One configuration of the test: a row in Qpid's ``run_msg_group_tests``."""
 
     messages: int  # per sender
     group_size: int
@@ -104,7 +104,8 @@ def send(stream: meteor.Stream, row: Row, sender: int, rng: random.Random) -> No
 def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) -> None:
     """Acknowledge each record, but flush only every ``ack_every`` records.
 
-    If that exceeds the prefetch window, the subscriber must send the acks when the window is full.
+    If ``ack_every`` exceeds the prefetch window, the subscriber must send the acks when the window
+    is full.
     """
     try:
         with stream.shared_subscriber(GROUP, prefetch=row.prefetch) as sub:

@@ -407,7 +407,7 @@ class Walk(Model):
             self.tell(hand.id or self.left, *one)
 
     def step(self, connection: Any, consumer: str, request: StepRequest) -> StepReply:
-        """Take a step, sometimes twice as after a lost reply, and compare it with the model."""
+        """Take a step (sometimes twice, as after a lost reply) and compare it with the model."""
         call = partial(SharedProtocol.step, self.shared._protocol, connection, consumer, request)
         reply = call()
         if self.rng.random() < 0.1:
@@ -495,7 +495,9 @@ class Walk(Model):
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    continue  # as if the consumer died before its report: another buries it again
+                    # As if the consumer had died before its report, so that another buries the
+                    # letter again.
+                    continue
             hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
             self.close_record(letter.offset, "dead" if letter.offset in found else "lost")

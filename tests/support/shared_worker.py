@@ -81,7 +81,7 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
 
 
 def run(sub: meteor.SharedSubscriber, plain: Any) -> None:
-    """Call ``run()``, like an application, until ``stop`` is set. A poison record kills it."""
+    """Call ``run()`` until ``stop`` is set. A poison record kills the process."""
 
     def handle(record: meteor.SharedRecord) -> None:
         if record.value == POISON:

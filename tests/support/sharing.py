@@ -32,7 +32,7 @@ from meteor_py.shared.record import Standing
 STREAM = "orders"
 GROUP = "billing"
 
-#: A lease that does not expire during a test.
+#: A lease time in seconds that does not expire during a test.
 LONG_S = 60.0
 
 
@@ -199,7 +199,7 @@ PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
 
 
 def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
-    """Add to numbers in the group's progress. To set a number instead, pass ``due="x1"``."""
+    """Add to numbers in the group's progress. A value such as "x1" sets a number instead."""
     flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
     script = _read("_fake") + _CHANGE  # fakeredis lacks struct
     connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)

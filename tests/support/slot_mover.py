@@ -1,4 +1,4 @@
-"""Moves slots of a cluster: at once, slowly, by a tool that dies, and atomically."""
+"""Slot moves in a cluster: fast, slow, atomic, or abandoned halfway and then repaired."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SlotMover:
 
     def __init__(self, cluster: Cluster, rng: random.Random, names: Sequence[str]) -> None:
         self._cluster, self._rng, self._names = cluster, rng, names
-        #: How long the moves of the first slot took in seconds, by the way.
+        #: Durations in seconds of the first slot's moves, for each way of moving.
         self.took_s: dict[str, list[float]] = {}
 
     def move(self, how: str) -> None:

@@ -1,4 +1,4 @@
-"""Builds snapshots of streams by hand, for testing `top` and `watch`."""
+"""Stream snapshots built by hand, for testing `top` and `watch`."""
 
 from __future__ import annotations
 

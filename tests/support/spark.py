@@ -21,9 +21,10 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.support.java import SPARK_PYTHON
 
-#: Seconds for a query to end: many times longer than it needs.
+#: Seconds within which a query must end: many times longer than it needs.
 END_S = 100
-#: Spark's Python processes inherit the environment in which Java was started.
+#: Environment variable with the password. It must be set before Java starts, because Spark's Python
+#: processes inherit the environment of Java.
 PASSWORD_ENV = "METEOR_TEST_SPARK_PASSWORD"
 PASSWORD = "geheim-4711"
 

@@ -4,7 +4,7 @@
         driver.wait()
         assert driver.attempts == [Attempt(1, 0, "127.0.0.2", speculative=False), ...]
 
-Spark speculates (starts a second attempt of a slow task) neither in ``local[...]`` nor on the
+Spark speculates (starts a second attempt at a slow task) neither in ``local[...]`` nor on the
 first attempt's host, and all workers in ``local-cluster[...]`` are on one host.
 """
 
@@ -31,7 +31,7 @@ SOURCE, TARGET = "source", "target"
 TASKS = 4
 #: Rows per task and their size, large enough that some are sent before the last is produced.
 TASK_ROWS, ROW_BYTES = 1000, 2000
-#: Seconds for the program to end: many times longer than it needs, for loaded machines.
+#: Seconds within which the program must end: many times longer than it needs, for loaded machines.
 END_S = 250
 
 _ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ _HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 class Attempt(NamedTuple):
-    """One attempt of a task, from Spark's event log."""
+    """One attempt at a task, from Spark's event log."""
 
     stage: int
     partition: int
@@ -75,7 +75,7 @@ class _Process:
         self._popen.wait()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until the log matches."""
+        """Wait until the log matches a pattern; return the match."""
 
         def found() -> re.Match[str] | None:
             assert self._popen.poll() is None, self.tail
@@ -86,7 +86,7 @@ class _Process:
         return said
 
     def wait(self) -> None:
-        """Wait until the process succeeds."""
+        """Wait until the process has ended; check that it succeeded."""
         assert self._popen.wait(END_S) == 0, self.tail
 
     @property
@@ -145,12 +145,12 @@ class Driver:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process succeeds."""
+        """Wait until the process has ended; check that it succeeded."""
         self._process.wait()
 
     @property
     def marks(self) -> set[str]:
-        """The attempts of slow tasks that reached their last rows: job, partition, number."""
+        """The attempts at slow tasks that reached their last rows, as "job.partition.attempt"."""
         return {path.name for path in self._marks.iterdir()}
 
     @property

@@ -24,7 +24,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON
 from tests.support.waiting import eventually
 
 SOURCE, TARGET = "source", "target"
-#: Seconds for the program to end: many times longer than it needs, for loaded machines.
+#: Seconds within which the program must end: many times longer than it needs, for loaded machines.
 END_S = 100
 
 
@@ -77,7 +77,7 @@ class Copy:
         return bool(self._process.poll())
 
     def wait(self) -> None:
-        """Wait until the program succeeds."""
+        """Wait until the program has ended; check that it succeeded."""
         assert self._process.wait(END_S) == 0, self._log.read_text()[-5000:]
 
     def wait_until(self, condition: Any, message: str) -> None:

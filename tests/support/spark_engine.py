@@ -29,7 +29,7 @@ dumps: Callable[[object], bytes] = cloudpickle.dumps
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """Release resources that a source keeps until its process ends."""
+    """After the block, release the resources that a source keeps until its process ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -49,7 +49,10 @@ class Checkpoint:
 
 
 class Engine:
-    """One run of a query in this process. `stop` ends it; dropping it simulates a crash."""
+    """One run of a query in this process.
+
+    The end of a ``with`` block stops it. Dropping it without one simulates a crash.
+    """
 
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint

@@ -1,7 +1,7 @@
 """Clusters and sentinels that use TLS among themselves and with clients.
 
-Each server also has a port without TLS, by which the testing kit controls it (``url``). ``port`` is
-the one with TLS, which the servers announce.
+Each server also has a port without TLS, through which the testing kit controls it (``url``).
+``port`` is the TLS port, which the servers announce.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline, instead of sleeping."""
+"""Helpers that wait with a deadline, instead of sleeping."""
 
 import threading
 from collections.abc import Callable
@@ -17,9 +17,9 @@ def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
 
 
 def running_threads() -> int:
-    """Return the number of running threads. Makes ``threading`` forget those that never started.
+    """Return the number of running threads.
 
-    Otherwise, ``threading`` would count a thread whose start was interrupted.
+    ``threading`` also counts threads whose start was interrupted, so make it forget them first.
     """
     unstarted = [thread for thread in threading.enumerate() if thread.ident is None]
     for thread in unstarted:

@@ -1,9 +1,9 @@
-"""Assigns tests to the processes of `make test`.
+"""A scheduler that assigns tests to the processes of `make test`.
 
 A Spark session takes seconds to start and uses all processors. One process runs all tests that
-share a session; another runs those that start their own, one at a time. Both start first, so that
-no process waits for them at the end. (pytest-xdist's marks for ``--dist loadgroup`` have no effect
-in pytest 9.)
+share a session; another runs those that start their own, one at a time. Both groups start first, so
+that no process waits for them at the end. (pytest-xdist's marks for ``--dist loadgroup`` have no
+effect in pytest 9.)
 """
 
 from __future__ import annotations
