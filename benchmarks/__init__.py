@@ -1,4 +1,4 @@
-"""Benchmarks of meteor_py against redis-py, on the same server in the same run.
+"""Benchmarks that compare meteor_py with redis-py, on the same server and in the same run.
 
 ``python -m benchmarks`` or ``make bench`` measures everything; see ``--help``. Compare the ratios:
 absolute figures from two machines, or from two days on one machine, are not comparable.

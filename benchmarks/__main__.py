@@ -76,7 +76,7 @@ NOTES = (
     "  meteor_py compares checksums here; pyarrow does not.",
     "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Their time",
     "  includes about 0.2 s for starting Python and importing redis-py and pyarrow.",
-    "- Spark, local mode: reads 2 M rows of all columns from the ring into the noop sink. The",
+    "- Spark, in local mode, reads all columns of 2 M rows from the ring into the noop sink. The",
     "  in-memory source yields the same batches; Spark wrote the Parquet files. Micro-batches have",
     "  one row each and no pause between them; the Python source generates its row. In batches",
     "  without rows, there is nothing to read, but offsets move four times a second. (Ours move",
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("redis-server was not found on PATH. Install Redis.", file=sys.stderr)
             return 2
         os.environ["METEOR_SERVER"] = found
-    facts = {"load average before": f"{os.getloadavg()[0]:.2f}"}
+    facts = {"load average before the run": f"{os.getloadavg()[0]:.2f}"}
     with open_embedded() as server:
         facts |= describe(server.url)
         rows = measure(options, server.url)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quick and not options.only:
         path = Path(__file__).parent / RESULTS[options.server]
         path.write_text(markdown(rows, facts))
-        print(f"Written to {path}.", file=sys.stderr)
+        print(f"Wrote {path}.", file=sys.stderr)
     return 0
 
 
@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
     names = options.only or list(FAMILIES)
     if not options.only and not spark.possible():
         names.remove("spark")
-        console.print("Java is missing, so Spark is skipped; make spark installs it.")
+        console.print("Java was not found, so Spark is skipped. `make spark` installs both.")
     rows: list[Row] = []
     # Draw only between measurements: a drawing thread would disturb them.
     with Progress(

@@ -171,7 +171,7 @@ def read_files(files: list[str], *, use_threads: bool = False) -> float:
 
 
 def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:
-    """Return the maximum number of files opened by one read, and the median read time."""
+    """Return the most files that one read opened, and the median read time in microseconds."""
     rng = random.Random(SEED)
     took: list[float] = []
     opened: list[int] = []

@@ -111,7 +111,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 yield "publisher", sum_of(server, keys.producer("size", "*"))
                 yield "subscriber group", usage(server, keys.group("size", "billing"))
                 yield "its lease", usage(server, keys.lease("size", "billing"))
-            for _ in range(1_500):  # more than the server keeps
+            for _ in range(1_500):  # more changes than the log keeps
                 stream.seek_group("billing", "earliest", force=True)
             yield "log of the last 1,000 group changes", usage(server, keys.events("size"))
             with stream.shared_subscriber("carts", prefetch=100) as sub:

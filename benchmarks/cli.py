@@ -105,7 +105,7 @@ def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
 
 
 def _redis_cli(bench: Bench) -> list[str] | None:
-    """Return the redis-cli command with the server's address; None if it is not installed."""
+    """Return the redis-cli command with the server's address; None without redis-cli."""
     found = shutil.which("redis-cli")
     return None if found is None else [found, "-s", unquote(urlsplit(bench.url).path)]
 

@@ -122,7 +122,7 @@ def three_nodes(bench: Bench) -> list[Row]:
 
 
 def names_on_each(cluster: Cluster) -> list[str]:
-    """Return the name of a stream on each primary."""
+    """Return one stream name per primary, each in that primary's slots."""
     found: dict[str, str] = {}
     primaries, numbers = cluster.primaries, itertools.count()
     while len(found) < len(primaries):
@@ -169,7 +169,7 @@ def lister(url: str) -> Callable[[], float]:
 
 
 def in_turn(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Return the median of each case."""
+    """Run the cases in turn, and return the median time of each in seconds."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
@@ -178,7 +178,7 @@ def in_turn(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, fl
 
 
 def failover(bench: Bench) -> Row:
-    """Measure the longest pause of a busy publisher in each planned failover."""
+    """Measure a busy publisher's longest pause in each planned failover."""
     bench.step("CLUSTER FAILOVER")
     pauses: list[float] = []
     with (

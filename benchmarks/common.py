@@ -108,7 +108,7 @@ class Bench:
     def best(
         self, cases: Mapping[str, Callable[[], float]], repeats: int | None = None
     ) -> dict[str, float]:
-        """Return the highest rate of each case. Cases alternate, so noise affects all of them."""
+        """Return each case's highest rate. Cases alternate, so noise affects all of them."""
         found: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(repeats or self.pick(5, 2)):
             for name, case in cases.items():

@@ -198,7 +198,10 @@ def read_all(
     counters: Counters,
     check: bool,
 ) -> float:
-    """Poll the subscribers in turn until each has read everything; wait only if none finds any."""
+    """Poll the subscribers in turn until each has read everything.
+
+    A poll waits only if the previous turn found no records.
+    """
     orders = [Order() for _ in ids]
     ready()
     total = PUBLISHERS * each

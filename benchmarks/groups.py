@@ -24,7 +24,7 @@ from benchmarks.common import (
 )
 from benchmarks.read import PEER, drain, drain_group, filled
 
-#: Count the commands of idle members for this many seconds.
+#: Count idle members' commands for this many seconds.
 _COUNT_S = 20.0
 
 
@@ -97,7 +97,7 @@ def idle_groups(bench: Bench) -> Row:
             alone += [publish() for _ in range(4)]
             with members(bench.url, count):
                 beside += [publish() for _ in range(4)]
-    # Medians, because each run is short and noisy, and the two rates should hardly differ.
+    # Use medians: each run is short and noisy, but the goal allows a difference of only 5 %.
     ours, peer = statistics.median(beside), statistics.median(alone)
     return faster(f"publish_many with {count:,} idle groups", ours, peer, "without groups", 0.95)
 
@@ -150,7 +150,7 @@ def take_over(bench: Bench) -> Row:
             heir = stream.subscriber(group="g")
             thread = threading.Thread(target=wait_for_record, args=(heir, found))
             thread.start()
-            time.sleep(0.05)  # after this, the successor is waiting for the lease
+            time.sleep(0.05)  # time for the successor to begin waiting for the lease
             start = time.perf_counter()
             owner.close()
             thread.join(30)

@@ -30,11 +30,10 @@ from benchmarks.common import (
 WARM_UP = 100
 #: Seconds to wait before each record, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
-#: Seconds for which one read by the receiver blocks.
+#: Maximum seconds for which one read by the receiver blocks.
 BLOCK_S = 2.0
 BLOCK_MS = int(BLOCK_S * 1000)
-#: Number of consecutive records that one client publishes before it is the other's turn, when the
-#: time to the acknowledgement is measured.
+#: When acknowledgements are timed, one client publishes this many records before the other's turn.
 BLOCK_OF = 25
 #: Capacity of redis-py's stream, which is trimmed like ours.
 MAXLEN = 10_000
@@ -118,7 +117,8 @@ def exchange(bench: Bench, url: str, step: str, receive: Any) -> Any:
     with connected(url) as client, plain_client(url) as plain:
         client.stream("latency", create=True)
         plain.xgroup_create("peer", "g", mkstream=True)
-    # The receiver asks for the next record in the same way for both, outside the measured time.
+    # For both clients, the receiver asks for the next record through a pipe, outside the measured
+    # time.
     asked, ask = multiprocessing.get_context("spawn").Pipe(duplex=False)
     total = WARM_UP + pairs
     _, samples = at_once((sender, (url, total, asked)), (receive, (url, total, ask)))

@@ -79,7 +79,7 @@ def small_then_large(ready: Ready, url: str, read: Any, published: Any) -> None:
 
 
 def fetch(ready: Ready, url: str, read: Any, published: Any) -> tuple[float, float]:
-    """Return the size of the records in one fetch, and the memory it took, both in MiB."""
+    """Return the size of the records in one fetch, and the memory that the fetch took, in MiB."""
     with connected(url) as client:
         ready()
         stream = client.stream("memory", capacity=1_000)

@@ -32,7 +32,7 @@ from meteor_py.redis.scripts import PUBLISH
 PUBLISHERS = 50
 #: Capacity of the ring, and of redis-py's stream.
 CAPACITY = 10_000
-#: Goal for the script that appends one record.
+#: Goal, in microseconds, for the script that appends one record.
 SCRIPT_GOAL_US = 13
 
 
@@ -42,7 +42,7 @@ def run(bench: Bench) -> list[Row]:
     with connected(bench.url) as client, plain_client(bench.url) as plain:
         stream = client.stream("single", capacity=len(values))
         costs = server_costs(bench, stream, plain, values)
-        assert stream.describe().frames == len(values), "frames of more than one record"
+        assert stream.describe().frames == len(values), "a frame has more than one record"
         plain.delete("peer")
         xadd_all(plain, values)
         best = bench.best(
@@ -139,7 +139,7 @@ def _cpu_s(plain: Any) -> float:
 
 
 def fifty_publishers(bench: Bench) -> list[Row]:
-    """Measure publishers that wait for each record, in threads of one process and in processes."""
+    """Measure 50 publishers that wait for each record: as threads, and as separate processes."""
     seconds = bench.pick(3, 1)
     rows = []
     for kind, goal, jobs in (("threads", 1.2, 1), ("processes", 1.0, PUBLISHERS)):

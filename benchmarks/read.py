@@ -123,7 +123,7 @@ def drain_group(client: Any, key: str = "peer") -> float:
 
 
 def read_group(client: Any, key: str, block_ms: int | None = None) -> list[bytes]:
-    """Read and acknowledge the next values of the group; return [] if none arrive in time."""
+    """Read and acknowledge the group's next values; return [] if none arrive in time."""
     answer = client.xreadgroup("g", "c", {key: ">"}, count=PIPELINE, block=block_ms)
     if not answer:
         return []

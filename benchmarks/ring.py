@@ -83,7 +83,7 @@ def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
 
 
 def medians_us(calls: Mapping[Key, Callable[[], None]], count: int) -> dict[Key, float]:
-    """Return the median time of each call. The calls alternate."""
+    """Make the calls in turn; return the median duration of each in microseconds."""
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UP + count):
         for name, call in calls.items():

@@ -256,6 +256,9 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
 
 
 def calls(plain: Any) -> float:
-    """Return the number of commands so far, including those in scripts but not INFO itself."""
+    """Return how many commands the server has executed, including those called by scripts.
+
+    Does not count INFO, which this function calls itself.
+    """
     stats = plain.info("commandstats")
     return float(sum(stat["calls"] for name, stat in stats.items() if name != "cmdstat_info"))

@@ -1,4 +1,4 @@
-"""Shared groups: script CPU per record by ``INFO commandstats``, and bytes per waiting record.
+"""Shared groups: script CPU per record from ``INFO commandstats``, and bytes per waiting record.
 
 Consumers take turns in one process and fetch no payloads, so that only the scripts count.
 """

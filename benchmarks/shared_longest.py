@@ -1,4 +1,4 @@
-"""Shared groups: the longest call of any kind in the worst cases, as the server measures it.
+"""Shared groups: the duration of the longest call in the worst cases, measured by the server.
 
 The server runs nothing else during a call, so calls must not take longer in larger groups.
 """

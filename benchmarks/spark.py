@@ -1,6 +1,6 @@
 """Spark: throughput of the data source, and the cost of a micro-batch with little or no data.
 
-Spark runs in a separate process, so that its JVM ends with the measurement. Each case alternates
+Spark runs in a separate process, so that its JVM exits after the measurement. Each case alternates
 with its peers in that process, so ratios compare figures from one run.
 """
 
@@ -309,10 +309,11 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query for ``wanted`` batches and return their durations, without the first three.
+    """Run a query until ``wanted`` batches follow the first three; return their durations in ms.
 
     Args:
-        move: Called every ``_PACE_S`` to move the source, if it does not move by itself.
+        move: Called every ``_PACE_S`` seconds to move the source's offset. None if the offset moves
+            by itself.
         empty: Whether the batches must have no rows.
     """
     with running(frame, checkpoint) as query:
@@ -329,7 +330,7 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until enough triggers have found nothing; return their durations."""
+    """Run a query until enough triggers have found nothing; return their durations in ms."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps the last 100
             check(query)
@@ -361,8 +362,8 @@ def check(query: StreamingQuery) -> None:
 def nothing_source() -> Any:
     """Return a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it generates none. With ``pace``, its offset moves every ``pace`` seconds. With
-    ``ping``, it sends a PING to that server whenever Spark asks for its latest offset.
+    With ``rows=0``, it generates none. With ``pace``, its offset moves every ``pace`` seconds. With
+    ``ping``, it sends a PING to the server at that URL whenever Spark asks for its latest offset.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
@@ -372,7 +373,7 @@ def nothing_source() -> Any:
             self.server = redis.Redis.from_url(ping) if ping else None
 
         def __getstate__(self) -> dict[str, Any]:
-            return self.__dict__ | {"server": None}  # tasks do not need it
+            return self.__dict__ | {"server": None}  # tasks do not need the client
 
         def initialOffset(self) -> dict[str, Any]:
             return {"at": self.now()}

@@ -1,4 +1,4 @@
-"""Costs of stores: bytes read for few columns, and time with many segments.
+"""The costs of a store: bytes read for few columns, and time with many segments.
 
 ``python -m benchmarks.store_costs`` starts a private server, fills two stores, and prints the
 figures for docs/history.md as a Markdown table. The bytes are those that the process reads from

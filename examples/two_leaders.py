@@ -57,7 +57,9 @@ def count(name: str, group: meteor.PeerGroup, term: meteor.Term) -> None:
 
 
 def say(name: str, text: str) -> None:
-    print(f"{name}: {text}", flush=True)
+    """Print a line. A single write keeps the lines of the processes apart."""
+    sys.stdout.write(f"{name}: {text}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -78,24 +80,24 @@ def main() -> None:
 def run_scenario(group: meteor.PeerGroup, workers: dict[str, subprocess.Popen[bytes]]) -> None:
     wait_for(lambda: len(group.members) == 2 and group.guarded("counter") is not None)
     first = leader(group)
-    print(f"main: stopped {first} at {counter(group)}", flush=True)
+    say("main", f"stopped {first} at {counter(group)}")
     os.kill(workers[first].pid, signal.SIGSTOP)
     stopped = time.monotonic()
     wait_for(lambda: leader(group) not in ("", first))
     second = leader(group)
     took_s = time.monotonic() - stopped
-    print(f"main: {second} leads {took_s:.1f} s later, in a higher term", flush=True)
+    say("main", f"{second} leads {took_s:.1f} s later, in a higher term")
     reached = counter(group)
     wait_for(lambda: counter(group) > reached + 3)
     os.kill(workers[first].pid, signal.SIGCONT)
     wait_for(lambda: any(m.id == first and m.alive for m in group.members))
     time.sleep(2 * TTL_S / 3)
-    print(f"main: killed {second} at {counter(group)}", flush=True)
+    say("main", f"killed {second} at {counter(group)}")
     workers[second].kill()
     wait_for(lambda: leader(group) == first)
     reached = counter(group)
     wait_for(lambda: counter(group) > reached)
-    print(f"main: {first} leads again, and has counted to {counter(group)}", flush=True)
+    say("main", f"{first} leads again, and has counted to {counter(group)}")
 
 
 def start(name: str, url: str) -> subprocess.Popen[bytes]:

@@ -26,7 +26,7 @@ from benchmarks.competitors.systems.redis_py import RedisPy
 
 RESULTS = Path(__file__).parent.parent / "RESULTS-competitors.md"
 CACHE = Path("benchmarks", ".cache")
-#: Divisors of the record count for systems with slower Python clients, so that a run ends in
+#: Divisors for the record counts of systems with slower Python clients, so that a run ends in
 #: minutes.
 FEWER = {RedisPy: 5, Nats: 20, FastStream: 100}
 EXTRAS = ("takeover", "spark")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if not options.only and not options.quick:
         RESULTS.write_text(text + "\n")
-        console.print(f"Written to {RESULTS}.")
+        console.print(f"Wrote {RESULTS}.")
     return 0
 
 
@@ -135,7 +135,7 @@ def header(load: float, rounds: int) -> list[str]:
     return [
         "# meteor_py compared with its competitors",
         "",
-        f"Results of `make bench-competitors`: {os.cpu_count()} CPUs, load average before "
+        f"Results of `make bench-competitors`: {os.cpu_count()} CPUs, load average before the run "
         f"{load:.2f}, Python {platform.python_version()}, Kafka 4.3.1, {packages}.",
         "",
         NOTES.format(rounds=rounds),
@@ -145,7 +145,7 @@ def header(load: float, rounds: int) -> list[str]:
 def job_table(job: Job, found: dict[System, list[Figures]]) -> list[str]:
     ours_names = [system.name for system in found if isinstance(system, Meteor)]
     figures = list(next(iter(found.values()))[0])
-    ratios = [f"{name} / it, {figure}" for figure in figures for name in ours_names]
+    ratios = [f"{name} / theirs, {figure}" for figure in figures for name in ours_names]
     lines = [
         f"## {job.title}",
         "",

@@ -1,4 +1,4 @@
-"""Downloads the Kafka broker and Spark's Kafka source into a cache folder, using Maven."""
+"""The Kafka broker and Spark's Kafka source, which Maven downloads into a cache folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def libraries(part: str, cache: Path) -> Path:
     folder = cache / part
     if not any(folder.glob("*.jar")):
         if shutil.which("mvn") is None:
-            raise FileNotFoundError("mvn was not found. Install Maven, which fetches Kafka.")
+            raise FileNotFoundError("mvn was not found. Install Maven, which downloads Kafka.")
         partial = cache / f"{part}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         subprocess.run(

@@ -1,7 +1,8 @@
-"""The jobs that every system runs: publish, read, both at once, fan-out, latency, open loop.
+"""The jobs that systems run: publish, read, both at once, fan-out, latency, open loop.
 
-Each publisher and consumer is a separate process. Records have 100 distinct bytes. After each
-job, the number of records in the stream is compared with the number published.
+Each publisher and consumer is a separate process. Records have 100 bytes, unless a job's title says
+otherwise. After each job that measures a rate, the number of records in the stream is compared with
+the number published.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def send_on_schedule(ready: Ready, system: System, count: int, rate: int, size: 
 
 
 def receive(ready: Ready, system: System, count: int) -> list[float]:
-    """Return the microseconds from the time in each record to its receipt."""
+    """Receive records; return each one's delay in microseconds since the time stored in it."""
     consumer = system.consumer()
     consumer.to_end()
     began = ready()

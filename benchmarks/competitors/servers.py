@@ -1,4 +1,4 @@
-"""Starts the competitors' servers on free loopback ports, and stops them again.
+"""The competitors' servers, which run on free loopback ports until the jobs are done.
 
 All data is in one temporary folder. Kafka runs as one KRaft node from the class path, with one
 partition and one replica. Unlike a default broker, it allows sessions of 2 seconds and does not
@@ -76,7 +76,7 @@ class Idle:
 
 @contextmanager
 def running(libraries: Path) -> Iterator[tuple[Addresses, list[Idle]]]:
-    """Start all servers; yield their addresses, and what each costs when idle."""
+    """Start all servers; yield their addresses, and the cost of each while it is idle."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="competitors-")))
         memory, aof, kafka, control, nats = (_free_port() for _ in range(5))

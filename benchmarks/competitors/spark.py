@@ -1,4 +1,4 @@
-"""Compares Spark's reads from our source, from its own Kafka source, and from Parquet files."""
+"""Spark's reads from our source, from its own Kafka source, and from Parquet files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def session(libraries: Path) -> Iterator[SparkSession]:
 def read_rows(
     spark: SparkSession, ours: Meteor, kafka: Kafka, count: int, rounds: int
 ) -> dict[str, float]:
-    """Return the median rows/s of reading all columns into the noop sink."""
+    """Return the median rows per second when all columns are read into the noop sink."""
     meteor_options, kafka_options = (_options(_fill(system, count)) for system in (ours, kafka))
     with tempfile.TemporaryDirectory(prefix="competitors-") as folder:
         spark.read.format("meteor").options(**meteor_options).load().write.parquet(f"{folder}/p")

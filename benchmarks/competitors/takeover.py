@@ -1,4 +1,4 @@
-"""Measures how soon the next group member gets a record after the active one closes or is killed.
+"""Time until the next group member gets a record after the active one closes or is killed.
 
 All failure detectors are set to 2 seconds: lease_ttl for ours, session.timeout.ms for Kafka's.
 """
@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
-    """Return the seconds until the other member's next record, after the active one has ended."""
+    """Return the seconds from the active member's end to the other member's next record."""
     fresh = system.fresh()
     seen = [_CONTEXT.Value("d", 0.0) for _ in range(2)]
     closing = [_CONTEXT.Event() for _ in range(2)]
@@ -41,7 +41,8 @@ def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
         members[0].start()
         _wait(lambda: seen[0].value)
         members[1].start()
-        # By then, the second member has joined, and heartbeats are at a random phase.
+        # Give the second member time to join. Then end the active one at a random time between
+        # heartbeats.
         time.sleep(2.5 + random.random())
         active = 0 if seen[0].value > seen[1].value else 1
         began = time.monotonic()

@@ -17,7 +17,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def common_options(*, hidden: bool) -> list[click.Option]:
-    """Return the options that every command accepts; subcommands do not list them."""
+    """Return the options that every command accepts. If ``hidden``, the help does not list them."""
 
     def store(context: click.Context, option: click.Parameter, value: Any) -> None:
         name = option.name or ""
@@ -67,7 +67,7 @@ class Command(click.Command):
     ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
-        own = {option.name for option in self.params}  # such as the --timeout of `peers ask`
+        own = {option.name for option in self.params}  # for example, `peers ask` has a --timeout
         common = (name for name in ("url", "timeout", "debug") if name not in own)
         self._others = ", ".join(f"--{name}" for name in common)
         self.params += [each for each in common_options(hidden=True) if each.name not in own]
@@ -132,13 +132,16 @@ _ALIASES = {
 
 
 def section(module: ModuleType) -> str:
-    """Return the indented paragraph in a module's docstring."""
+    """Return the first indented paragraph of a module's docstring, without its indentation."""
     paragraphs = (module.__doc__ or "").split("\n\n")
     return dedent(next(part for part in paragraphs if part.startswith("    ")))
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """Make a ``Command`` from a function, which gets the session as its first argument."""
+    """Return a decorator that makes a ``Command`` from a function.
+
+    The function gets the session as its first argument.
+    """
 
     def decorate(function: Callable[..., object]) -> Command:
         made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))

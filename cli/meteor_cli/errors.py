@@ -1,4 +1,4 @@
-"""Error messages of the library, with hints that suggest commands instead of methods."""
+"""The library's error messages, with hints that suggest commands instead of methods."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def explain(error: Exception) -> str:
             return f"{error.strerror}."
         case meteor_py.PeerGroupActive():
             return (
-                f"Peer group {error.group!r} has {counted(error.alive, 'live member')}. Stop them "
-                "first, or delete the group with --force."
+                f"Peer group {error.group!r} has {counted(error.alive, 'live member')}. Stop all "
+                "members first, or delete the group with --force."
             )
         case meteor_py.MeteorError() if error.hint:
             return f"{error.problem} {_hint(error)}"
@@ -54,7 +54,10 @@ def explain(error: Exception) -> str:
 def _hint(error: meteor_py.MeteorError) -> str:
     match error:
         case meteor_py.StreamConfigMismatch(changeable=True):
-            return f"Omit the option, or change it with `meteor streams configure {error.stream}`."
+            return (
+                "Omit the option, or change the setting with "
+                f"`meteor streams configure {error.stream}`."
+            )
         case meteor_py.StoreMismatch(missing="store"):
             return "Create a stream with a store: `meteor streams create NAME --store DIR`."
         case meteor_py.StoreMismatch(missing="address"):

@@ -23,9 +23,9 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: Commands in help order, with their summaries. Each is in the module
-#: ``commands.<name>``, which is imported on demand: a command does not import the modules of the
-#: others, and the help imports none.
+#: Commands in help order, with their summaries. Each is in the module ``commands.<name>``, which is
+#: imported on demand: a command does not import the modules of other commands, and the help imports
+#: none.
 COMMANDS = {
     "demo": "Take a tour; every figure is measured.",
     "server": "Run a server until Ctrl-C, or describe one.",

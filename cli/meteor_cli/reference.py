@@ -1,4 +1,4 @@
-"""Generates the command-line reference from the commands' help texts.
+"""Generator for the command-line reference, based on the commands' help texts.
 
 python -m meteor_cli.reference > docs/cli.md
 """

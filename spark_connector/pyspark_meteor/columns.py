@@ -1,4 +1,4 @@
-"""Defines a source's columns, and converts Arrow batches to them."""
+"""A source's columns, and the conversion of Arrow batches to these columns."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class LagListener(StreamingQueryListener):
         """Do nothing: an idle query has run no batch, so there is no new lag to report."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Forget the lag when a query has ended."""
+        """Forget a query's lag when the query has ended."""
         self.lags.pop(str(event.id), None)
 
 

@@ -1,4 +1,4 @@
-"""Reads as a group member: a query's driver holds the group's lease and confirms records.
+"""Group membership: a query's driver holds the group's lease and confirms records.
 
 The checkpoint decides where the query continues. The group shows the query's progress to other
 programs, keeps the archiver from expiring records that the query has not read, and determines where
@@ -45,7 +45,7 @@ class Membership:
         start: The offset at which to create the group if it does not exist.
 
     Raises:
-        GroupActive: Another member has held the lease for twice its TTL.
+        GroupActive: The lease did not become free within twice its TTL.
     """
 
     def __init__(self, stream: Stream, group: str, start: int) -> None:

@@ -5,10 +5,10 @@
      "version": 1}
 
 A query without a checkpoint starts from an offset that has no streams and the ``phase`` "new". The
-first batch reads no records. It only writes the positions at which the query starts to the
-checkpoint, with the phase "start". Otherwise, if the first batch failed, Spark would repeat it from
-positions that are determined again and may have moved. If a first batch lacks this phase, a release
-before 0.2 planned it, and it reads records.
+first batch reads no records. It only stores the query's starting positions in the checkpoint, with
+the phase "start". Otherwise, if the first batch failed, Spark would repeat it from positions that
+are determined again and may have moved. If a first batch lacks this phase, a release before 0.2
+planned it, and it reads records.
 
 Spark compares offsets as text, so names are sorted. The incarnation distinguishes a recreated
 stream from the original. The epoch and its path distinguish a server that has lost records from one
@@ -57,7 +57,7 @@ def is_initial(stored: dict[str, Any]) -> bool:
 
 
 def is_start(stored: dict[str, Any]) -> bool:
-    """Return whether this is the end of a first batch, which reads nothing."""
+    """Return whether this is the end of a first batch that reads no records."""
     return stored.get("phase") == _START
 
 

@@ -321,7 +321,7 @@ def _parse_time(option: str, text: str) -> int:
 def _check_names(
     option: str, specs: OffsetSpecs, streams: tuple[str, ...], pattern: str | None
 ) -> None:
-    """Refuse a stream name that the query does not read: it is probably misspelled."""
+    """Refuse the name of a stream that the query does not read: it is probably misspelled."""
     for name in specs.by_stream:
         if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
             raise ValueError(

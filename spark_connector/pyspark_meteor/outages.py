@@ -1,8 +1,8 @@
-"""Waits for a server that restarts, fails over, or is unreachable for a while.
+"""Retries of calls to a server that restarts, fails over, or is unreachable for a while.
 
-Without this, each server restart would end every query. Spark does not retry calls that a source or
-sink makes on the driver. In local mode, it does not retry tasks either. Every call that ``outlast``
-makes is safe to repeat: it only reads, or the server recognizes the repetition.
+Without retries, each server restart would end every query. Spark does not retry calls that a source
+or sink makes on the driver. In local mode, it does not retry tasks either. Every call that
+``outlast`` makes is safe to repeat: it only reads, or the server recognizes the repetition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
+#: First and longest pause between attempts, in seconds. The pause doubles each time; jitter then
+#: shortens it by up to half.
 _BACKOFF_S = (0.05, 2.0)
 
 

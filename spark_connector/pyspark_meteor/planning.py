@@ -1,4 +1,4 @@
-"""Asks the server, on the driver, which streams exist and where they begin and end."""
+"""Planning on the driver: which streams exist, where they begin and end, and what tasks read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Planner:
         self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """Return the streams to read: the given names, or those that matched when last listed."""
+        """Return the names of the streams to read.
+
+        Streams that match a pattern are listed again at most every ``LIST_S`` seconds.
+        """
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -62,7 +65,7 @@ class Planner:
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Return the ends of all existing streams."""
+        """Return the ends of the query's streams, without those that do not exist."""
         ends: Offsets = {}
         names = self.names()
         for start in range(0, len(names), _STREAMS_PER_REQUEST):
@@ -89,6 +92,7 @@ class Planner:
         """Resolve a spec to its current position in the stream.
 
         Raises:
+            StreamNotFound: The stream does not exist.
             ValueError: The offset is beyond the stream's end.
         """
         stream = self.open(name)
@@ -153,7 +157,7 @@ class Planner:
         ]
 
     def record_bytes(self, streams: Iterable[str]) -> int:
-        """Return the average size of the records currently in the rings."""
+        """Return the average size, in bytes, of the records currently in the rings."""
         size = count = 0
         for name in streams:
             try:

@@ -47,7 +47,8 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
 def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
     """Cut ranges into at least ``min_parts`` parts of at most ``max_records`` records.
 
-    Larger ranges are cut into more parts. Small ranges stay whole.
+    Larger ranges are cut into more parts. Small ranges stay whole. No part is empty, so there are
+    fewer parts if there are fewer records than ``min_parts``.
 
     >>> from meteor_py import Position
     >>> [len(part) for part in cut([Range("s", 0, Position("i", 1, 10))], 3, 100)]

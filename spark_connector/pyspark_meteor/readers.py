@@ -75,6 +75,7 @@ class BatchReader(DataSourceReader):
 
         Raises:
             StreamNotFound: A stream that the query names does not exist.
+            ValueError: A starting or ending offset is beyond the stream's end.
         """
         return outlast(self._options.server, self._plan)
 
@@ -95,12 +96,12 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the records of a partition as Arrow batches."""
-        if isinstance(partition, Range):  # if there are no ranges, Spark passes another partition
+        if isinstance(partition, Range):  # without ranges, Spark passes a partition of another type
             yield from read_range(self._options, self._schema, partition)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader for one streaming query. The constructor never raises or contacts the server."""
+    """The reader for a streaming query. The constructor neither raises nor contacts the server."""
 
     def __init__(self, given: dict[str, str], schema: StructType) -> None:
         self._given = given
@@ -280,8 +281,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Check whether the server has lost records that the query has read.
 
         Returns:
-            If failOnDataLoss is false, the positions to go back to, where other records have
-            replaced the lost ones.
+            The positions to go back to, because other records have replaced the lost ones there.
+
+        Raises:
+            LogTruncated: Records were lost or a stream was deleted, and failOnDataLoss is true.
         """
         back: Offsets = {}
         for name, position in known.items():
@@ -361,7 +364,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _ignore_new_epochs(start: Offsets, end: Offsets) -> Offsets:
-    """Return ``end``, but ``start`` for streams in which only the epoch has changed.
+    """Return ``end``, with the positions from ``start`` where only the epoch has changed.
 
     A new epoch alone must not cause a batch.
     """

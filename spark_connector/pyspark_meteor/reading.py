@@ -42,11 +42,15 @@ def read_range(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the records in a range, from the ring or, if the ring has dropped them, the store.
 
+    If failOnDataLoss is false, log lost and damaged records and skip them.
+
     Raises:
         RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and
             failOnDataLoss is true.
-        LogTruncated: The server has lost some of the records, or the stream was recreated.
-        StreamNotFound: The stream was deleted.
+        LogTruncated: The server has lost some of the records or the stream was recreated, and
+            failOnDataLoss is true.
+        StreamNotFound: The stream was deleted, and failOnDataLoss is true.
+        TimeoutError: A record that exists did not arrive in time.
     """
     columns = Columns(schema)
     server = options.server
@@ -91,7 +95,10 @@ def _poll(
 
 
 def _groups(batches: Iterator[RecordBatch]) -> Iterator[list[pa.Table]]:
-    """Yield the first batch alone, and the others together until there are enough records."""
+    """Convert batches to tables, and yield lists of tables that have enough records or bytes.
+
+    The first list has only one table, so that the first rows arrive soon.
+    """
     tables: list[pa.Table] = []
     records = size = 0
     enough = 1

@@ -86,7 +86,7 @@ class Password:
                     "set in this process. Set it for executors with spark.executorEnv.*."
                 )
             return found
-        assert self.file is not None, "parse() returns None without a variable and a file"
+        assert self.file is not None, "parse() returns None if both are missing"
         try:
             return Path(self.file).read_text().strip()
         except OSError as error:
@@ -112,13 +112,14 @@ class ServerOptions:
         """Parse the options for a source or sink, on the driver.
 
         Raises:
-            ValueError: The URL contains a password, or an option for a password is misused.
+            ValueError: The URL is malformed, contains a password, or works in only one process; or
+                a password option is misused.
         """
         url = options.text("url")
         password = Password.parse(options, "passwordEnv", "passwordFile")
         for_sentinels = Password.parse(options, "sentinelPasswordEnv", "sentinelPasswordFile")
         if (password or for_sentinels) and not url:
-            raise ValueError("Options for passwords need a url. Pass it as the option url.")
+            raise ValueError("The password options need a url. Pass it as the option url.")
         url = url or _default_url()
         if url:
             _check(url, password, for_sentinels)
@@ -200,19 +201,23 @@ def _has_password(url: str) -> bool:
             return True
     except ValueError:
         return True
-    # If a password has an unescaped special character, the rest of it looks like a path or query.
+    # After an unescaped special character, the rest of a password looks like a path or a query.
     path = "" if parts.scheme in ("unix", "embedded") else parts.path
     return "password=" in url.lower() or "@" in path + parts.query + parts.fragment
 
 
 def _check(url: str, password: Password | None, for_sentinels: Password | None) -> None:
-    """Raise unless the URL may be shown, all processes can use it, and it fits the passwords."""
+    """Check that the URL may be shown, works in all processes, and fits the passwords.
+
+    Raises:
+        ValueError: The URL fails one of these checks.
+    """
     try:
         urlsplit(url)
-    except ValueError:  # do not quote it: its text may contain the password
+    except ValueError:  # do not quote the URL, which may contain the password
         raise ValueError(
-            "The url is malformed. Write redis://host:port/database or unix:///path/to/socket, "
-            "with an IPv6 address in square brackets."
+            "The url is malformed. Write redis://host:port/database or unix:///path/to/socket. Put "
+            "an IPv6 address in square brackets."
         ) from None
     if _has_password(url):
         raise ValueError(

@@ -56,7 +56,8 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     """Parse sink options, and check the rows' columns.
 
     Raises:
-        ValueError: An option is unknown, invalid, or contradicts another.
+        ValueError: An option is unknown, invalid, or contradicts another; or a column is missing,
+            unknown, or has the wrong type.
     """
     known, other = ((*_STREAMING, *_SPARK), _BATCH) if streaming else (_BATCH, _STREAMING)
     options = RawOptions(given, (*_COMMON, *known), other)
@@ -105,10 +106,10 @@ def check_columns(schema: StructType, *, named: bool) -> None:
     if "value" not in names:
         raise ValueError("A record needs a value. Select or cast a column as value.")
     if not named and "stream" not in names:
-        raise ValueError("Set the stream to write to with the stream option or a stream column.")
+        raise ValueError("Name the target stream in the stream option or in a stream column.")
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:
-    if isinstance(kind, MapType) and isinstance(found, MapType):  # with or without nulls
+    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether or not nulls are allowed
         return (found.keyType, found.valueType) == (kind.keyType, kind.valueType)
     return found == kind

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: The local property with the query's run id, after which Spark names the query's job group.
+#: The local property with the id of the job group, which for a streaming query is the run id.
 _RUN = "spark.jobGroup.id"
 #: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
 _TXN_S = 30 * 86_400
@@ -162,6 +162,9 @@ def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
     """Return whether the stream has a version, so that a task need not stage its rows.
 
     Returns False if a column names the streams, because they are not known until the rows arrive.
+
+    Raises:
+        VersionPassed: The stream has a later version.
     """
     if options.stream is None:
         return False
@@ -203,7 +206,7 @@ def commit_all(
 ) -> list[StreamHandle]:
     """Commit the stages from all tasks. Within each stream, keep the partition order.
 
-    Each stream is written exactly once. A batch may become visible in one stream before another.
+    Each stream gets the batch exactly once. It may become visible in one stream before another.
 
     Args:
         again: Whether the version may have been written before. If a stream already has this
@@ -229,7 +232,7 @@ def commit_all(
     shares = _divide(options, written, some_done)
     is_strict = options.fail_on_data_loss and not again
     if len(shares) > 1 and not again:
-        for stream, _, records in shares:  # raises before anything is written
+        for stream, _, records in shares:  # check all streams before anything is written
             is_done(stream, writer, version, records if is_strict else None)
     for stream, stages, records in shares:
         if lifetime_s is not None:
@@ -265,7 +268,7 @@ def _divide(
     """Return each stream in a batch, with its stages and its record count."""
     by_stream = _stages_by_stream(written)
     if some_done:
-        assert options.stream is not None, "stream_has is false without it"
+        assert options.stream is not None, "without a stream, stream_has() returns False"
         by_stream.setdefault(options.stream, [])
     m = options.server.connect()
     counted = sum(message.counted or 0 for message in written)

@@ -66,13 +66,15 @@ def summarize(results: Sequence[Result], *, as_json: bool) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs (3)")
-    parser.add_argument("--first-seed", type=int, help="seed of the first run (random)")
-    parser.add_argument("--seconds", type=float, help="seconds of faults per run (20)")
-    parser.add_argument("--groups", type=int, help="subscriber groups (10)")
-    parser.add_argument("--members", type=int, help="members per group (3)")
-    parser.add_argument("--publishers", type=int, help="publishers (2)")
-    parser.add_argument("--server", choices=sorted(binaries()), help="server to use (valkey)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs (default: 3)")
+    parser.add_argument("--first-seed", type=int, help="seed of the first run (default: random)")
+    parser.add_argument("--seconds", type=float, help="seconds of faults per run (default: 20)")
+    parser.add_argument("--groups", type=int, help="number of subscriber groups (default: 10)")
+    parser.add_argument("--members", type=int, help="members per group (default: 3)")
+    parser.add_argument("--publishers", type=int, help="number of publishers (default: 2)")
+    parser.add_argument(
+        "--server", choices=sorted(binaries()), help="server to use (default: valkey)"
+    )
     parser.add_argument(
         "--cluster",
         action=argparse.BooleanOptionalAction,
@@ -88,7 +90,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names = ", ".join(KINDS + STORE_KINDS + CLUSTER_KINDS)
     parser.add_argument("--faults", type=kinds, help=f"only these faults, comma-separated: {names}")
-    parser.add_argument("--every", type=span, help="seconds between faults (0.3,1)")
+    parser.add_argument(
+        "--every", type=span, help="minimum and maximum seconds between faults (default: 0.3,1)"
+    )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--keep", type=Path, help="directory for the histories of failed runs")

@@ -28,19 +28,22 @@ AGES_S = (0.05, 0.2)
 #: Limits for a merged segment.
 MERGED_RECORDS = (40, 400, 3000)
 
-#: Errors while the store is hidden.
+#: Errors that are expected while the store is hidden.
 UNAVAILABLE = (meteor.StoreUnavailable, meteor.StoreMismatch)
 
 CHECK_S = 0.05
 
 
 def hasten() -> None:
-    """Make archivers clean up often, and trust their last commit for less time than a pause."""
+    """Make archivers clean up often, and stop trusting their last commit before a pause ends."""
     archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 
 class Store(meteor.ParquetStore):
-    """Records appends, and lets its archiver die before or after an append, or stop after it."""
+    """Records appends. Ends its process at random before or after an append.
+
+    If the run has requested it, stops the process after an append.
+    """
 
     def __init__(
         self, config: WorkerConfig, writer: Writer, signals: RunSignals, rng: random.Random

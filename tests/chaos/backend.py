@@ -20,7 +20,7 @@ NODE_TIMEOUT_S = 30.0
 
 
 class Backend(Protocol):
-    """The interface to the servers, for a run and its nemesis."""
+    """How a run and its nemesis access the servers."""
 
     @property
     def url(self) -> str: ...
@@ -57,7 +57,7 @@ class Proxies:
 
     @property
     def remap(self) -> dict[int, int]:
-        """Maps each server's port to its proxy's port."""
+        """The port of each server's proxy, by the server's port."""
         return {port: proxy.port for port, proxy in self._by_port.items()}
 
     def _each(self, action: Callable[[Proxy], None]) -> None:

@@ -4,7 +4,8 @@ Log: each acknowledged record is in the log once, at the acknowledged offset. Th
 record that was never published or was reported as failed. Each publisher's records are in the order
 in which it published them, and records published after an acknowledgement follow the acknowledged
 one. terms.py checks groups, and stored.py checks the store and readers without a group. In the
-samples, confirmed offsets and the end of the log never decrease, and the ring holds its capacity.
+samples, confirmed offsets and the end of the log never decrease, and the ring drops no record until
+it holds more than its capacity.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def read_log(history: Sequence[Event], findings: Findings) -> dict[int, str]:
         if event.kind in ("log", "seen"):
             for offset, value in enumerate(event.values, event.first):
                 if log.setdefault(offset, value) != value:
-                    text = f"offset {offset} is {log[offset]} and {value}"
+                    text = f"offset {offset} has both {log[offset]} and {value}"
                     findings.add(ViolationKind.TWO_PAYLOADS, text, event)
     return dict(sorted(log.items()))
 
@@ -137,7 +138,7 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
             findings.add(ViolationKind.REORDERED, text)
         newest[publisher] = max(counter, newest.get(publisher, -1))
     begun: dict[str, Event] = {}
-    floor, last = -1, ""  # the highest offset acknowledged so far
+    floor, last = -1, ""  # the highest offset acknowledged so far, and its value
     floors: dict[str, tuple[int, str]] = {}
     for event in history:
         if event.kind == "publish":
@@ -229,7 +230,7 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """Check that no gap covers one of the last `capacity` records. If it is None, allow no gap."""
+    """Check that no gap covers one of the last `capacity` records, or, for None, any record."""
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue

@@ -175,7 +175,7 @@ class Trial:
                 pass  # the idle record was not acknowledged
 
     def check(self) -> tuple[int, int]:
-        """Check that every loss was reported; return the number of acked and of lost records."""
+        """Check that every loss was reported; return how many records were acked, and lost."""
         log, publishing = read_log(self.stream), self.publishing
         assert publishing.problems == self.group.problems == []
         assert unreported(publishing.acked, log, publishing.reported) == []
@@ -236,7 +236,7 @@ def test_planned_cluster_failovers_lose_nothing(
                 assert load.publishing.continues(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
-                time.sleep(2 * NODE_TIMEOUT_S)  # until then, the primaries do not vote again
+                time.sleep(2 * NODE_TIMEOUT_S)  # before that, the primaries would not vote again
         load.check_nothing_lost()
     with capsys.disabled():
         print(
@@ -262,7 +262,7 @@ def test_planned_sentinel_failover_reports_losses_and_pausing_writes_prevents_th
         if paused:
             with plain_client(sentinels.primary.url) as plain:
                 plain.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-            time.sleep(0.3)  # the replicas receive the last records
+            time.sleep(0.3)  # time for the replicas to receive the last records
         sentinels.failover()
         assert publishing.continues(), publishing.problems
         sentinels.wait_until_stable()

@@ -1,10 +1,10 @@
 """Twenty slot moves under load; part of ``make chaos``.
 
 A publisher, a group, two shared consumers and a peer group work while the stream's slot and the
-peer group's slot move. A slot moves at once, slowly, in two parts because the tool dies and a
-repair finishes the move, or, on Valkey, atomically. The log must contain exactly the acknowledged
-records, and the group and the shared consumers must get every record once and in order. The test
-prints the publisher's longest pauses.
+peer group's slot move. Some moves are fast, and some are slow. In others, the tool dies in the
+middle, and a repair finishes the move. On Valkey, some are atomic. The log must contain exactly the
+acknowledged records, and the group and the shared consumers must get every record once and in
+order. The test prints the publisher's longest pauses.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ Kind = Literal[
 class Event(msgspec.Struct, omit_defaults=True):
     """One event. Its kind determines which fields it has."""
 
-    t: int  # monotonic clock in ns: before a request, after anything else
+    t: int  # monotonic time in ns, read before a request, but after anything else
     kind: Kind
     who: str = ""  # the publisher, member or reader
     group: str = ""

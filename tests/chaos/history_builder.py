@@ -1,4 +1,4 @@
-"""Builds histories by hand, for testing the checker."""
+"""A builder of hand-made histories, for tests of the checker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Planted bugs, each of which the checker must find.
 
-They exist only inside the workers of a run. Each alters the text of a script or a function, and
-fails if the text to replace is missing. Otherwise a mutant could silently equal the original, and
-the checker would seem to miss a bug.
+Each exists only in the process that plants it. It alters the text of a script or a function, and
+planting it fails if the text to replace is missing. Otherwise a mutant could silently equal the
+original, and the checker would seem to miss a bug.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MUTANTS = {
         frozenset({ViolationKind.STALE_CONFIRM, ViolationKind.WENT_BACK}),
         {
             # A session renews before it confirms, so after a pause it soon learns that it lost the
-            # lease. If its application hangs, it has released the lease and no longer renews.
+            # lease. If the application hangs, the session releases the lease and stops renewing.
             "kinds": ("pause_owner",),
             "hang": 0.1,
             "seconds": 4.0,
@@ -134,7 +134,7 @@ MUTANTS = {
         STOPPING_ARCHIVERS | {"seconds": 3.0},
     ),
     "careless-publish": Mutant(
-        "the ring is trimmed to its capacity, archived or not",
+        "the ring is trimmed to its capacity, even if the records are not archived",
         "PUBLISH",
         (("floor = math.min(floor, archived)", "floor = floor"),),
         frozenset({ViolationKind.UNARCHIVED}),

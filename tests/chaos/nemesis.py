@@ -1,7 +1,8 @@
 """Faults in workers, connections and the server, in an order fixed by a seed.
 
-Kinds are drawn from a bag that is refilled when it is empty, so all are about equally frequent.
-Faults overlap, but each worker, each proxy and the server has at most one at a time.
+The kinds of faults are drawn from a bag that is refilled when it is empty, so all kinds are about
+equally frequent. Faults overlap, but each worker, each proxy and the server has at most one at a
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REPLY_S = 2.0
 STOPS = (0.8, 2.5)
 #: Range of the duration of an owner's pause after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
-#: Range of the seconds from arming that fault to the pause.
+#: Range of the seconds between arming the proxy to lose the reply and pausing the owner.
 LOSE_S = (0.02, 0.2)
 #: Fraction of slot moves that run without a stop, and the maximum number of keys that the other
 #: moves transfer before they stop.
@@ -143,7 +144,7 @@ class Nemesis:
         return self._pause("pause_member", self._members)
 
     def pause_owner(self) -> bool:
-        """Pause a member that holds the lease of any group."""
+        """Pause a member that holds a group's lease."""
         return self._pause("pause_owner", self._owners(self._members, self._groups))
 
     def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
@@ -189,7 +190,7 @@ class Nemesis:
         return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
 
     def stop_at_commit(self) -> bool:
-        """Stop the archiver that holds the lease after its next append, before it commits."""
+        """After its next append, stop the archiver that holds the lease before it commits."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
         if slot is None or self._signals is None:
             return False
@@ -200,7 +201,7 @@ class Nemesis:
 
     def _resume_archiver(self, slot: Slot) -> None:
         assert self._signals is not None, "stop_at_commit needs signals"
-        self._signals.stop(slot.name)  # the archiver may not have reached a commit
+        self._signals.stop(slot.name)  # clear the signal if the archiver has not reached a commit
         slot.resume()
 
     def hide_store(self) -> bool:
@@ -227,7 +228,7 @@ class Nemesis:
         return self._on_proxy("cut", 0.0, lambda slot: slot.proxies.cut())
 
     def lose_reply(self) -> bool:
-        """Execute a script, but lose its reply."""
+        """Lose the reply to one of a worker's next scripts, although the server executes it."""
         nth = self._rng.randint(1, 4)
         return self._on_proxy(
             "lose_reply", 0.5, lambda slot: slot.proxies.cut_after_request(nth, match=b"EVAL")

@@ -104,7 +104,7 @@ class Sampler(threading.Thread):
 
 
 class Recorder(threading.Thread):
-    """A subscriber without a group that records the log, so that dropped records are known."""
+    """A thread that records the log as it grows, so that dropped records are known."""
 
     def __init__(self, stream: meteor.Stream, writer: Writer) -> None:
         super().__init__(name="recorder", daemon=True)
@@ -138,7 +138,7 @@ class Recorder(threading.Thread):
                 self._reached = batch.last_offset + 1
 
     def catch_up(self, end: int, timeout_s: float) -> None:
-        """Wait until the recorder has read all records below `end` or has failed, or a timeout."""
+        """Wait, with a timeout, until the recorder has read all records below `end` or failed."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and self._reached < end and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)

@@ -25,7 +25,7 @@ AHEAD_S = 1.0
 
 
 @pytest.mark.timeout(300)
-def test_members_perform_or_report_missed_each_of_many_actions_and_none_is_early(url: str) -> None:
+def test_each_action_is_performed_or_reported_as_missed_and_none_is_early(url: str) -> None:
     with Panel(url) as panel:
         processes = panel.processes(PROCESSES)
         for process in processes:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Exit code of a worker that decided to die during its work.
 DIED = 77
 
-# Kills the worker when its standard input closes, which also happens if the run dies. The worker
-# cannot do this itself: it may be paused.
+# A shell script that kills the worker when the script's standard input closes, which also happens
+# if the run dies. The worker cannot do this itself, because it may be paused.
 _WATCHDOG = 'read -r _; kill -s KILL "$1"'
 
 

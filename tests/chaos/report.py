@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tests.chaos.run import Result
 
-#: Violations per run that are shown with the events around them.
+#: Maximum number of violations per run to show with the events around them.
 DETAILED = 5
 
 TOTALS = (

@@ -291,7 +291,7 @@ class Participants:
         while (passed := time.monotonic() - begin) < seconds or (
             passed < EXTENSION * seconds and not self._nemesis.has_done_everything
         ):
-            progress("harming", min(passed / seconds, 1.0))
+            progress("causing faults", min(passed / seconds, 1.0))
             self._nemesis.step()
             self._replace_dead(
                 [*self._members, *self._publishers, *self._archivers, *self._readers]

@@ -1,10 +1,10 @@
 """Slots move while a Spark query copies a stream exactly once; part of ``make chaos``.
 
-The slots of the source and of the target move in every way. The target's slot also holds the staged
-rows and the fence by which the server recognises a repeated commit. Once, the query is killed in
-the middle of a batch, and once after a commit that Spark has not recorded and therefore repeats;
-then the slots move before the next query starts. The target must get each row once and in order,
-and no query may fail. The longest pause between two commits is printed.
+The slots of the source and of the target move in every way that ``SlotMover`` knows. The target's
+slot also holds the staged rows and the fence by which the server recognises a repeated commit. The
+query is killed twice: in the middle of a batch, and after a commit that Spark has not recorded and
+therefore repeats. Both times, the slots move before the next query starts. The target must get each
+row once and in order, and no query may fail. The test prints the longest pause between two commits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ KILLED = 1
 #: The move, by number, after which the query is killed. The slots then move again before a
 #: restarted query repeats the last commit.
 REPEATED = 5
-#: Rows to copy for each move, in several batches: the slots move while some are to be committed.
+#: Rows to copy for each move, in several batches: the slots move before all of them are committed.
 ROWS = 500
 ROWS_PER_BATCH = 100
-#: The program that runs Spark's workers with bugs in meteor_py.
+#: The program that runs Spark's workers with planted bugs in meteor_py.
 PLANTED = Path(__file__).parents[1] / "support" / "planted_python.py"
 
 
@@ -69,7 +69,7 @@ class Commits:
 
 
 class Run:
-    """A query that copies rows while slots move. Results are in the streams of ``client``."""
+    """A query that copies rows to the stream ``target`` while slots move."""
 
     def __init__(self, cluster: Cluster, client: meteor.Client, folder: Path) -> None:
         self._cluster, self._client, self._folder = cluster, client, folder
@@ -86,7 +86,15 @@ class Run:
         repeated: int | None = None,
         python: Path | None = None,
     ) -> None:
-        """Copy some rows during each move. The query is killed at two of them, by number."""
+        """Copy some rows during each move.
+
+        Args:
+            ways: How to move the slots, for each move.
+            killed: Number of the move before which the query is killed.
+            repeated: Number of the move after which the query is killed and its last commit is
+                forgotten.
+            python: The program that runs Spark's workers; None means the current Python.
+        """
         mover = SlotMover(self._cluster, rng, (SOURCE, TARGET))
         copy = self._start(python)
         try:
@@ -120,7 +128,7 @@ class Run:
         )
 
     def _is_idle(self) -> bool:
-        """Return whether Spark has recorded a commit of each batch that it has begun."""
+        """Return whether Spark has recorded a commit for each batch that it has begun."""
         begun, committed = (
             {path.name for path in (self._folder / "checkpoint" / name).glob("[0-9]*")}
             for name in ("offsets", "commits")
@@ -159,7 +167,7 @@ def test_rows_that_are_written_twice_are_found(rng: random.Random, tmp_path: Pat
 
 
 def planted_python(folder: Path, *bugs: str) -> Path:
-    """Write a program that runs Python, with planted bugs in modules: ``-m MODULE``."""
+    """Write a program that runs Python, and that plants bugs if it is called with ``-m MODULE``."""
     program = folder / "planted-python"
     bugged = f"{sys.executable} {PLANTED} {','.join(bugs)}"
     program.write_text(

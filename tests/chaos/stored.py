@@ -66,7 +66,7 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
 def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
     """Check that each commit covers appended records, and that no older term commits.
 
-    When a term appends, from ``archived`` on, it has already fenced the older terms.
+    A term appends from ``archived`` on, and only after it has fenced the older terms.
     """
     appends = [event for event in history if event.kind in ("append", "appended")]
     newest, who, place, reported = -1, "no archiver", 0, -1
@@ -77,7 +77,7 @@ def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: 
             event = appends[place]
             place += 1
             if event.t >= sample.began:
-                before |= known  # the sample may be older than this
+                before |= known  # the sample may be older than this event
             if event.term > newest:
                 newest, who, known = event.term, event.who, {event.first}
             if event.term == newest and event.kind == "appended":
@@ -113,7 +113,7 @@ def check_listed(history: Sequence[Event], findings: Findings) -> None:
 
 
 def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
-    """Check that the files at the end hold the archived part of the log, each record once."""
+    """Check that, at the end, the files hold the archived part of the log, each record once."""
     end = max((event.last for event in history if event.kind == "archived"), default=-1)
     if end < 0:
         return  # the run failed to record the store

@@ -150,7 +150,7 @@ def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
     newer = math.inf  # when a newer term was first seen
     newer_term = -1
     for term in reversed(terms):
-        known = -1  # repeating a confirm of this term changes nothing
+        known = -1  # the highest confirm in this term: repeating it changes nothing
         for event in term:
             late = event.began > newer
             if event.kind == "confirmed":

@@ -31,7 +31,7 @@ def builder() -> HistoryBuilder:
 
 
 def finish(builder: HistoryBuilder) -> None:
-    """Let a second member take over and drain the group, and record the log."""
+    """Have a second member take over and drain the group, and record the log."""
     builder.assigned("m2", 20, 2)
     builder.deliver("m2", 20, 2, "p-2", "p-3", "p-4", "p-5")
     builder.confirm("m2", 20, 6)
@@ -306,7 +306,7 @@ def test_group_that_does_not_reach_the_end_is_reported_as_not_drained(
 
 
 def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 4) -> None:
-    """Let a ring of two records overtake the group: its second member gets a gap from 2 on."""
+    """Have a ring of two records overtake the group: its second member gets a gap from 2 on."""
     builder.assigned("m2", 20, 2)
     builder.gap("m2", 20, 2, gone_to)
     builder.sample(gone_to + 1, end, first=first)

@@ -40,7 +40,7 @@ class StoreHistoryBuilder(HistoryBuilder):
         self.add("unavailable", who="r1", began=began, text=text)
 
     def finish(self, *files: int) -> None:
-        """Read the log from 0, and the files that begin at these offsets."""
+        """Record the log from offset 0, and the files that begin at these offsets."""
         self.add("healed")
         self.archived(6, first=4)
         self.add("reading", who="log", first=0)

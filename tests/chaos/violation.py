@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.history import Event
 
-#: Violations of each kind that are kept with their events; the others are only counted.
+#: Maximum number of violations of each kind to keep with their events; others are only counted.
 KEPT = 5
 BEFORE = 12
 AFTER = 6
@@ -20,12 +20,12 @@ class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
     LOST = "lost"  # acknowledged, delivered or archived, but missing from the log or the store
-    PHANTOM = "phantom"  # in the log or the store, but never published, failed or unarchived
+    PHANTOM = "phantom"  # in the log or the store, but failed, unarchived or never published
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice for one reader or term
     REORDERED = "reordered"  # the log or a term is out of order
     TWO_PAYLOADS = "two payloads"  # two records at one offset
     SKIPPED = "skipped"  # a hole in the log, in a group's deliveries or in a reader's records
-    WENT_BACK = "went back"  # a confirmed offset, archived or the end of the log has decreased
+    WENT_BACK = "went back"  # a confirmed offset, `archived` or the end of the log has decreased
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
     FALSE_REFUSAL = "false refusal"  # a confirm reported as having no effect had one
@@ -34,7 +34,7 @@ class ViolationKind(enum.StrEnum):
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
     UNARCHIVED = "unarchived"  # the ring has dropped records that were not archived
     OVERGROWN = "overgrown"  # more records than allowed wait for an archiver
-    STALE_COMMIT = "stale commit"  # archived is not the offset that the newest term committed
+    STALE_COMMIT = "stale commit"  # `archived` is not the offset that the newest term committed
     DAMAGED = "damaged"  # the store has flaws
     NOT_DRAINED = "not drained"  # a group or the archivers do not reach the end after healing
     UNEXPECTED = "unexpected error"  # an error that no fault explains

@@ -60,7 +60,7 @@ def work(
 def take_part(
     config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
 ) -> None:
-    """Join each group, in one thread per group."""
+    """Be a member of each group until the run ends, in one thread per group."""
     rng = random.Random(config.seed)
     members = [
         Member(config, group, client, writer, signals, random.Random(rng.random()))

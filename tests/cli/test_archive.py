@@ -299,7 +299,7 @@ def test_run_archives_and_releases_its_lease_at_the_end(
     assert (done.code, done.out) == (code, b"")
     assert "Traceback" not in done.err
     assert stored.owner is None
-    stored.archiver()  # the lease was released: it does not expire during the test
+    stored.archiver()  # gets the lease only if it was released: it cannot have expired yet
     stored.fill(60)
     stored.check(120)
 

@@ -83,7 +83,7 @@ def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
 
 
 def only_warnings(text: str) -> bool:
-    """Return whether the text warns about the server, or about nodes of a cluster, once each."""
+    """Return whether the text consists only of warnings about servers, with no warning repeated."""
     lines = text.splitlines()
     warnings = [line for line in lines if line.startswith("meteor: warning: The server at ")]
     return bool(lines) and lines == list(dict.fromkeys(warnings))
@@ -179,7 +179,9 @@ def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["\x03", None])
-def test_spark_ends_with_the_demo(ending: str | None, leftovers: Leftovers) -> None:
+def test_spark_is_stopped_if_the_demo_is_interrupted_or_killed(
+    ending: str | None, leftovers: Leftovers
+) -> None:
     require_java()
     command = (METEOR, "demo", "--records", "1000")
     with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:

@@ -83,7 +83,7 @@ def test_text_option_sends_the_body_as_text(url: str, members: list[Membership],
 
 @pytest.mark.parametrize("to", ["any", "all", "leader", "w1"])
 @pytest.mark.parametrize("tell", [[], ["--tell"]])
-def test_a_message_is_sent(
+def test_message_reaches_its_target_with_body_and_priority(
     url: str, members: list[Membership], group: PeerGroup, to: str, tell: list[str]
 ) -> None:
     got: list[tuple[str, Any, int]] = []

@@ -213,7 +213,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
     ("arguments", "code", "sentence"),
     [
         (["x", "--jsonl"], 2, "either values or --jsonl"),
-        (["--jsonl", "-k", "k"], 2, "the input has keys and headers"),
+        (["--jsonl", "-k", "k"], 2, "keys and headers are in the input"),
         (["-k", "k", "-K", ":"], 2, "either -k or -K"),
         (["x", "-H", "novalue"], 2, "does not have the form NAME=VALUE"),
         (["x", "--no-create"], 1, "There is no stream 'orders'"),
@@ -330,4 +330,4 @@ def test_records_awaiting_replies_are_counted_after_ctrl_c(server: Server, url: 
         proxy.resume()
         done = running.end()
     assert "3 records published to stream 'orders', offsets 0 to 2" in done.err
-    assert done.code in (0, 130)  # it may have finished just before
+    assert done.code in (0, 130)  # the command may have finished just before the signal

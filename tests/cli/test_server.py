@@ -129,7 +129,7 @@ def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -
     running, url = own
     with plain_client(url) as client:
 
-        def waits() -> bool:  # the command's connection, and this one
+        def waits() -> bool:  # there are two connections: the command's and this one
             return len(client.client_list()) == 2
 
         eventually(waits, 30, "the command did not connect")
@@ -205,7 +205,7 @@ def test_info_describes_a_server(private_server: ServerFactory) -> None:
     assert (found["slots"], found["clients"]) == ([], 1)
 
 
-def test_info_of_an_unreachable_server_is_an_error() -> None:
+def test_info_fails_if_the_server_is_unreachable() -> None:
     done = meteor("redis://127.0.0.1:1", "server", "info")
     assert (done.code, done.out) == (1, b"")
     assert "cannot be reached" in done.err

@@ -44,7 +44,7 @@ def stream(url: str) -> Iterator[Stream]:
 
 @pytest.fixture
 def sub(stream: Stream) -> Iterator[SharedSubscriber]:
-    """A consumer that holds two records of each cart. Cart a is parked, and cart b is delayed."""
+    """A consumer that holds two records of the hostile cart; cart a is parked, and b is delayed."""
     with stream.shared_subscriber("billing", max_per_key=2, on_poison="park") as sub:
         records = {record.offset: record for record in sub.poll()}
         records[0].reject("no such cart")
@@ -212,7 +212,7 @@ def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
     sub = stream.shared_subscriber("billing", lease_ttl=0.2, max_poll_interval=0.1)
     try:
         assert sub.poll(20)
-        eventually(lambda: stream.groups()[0].consumers == 0)  # sub does not poll
+        eventually(lambda: stream.groups()[0].consumers == 0)  # sub does not poll, so it expires
         shown = succeed(url, "shared", "info", "carts", "billing").text
         assert f"{sub.name}     3       12   dead" in shown
         assert f"* {sub.name} is dead. Other consumers get its records" in shown
@@ -222,7 +222,7 @@ def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
         sub.close()
 
 
-def test_names_are_completed(url: str, sub: SharedSubscriber) -> None:
+def test_completion_offers_only_shared_groups(url: str, sub: SharedSubscriber) -> None:
     sub.stream.seek_group("alone", 0)
     for words, found in (("shared info ", "carts"), ("shared info carts ", "billing")):
         typed = f"meteor {words}"

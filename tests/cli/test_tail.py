@@ -96,7 +96,7 @@ def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
     assert (done.code, done.out) == (0, b"20\n21\n")
 
 
-def test_range_that_ends_in_the_future_ends_at_that_time(url: str, stream: Stream) -> None:
+def test_range_with_an_end_in_the_future_stops_at_that_time(url: str, stream: Stream) -> None:
     done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
     assert done.lines == [str(n) for n in range(20)]
     with RunningCommand(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
@@ -166,7 +166,7 @@ def test_new_group_can_start_at_latest(url: str, stream: Stream) -> None:
     assert "meteor seek" in done.err
 
 
-def test_group_with_filter_confirms_filtered_records(url: str, stream: Stream) -> None:
+def test_group_also_confirms_records_that_do_not_match_the_filter(url: str, stream: Stream) -> None:
     assert values(url, "-g", "g", "--key", "even", "-n", "2") == [0, 2]
     assert confirmed(stream) == 3
     assert values(url, "-g", "g", "--key", "nobody", "-e") == []

@@ -405,7 +405,7 @@ def test_importing_top_and_watch_loads_nothing_heavy() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_signals_wait_while_the_terminal_is_set_up_or_restored() -> None:
+def test_signals_are_deferred_while_the_terminal_is_set_up_or_restored() -> None:
     done: list[str] = []
 
     def use_the_terminal() -> None:

@@ -1,4 +1,4 @@
-"""``meteor watch`` reports changes between two snapshots, also as a process on a real server."""
+"""``meteor watch`` reports the changes between two snapshots of a server."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_watch_reports_records_lost_in_a_failover(replicated: ReplicatedStream) 
     publisher.publish_many([b"lost"] * 4).result(20)
     with Watch(proxied.proxy.url, "--json") as watch:
         replicated.fail_over()
-        fill(proxied.stream, 1)  # by a publisher that detects the failover
+        fill(proxied.stream, 1)  # the new publisher detects the failover
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
@@ -403,7 +403,7 @@ def test_watch_without_a_server_fails() -> None:
         assert "cannot be reached" in done.err
 
 
-def test_foreign_key_does_not_end_watch(url: str, client: meteor.Client) -> None:
+def test_key_from_another_program_does_not_end_watch(url: str, client: meteor.Client) -> None:
     client.stream("orders", create=True)
     with RunningCommand(url, "watch", "--interval", "0.1", "--json") as watching:
         assert watching.line("stderr") == "meteor: watching 1 stream."

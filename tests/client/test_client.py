@@ -487,17 +487,6 @@ def test_threads_that_share_a_client_get_their_own_replies(url: str) -> None:
 # The package
 
 
-def test_importing_the_library_imports_no_heavy_dependency() -> None:
-    program = """
-import sys, meteor_py
-heavy = ["pyspark", "pyarrow.parquet", "pyarrow.compute", "pandas", "rich", "click", "fakeredis",
-         "hypothesis", "meteor_cli", "pyspark_meteor"]
-print([name for name in heavy if name in sys.modules])
-"""
-    with run_python(program) as process:
-        assert process.communicate(timeout=60)[0] == "[]\n"
-
-
 def modules() -> Iterator[str]:
     for module in pkgutil.walk_packages(meteor.__path__, "meteor_py."):
         yield module.name

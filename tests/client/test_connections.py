@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py.redis.address import show_node
 from tests.support.servers import each_primary, plain_client
 from tests.support.waiting import eventually
 
@@ -31,10 +32,18 @@ def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[An
                 (number, each["id"])
                 for number, server in enumerate(servers)
                 for each in server.client_list()
+                if each["addr"] not in idle_connections(client)
             }
 
         own = ids()
         yield lambda: ids() - own
+
+
+def idle_connections(client: meteor.Client) -> set[str]:
+    """Return the client's addresses of the connections that it keeps for its next calls."""
+    pools = list(client._connector._nodes._idle.values())  # empty unless there are several nodes
+    sockets = [connection._socket() for pool in pools for connection in list(pool)]
+    return {show_node(sock.getsockname()) for sock in sockets if sock is not None}
 
 
 def test_closing_a_shared_subscriber_closes_its_connections(

@@ -27,7 +27,7 @@ TABLES = (
 
 
 def rows(page: str, heading: str) -> Iterator[tuple[list[str], str]]:
-    """Return the setting names and the default of each row of a table."""
+    """Yield the setting names and the default in each row of a table."""
     text = (DOCS / page).read_text()
     _, found, rest = text.partition(f"| {heading} | default |")
     assert found, f"{page} has no table with the heading {heading!r}"

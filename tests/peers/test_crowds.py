@@ -100,7 +100,7 @@ def test_roaming_members_always_have_a_leader_and_get_no_message_after_leaving(
         found = ask_all(processes, "roam", GROUP, 120, each=[rng.random() for _ in processes])
         members = [one["ids"] for one in found]
         told = [body for one in found for body in one["told"]]
-        check_goodbye(processes, events, told)
+        check_goodbye(processes, told)
     everybody = [member for those in members for member in those]
     assert len(set(everybody)) == len(everybody)  # each join creates a new id
     assert len(everybody) > 20
@@ -123,7 +123,7 @@ def test_each_request_gets_a_reply_or_a_specific_error_while_members_come_and_go
         seeds = [rng.random() for _ in processes]
         found = ask_all(processes, "roam_and_ask", GROUP, 40, 100, each=seeds)
         told = [body for one in found for body in one["told"]]
-        check_goodbye(processes, events, told)
+        check_goodbye(processes, told)
     asked = [question for one in found for question in one["asked"]]
     assert len(asked) == 400
     bodies = {body for _, body, _, _ in asked}
@@ -147,7 +147,7 @@ def test_each_request_gets_a_reply_or_a_specific_error_while_members_come_and_go
     assert len(set(leaders)) > 5
 
 
-def check_goodbye(processes: list[Node], events: list[Event], told: list[str]) -> None:
+def check_goodbye(processes: list[Node], told: list[str]) -> None:
     """Check that, after the load, every member gets a last message from each process."""
     for number, process in enumerate(processes):
         told.append(f"last-{number}")

@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -53,11 +52,9 @@ def is_usable(pub: meteor.Publisher) -> bool:
 
 
 def test_interrupted_result_does_not_stop_the_sender(stream: meteor.Stream, rng: Random) -> None:
-    deadline = time.monotonic() + SECONDS
     with stream.publisher() as pub, Interrupts(rng) as interrupts:
-        while time.monotonic() < deadline:
+        for _ in interrupts.rounds(50, SECONDS):
             interrupts.during(lambda: pub.publish(b"x").result(5))
-        assert interrupts.count > 50
         assert is_usable(pub)
 
 
@@ -70,29 +67,23 @@ def test_interrupted_publish_or_flush_raises_nothing_else_and_loses_no_record(
         acks.extend(pub.publish(b"x" * 100) for _ in range(30))  # there is room for twelve
         pub.flush(5)
 
-    deadline = time.monotonic() + SECONDS
     with stream.publisher(max_pending_bytes=2_000) as pub, Interrupts(rng) as interrupts:
-        while time.monotonic() < deadline:
+        for _ in interrupts.rounds(50, SECONDS):
             interrupts.during(publish_and_flush)
-        assert interrupts.count > 50
         assert is_usable(pub)
         offsets = [ack.result(5) for ack in acks]
         assert offsets == sorted(set(offsets))
 
 
 def test_interrupted_close_can_be_repeated(stream: meteor.Stream, rng: Random) -> None:
-    deadline = time.monotonic() + SECONDS
-    rounds = 0
     with Interrupts(rng) as interrupts:
-        while time.monotonic() < deadline:
+        for number, _ in enumerate(interrupts.rounds(20, SECONDS)):
             pub = stream.publisher()
             ack = pub.publish(b"x")
             for _ in range(3):
                 interrupts.during(pub.close)
             pub.close(5)
-            assert ack.offset == rounds
-            rounds += 1
-        assert interrupts.count > 20
+            assert ack.offset == number
 
 
 def test_flush_can_be_interrupted_at_any_moment(proxied: ProxiedStream) -> None:

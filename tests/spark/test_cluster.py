@@ -1,4 +1,4 @@
-"""Source and sink on a cluster whose nodes are reached by ``remap`` in the address."""
+"""The source and the sink reach a cluster's nodes through ``remap`` in the address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.proxied_cluster import ProxiedCluster
 NAMES = [f"s{number}" for number in range(6)]
 
 
-def test_every_process_of_a_query_reaches_remapped_nodes(spark: SparkSession) -> None:
+def test_every_process_in_a_query_reaches_remapped_nodes(spark: SparkSession) -> None:
     with Cluster() as cluster, ProxiedCluster(cluster) as proxied:
         assert {cluster.owner(name).port for name in NAMES} == {n.port for n in cluster.primaries}
         with meteor.connect(cluster.url) as m:

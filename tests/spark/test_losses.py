@@ -73,7 +73,8 @@ class Lagging:
 def lagging(
     replicated: ReplicatedStream, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Lagging:
-    monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica never learns of the release
+    # The replica never learns that the lease was released, so the lease must expire soon.
+    monkeypatch.setattr(membership, "LEASE_S", 1.0)
     return Lagging(replicated, request.param)
 
 
@@ -83,7 +84,7 @@ def test_query_that_allows_loss_steps_back_to_the_records_that_replaced_lost_one
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.batch() == [*range(20, 30)]
-        assert engine.batch() == []  # starting the query confirms the last batch
+        assert engine.batch() == []  # planning the next batch confirms the last one
         lagging.wait_until_confirmed(30)
         lagging.fail_over(more=5)
         assert engine.batch() == []  # the step back goes into the checkpoint first
@@ -189,7 +190,7 @@ def test_query_warns_once_about_each_missing_stream(
     assert "'oders'" in warning
     assert "`meteor streams ls`" in warning
     caplog.clear()
-    with Engine(kept, **given) as engine:  # the engine does not ask for the start of this stream
+    with Engine(kept, **given) as engine:  # a restarted query does not determine its start again
         engine.reader.prepareForTriggerAvailableNow()
         assert engine.batch() == []
     assert warnings(caplog) == [warning]

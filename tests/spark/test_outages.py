@@ -1,7 +1,7 @@
 """Queries survive server restarts, failovers and dropped connections without losing records.
 
-``tests.support.spark_engine`` stands in for Spark's engine; one test runs Spark itself. Tests with
-long outages are in tests/chaos/spark_outages.py.
+``tests.support.spark_engine`` stands in for Spark's engine; the last tests run Spark itself. Tests
+with long outages are in tests/chaos/spark_outages.py.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
         assert engine.batch() == []
         stream = replicated.proxied.stream
 
-        def confirmed() -> bool:  # the engine asks for more records every few ms
+        def confirmed() -> bool:  # like the engine, asks for records again and again
             assert engine.batch() == []
             return stream.group("g").confirmed == 15
 
@@ -318,7 +318,7 @@ def test_spark_query_survives_server_restarts_while_busy_and_while_idle(
             with away(durable):
                 assert query.isActive
             eventually(lambda: copy.end().offset == 2000, 60, "the query did not continue")
-            with away(durable):  # idle
+            with away(durable):  # while the query is idle
                 assert query.isActive
             fill(stream, 50)
             eventually(lambda: copy.end().offset == 2050, 60, "the query did not continue")

@@ -51,7 +51,7 @@ spark.stop()
 
 
 def count(python: Path, folder: Path) -> tuple[int, Path]:
-    """Return Spark's record count under a given Python, and the data source's file there."""
+    """Count records with Spark under a given Python; return the count and the connector's file."""
     url = f"embedded://{folder}/server"
     settings = SPARK_ENVIRONMENT | SPARK_PYTHON | {"METEOR_TEST_PYTHON": str(python)}
     with meteor.connect(url) as m:

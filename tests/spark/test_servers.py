@@ -73,7 +73,7 @@ def test_password_for_an_embedded_server_is_refused() -> None:
         parse({"url": "embedded:///tmp/x", "passwordEnv": "X"})
 
 
-def test_password_for_sentinels_needs_an_address_of_sentinels() -> None:
+def test_sentinel_password_needs_a_sentinel_address() -> None:
     with pytest.raises(ValueError, match="names no sentinels") as caught:
         parse({"url": "redis://h", "sentinelPasswordFile": "/x"})
     assert "sentinelPasswordFile" in str(caught.value)

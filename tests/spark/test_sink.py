@@ -103,7 +103,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     assert contents(target) == f"{numbers(2800)} {numbers(2800)}"
 
 
-@pytest.mark.single_server("the tasks look for keys on it")
+@pytest.mark.single_server("the tasks look up keys with a client for one server")
 def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
@@ -259,14 +259,14 @@ def columns(ddl: str) -> StructType:
     return schema
 
 
-@pytest.mark.usefixtures("spark")  # a schema is parsed by Spark
+@pytest.mark.usefixtures("spark")  # Spark parses the schema
 @pytest.mark.parametrize(
     ("schema", "options", "words"),
     [
         ("value string, extra int", {}, "Cannot write column extra of type int to a stream"),
         ("value int", {}, "Cannot write column value of type int to a stream"),
         ("key string", {}, "A record needs a value"),
-        ("value string", {"stream": None}, "Set the stream"),
+        ("value string", {"stream": None}, "Name the target stream"),
         ("value string", {"other": "x"}, "no option 'other'"),
         ("value string", {"delivery": "atLeastOnce"}, "delivery does not apply here"),
         ("value string", {"txnVersion": "2"}, "Set txnId as well"),
@@ -293,7 +293,7 @@ def test_invalid_option_or_column_is_refused_by_name(
         parse_sink(given, columns(schema), streaming=streaming)
 
 
-@pytest.mark.usefixtures("spark")  # a schema is parsed by Spark
+@pytest.mark.usefixtures("spark")  # Spark parses the schema
 @pytest.mark.parametrize(
     ("row", "words"),
     [

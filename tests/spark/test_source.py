@@ -192,7 +192,7 @@ def test_query_reads_all_streams_that_match_a_pattern_even_one_created_later(
         rows = spark.read.parquet(str(tmp_path / "rows")).select("stream", "offset").collect()
         return sorted((row.stream, row.offset) for row in rows)
 
-    # By default, existing streams are read from the latest record; later ones are read in full.
+    # By default, the query reads only new records from existing streams, but later streams in full.
     wanted = [("shop.a", 3), ("shop.empty", 0), ("shop.late", 0), ("shop.late", 1)]
     eventually(lambda: found() == wanted, 30, "the stream created later was not read")
     eventually(lambda: late.group("g").confirmed == 2, 30, "the batch was not confirmed")
@@ -226,7 +226,7 @@ def test_failover_that_loses_records_fails_the_query_unless_loss_is_allowed(
     assert replicated.proxied.stream.group("g").confirmed == 50
 
 
-def test_password_is_looked_up_and_shown_nowhere(
+def test_password_from_a_variable_or_file_is_used_but_never_shown(
     spark: SparkSession,
     private_server: ServerFactory,
     tmp_path: Path,

@@ -10,6 +10,7 @@ import gc
 import itertools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from random import Random
 from types import FrameType
@@ -49,6 +50,17 @@ class Interrupts:
             self._on = False
             self.count += 1
             raise Interrupted
+
+    def rounds(self, least: int, seconds: float) -> Iterator[None]:
+        """Yield repeatedly for ``seconds``, and longer until ``least`` calls were interrupted.
+
+        Raises:
+            AssertionError: That did not happen within 60 seconds.
+        """
+        start = time.monotonic()
+        while time.monotonic() < start + seconds or self.count < least:
+            assert time.monotonic() < start + 60, f"only {self.count} calls were interrupted"
+            yield
 
     def during(self, work: Callable[[], object], within_s: float = 3e-4) -> bool:
         """Call ``work`` and interrupt it at most once; return whether it was interrupted."""

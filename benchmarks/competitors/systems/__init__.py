@@ -1,6 +1,6 @@
 """The systems under comparison behind one interface, each with its best settings.
 
-A system is a small immutable description, so that it can be sent to the processes of a job. Its
+A system is a small immutable description, so that it can be sent to a job's processes. Its
 publishers and consumers belong to the process that opens them.
 """
 
@@ -23,7 +23,7 @@ class Publisher(Protocol):
         """Publish records with one call each, and wait until all are acknowledged."""
 
     def send_bulk(self, values: Sequence[bytes]) -> None:
-        """Publish records in the client's fastest way, and wait until all are acknowledged."""
+        """Publish records as fast as the client can, and wait until all are acknowledged."""
 
     def flush(self) -> None:
         """Wait until all records are acknowledged."""

@@ -1,4 +1,4 @@
-"""Runs an asyncio client from plain code, for clients that have no other interface."""
+"""An event loop for clients that have only an asyncio interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 class EventLoop:
-    """One event loop that runs only during ``run`` calls."""
+    """Runs coroutines from synchronous code. The loop runs only during ``run`` calls."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

@@ -1,8 +1,8 @@
 """Apache Kafka through confluent-kafka, with one partition and no consumer group.
 
 The settings are the best ones from a sweep over linger, batch size and compression: a linger of 5
-ms, batches of 1 MB, no compression, and ``consume(2000)``. For latency, a linger of 0 to 5 ms is
-compared, and the consumer takes every record as soon as it arrives.
+ms, batches of 1 MB, no compression, and ``consume(2000)``. For latency, lingers of 0, 1 and 5 ms
+are compared, and the consumer takes each record as soon as it arrives.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from benchmarks.common import cut, plain_client
 from benchmarks.competitors.systems import BULK
 
 _STREAM = "bench"
-#: Large enough for every record of a job, because the competitors also keep every record.
+#: Large enough for all records in a job, because the competitors keep all of them too.
 _CAPACITY = 4_000_000
 
 

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 #: Message targets, and the prefix for a member whose id is also a target keyword.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
-#: Seconds to wait for a server.
+#: Seconds to wait for the server.
 _PATIENCE_S = 1.0
 
 
@@ -33,7 +33,8 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
 
     Args:
         find: Called with a client and the value of ``parent``.
-        parent: The argument that the names depend on. If it is missing, there are no completions.
+        parent: The name of the argument on which the names depend, such as "stream", or None. While
+            that argument is missing, there are no completions.
     """
 
     def find_names(session: Session, above: str | None) -> list[str]:
@@ -51,7 +52,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         context: click.Context, option: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         # While the user completes an option's value, such as the group after -g, click has not
-        # parsed the arguments.
+        # parsed the arguments yet. They are still in context.args.
         above = parent and (context.params.get(parent) or next(iter(context.args), None))
         if parent and above is None:
             return []

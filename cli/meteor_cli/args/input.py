@@ -1,4 +1,4 @@
-"""Parses input into records: values, headers, and lines from a pipe, a file or a terminal."""
+"""Parsers that turn input into records: values, headers, and lines from a pipe or a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meteor_cli.render.jsonl import Columns
     from meteor_py.records.codec import CodecName
 
-#: Bytes to read at a time.
+#: Maximum number of bytes to read at a time.
 BLOCK = 1024 * 1024
 #: Number of characters of invalid input to quote in an error message.
 _QUOTED_MAX = 60
@@ -25,10 +25,10 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
     Args:
         fd: A file descriptor.
         delimiter: The byte that ends a line; the last line may lack it.
-        limit: The maximum length of a line in bytes.
+        limit: The maximum number of bytes to buffer for an incomplete line.
 
     Raises:
-        ValueError: A line is longer than ``limit``.
+        ValueError: An incomplete line is longer than ``limit``. Callers check complete lines.
     """
     rest = bytearray()  # the incomplete last line
     while block := _read(fd):
@@ -62,7 +62,7 @@ def read_whole(fd: int, limit: int) -> bytes:
 
 
 def _read(fd: int) -> bytes:
-    """Wait for input and return the available bytes; empty at the end."""
+    """Wait for input and return the available bytes, up to ``BLOCK``; empty at the end."""
     blocks = [os.read(fd, BLOCK)]
     size = len(blocks[0])
     while blocks[-1] and size < BLOCK and select.select([fd], [], [], 0)[0]:
@@ -77,7 +77,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
-    """Parse headers written as NAME=VALUE."""
+    """Parse headers; raise ``click.BadParameter`` if one does not have the form NAME=VALUE."""
     pairs = [header.partition("=") for header in given]
     for name, equals, _ in pairs:
         if not equals:
@@ -115,7 +115,10 @@ def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
 
 
 class RecordParser:
-    """Converts input into records that the stream's codec can decode."""
+    """Converts input into records that the stream's codec can decode.
+
+    Invalid input raises ``jsonl.Unreadable``.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """Convert values or lines. ``number`` is the number of the first one, for errors."""
+        """Convert values or lines. ``number`` is the number of the first, for error messages."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:

@@ -84,7 +84,7 @@ def parse_span(text: str, now: datetime | None = None) -> Span:
 
 def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
     if text in _WORDS:
-        return Position(text)  # type: ignore[arg-type]  # one of two words
+        return Position(text)  # type: ignore[arg-type]  # "earliest" or "latest"
     if text.startswith("@"):
         return Position("@", time=parse_time(text[1:], now, since))
     found = _OFFSET.fullmatch(text)
@@ -93,7 +93,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
         raise ValueError(
             f"{text!r} is not a position; write {_FORMS}, or a range such as 5..9.{meant}"
         )
-    return Position(found[1], int(found[2]))  # type: ignore[arg-type]  # see the pattern
+    return Position(found[1], int(found[2]))  # type: ignore[arg-type]  # a sign, or empty
 
 
 def _guess(text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Parses sizes such as 10MB."""
+"""A parser for sizes such as 10MB."""
 
 from __future__ import annotations
 

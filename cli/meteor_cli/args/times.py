@@ -1,4 +1,4 @@
-"""Parses times such as 2026-11-16 and -1h, and durations such as 30d."""
+"""Parsers for times such as 2026-11-16 and -1h, and for durations such as 30d."""
 
 from __future__ import annotations
 

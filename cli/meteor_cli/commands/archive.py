@@ -78,7 +78,7 @@ def run(
     if not session.verbose:  # show the errors that an archiver survives and only logs
         logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
-        if streams:  # fail before starting any archiver
+        if streams:  # open all of them first: a wrong name must fail before any archiver starts
             archivers = [_archiver(m, name, store, given) for name in dict.fromkeys(streams)]
         else:
             archivers = _find_all(m, store, given)
@@ -179,10 +179,11 @@ def _follow(reports: list[_ArchiverReport]) -> None:
 
 
 def _flush(archiver: Archiver) -> None:
-    """Wait until this or another archiver has archived all records of the stream.
+    """Wait until this or another archiver has archived all records that the stream has now.
 
     Raises:
-        StoreUnavailable: There was no progress for ``_PATIENCE_S`` seconds.
+        StoreUnavailable: There was no progress for ``_PATIENCE_S`` seconds, or this archiver
+            stopped.
     """
     from meteor_py import StoreUnavailable
 

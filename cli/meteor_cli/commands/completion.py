@@ -19,7 +19,7 @@ meteor completion fish | source   # in ~/.config/fish/config.fish"""
 def completion(session: Session, shell: str) -> None:
     """Print a script that enables completion in your shell.
 
-    It completes commands, options, and the names of streams and groups.
+    It completes commands, options, and the names of streams, groups and members.
     """
     found = get_completion_class(shell)
     assert found is not None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meteor_py import Client, Stream
 
 T = TypeVar("T")
-#: (results, whether they are complete).
+#: The results, and whether they are complete.
 Found = tuple[list[T], bool]
 
 
@@ -39,8 +39,11 @@ def read_streams(
 def read_all(what: str, names: Iterable[str], read: Callable[[str], Iterable[T]]) -> Found[T]:
     """Call ``read`` for each name, and return all results.
 
-    If an item cannot be read, for example because another program wrote its keys, reports it and
-    continues.
+    If an item cannot be read, for example because another program wrote its keys, report it and
+    continue with the next one.
+
+    Raises:
+        ConnectionFailed: The server cannot be reached.
     """
     from meteor_cli.errors import explain
     from meteor_py import ConnectionFailed, MeteorError

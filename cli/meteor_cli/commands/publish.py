@@ -95,7 +95,7 @@ def publish(
     if values and source:
         raise click.UsageError(f"Pass either values or --{source}, not both.")
     if source == "jsonl" and (key is not None or key_separator or headers):
-        raise click.UsageError("With --jsonl, the input has keys and headers: omit -k, -K, -H.")
+        raise click.UsageError("With --jsonl, keys and headers are in the input: omit -k, -K, -H.")
     if key is not None and key_separator:
         raise click.UsageError("Pass either -k or -K, not both.")
     with session.connect(writing=True) as m:
@@ -137,7 +137,7 @@ def _publish_input(
                 tally.add(_publish(pub, rows), len(rows.values), at_once=typed)
                 advance(tally.count)
             tally.finish()
-    finally:  # the publisher is closed, so the outcome of every record is settled
+    finally:  # the publisher is closed, so no outcome can change any more
         tally.report(quiet=quiet)
 
 
@@ -218,7 +218,10 @@ class Tally:
         self.count = 0
 
     def add(self, ack: ManyAck, records: int, *, at_once: bool) -> None:
-        """Add records, and count earlier records that are done. Raises if one has failed."""
+        """Add a batch, and count the batches that are done; if ``at_once``, wait for all of them.
+
+        Raises the error of a batch that failed.
+        """
         self._waiting.append((ack, records))
         while self._waiting and (at_once or self._waiting[0][0].done()):
             self._settle()
@@ -247,7 +250,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Count an unsettled batch; return the number of unknown outcomes."""
+        """Count a batch that is still in the queue; return the number of unknown outcomes."""
         from meteor_py import OutcomeUnknown
 
         before = self.count

@@ -128,7 +128,7 @@ def describe_server(session: Session, as_json: bool) -> None:
     """Show the version, memory, persistence, clients and streams of a server.
 
     For a cluster, shows them for each primary, with its slots and the streams in them. If a primary
-    cannot be reached, its facts and the streams are missing, and the exit status is 1.
+    cannot be reached, the output lacks its facts and all stream counts, and the exit status is 1.
     """
     with session.connect() as m:
         found = m.describe()
@@ -151,7 +151,7 @@ def describe_server(session: Session, as_json: bool) -> None:
 
 
 def _read_all_streams(m: Client) -> tuple[list[Description] | None, bool]:
-    """Return the streams, or None if a primary is unreachable; and whether all were readable."""
+    """Return the streams (None if a primary is unreachable), and whether all were readable."""
     from meteor_py import ConnectionFailed
 
     try:

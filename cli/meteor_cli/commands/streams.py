@@ -116,16 +116,19 @@ _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 _settings = options.together(
     options.count("--capacity", help="Number of records that the ring keeps. Default: 10,000."),
     options.duration(
-        "--max-age", help="How long the ring keeps a record: 3600, 12h, 7d. 0: no limit (default)."
+        "--max-age",
+        help="How long the ring keeps a record, such as 3600, 12h or 7d. Default: 0, no limit.",
     ),
-    options.size("--max-bytes", help="Maximum size of the ring: 500MB. 0: no limit (default)."),
+    options.size(
+        "--max-bytes", help="Maximum size of the ring, such as 500MB. Default: 0, no limit."
+    ),
     options.compression,
     click.option("--checksum/--no-checksum", default=None, help="Store a CRC-32 with each frame."),
     click.option(
         "--ordering-key",
         type=options.rule,
         metavar="RULE",
-        help="Ordering key of records, for shared groups: key or header:NAME. "
+        help="Where to find a record's ordering key, for shared groups: key or header:NAME. "
         "Can be added later, but not changed.",
     ),
     options.count(
@@ -133,10 +136,12 @@ _settings = options.together(
         help="Maximum number of unarchived records in the ring. Default: 10 times the capacity.",
     ),
     options.duration(
-        "--retain", help="How long the store keeps a confirmed record: 30d. 0: no limit (default)."
+        "--retain",
+        help="How long the store keeps a confirmed record, such as 30d. Default: 0, no limit.",
     ),
     options.size(
-        "--retain-bytes", help="Maximum size of the files in the store: 1TB. 0: no limit (default)."
+        "--retain-bytes",
+        help="Maximum size of the files in the store, such as 1TB. Default: 0, no limit.",
     ),
 )
 
@@ -230,7 +235,8 @@ def remove_streams(
 ) -> None:
     """Delete streams with all their records and groups."""
     with session.connect() as m:
-        opened = [m.stream(name, create=False) for name in streams]  # fail before deleting any
+        # Open all streams first: a wrong name must fail before any stream is deleted.
+        opened = [m.stream(name, create=False) for name in streams]
         for stream in opened:
             found = stream.describe()
             what = f"{counted(found.next - found.first, 'record')}, "
@@ -250,7 +256,7 @@ meteor streams repair orders
 meteor streams repair orders --apply --yes""",
 )
 @options.stream_name
-@options.flag("--apply", help="Remove the entries. Without it, only report them.")
+@options.flag("--apply", help="Remove the entries instead of only reporting them.")
 @options.flag("-y", "--yes", help="Do not ask for confirmation.")
 def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None:
     """Find entries in the log that no publisher wrote, and remove them with --apply.

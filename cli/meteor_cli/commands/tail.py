@@ -215,7 +215,7 @@ class Tailer:
         self.lost = 0
 
     def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read without a group."""
+        """Read and print records without a group."""
         end = self._stream.bounds()[1]
         bounds = Bounds(stop=None if follow else end)
         if span is None:
@@ -227,7 +227,7 @@ class Tailer:
         self._loop(bounds, start)
 
     def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read as a member of a group, and confirm printed records."""
+        """Read as a member of a group, and confirm the records that were printed."""
         bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
         initial = "auto" if span is None else span.start.kind
         self._loop(bounds, group=group, initial_offset=initial)
@@ -252,7 +252,10 @@ class Tailer:
         return "earliest" if is_relative and offset <= self._stream.bounds()[0] else offset
 
     def _last_matching(self, end: int, number: int) -> int | str:
-        """Scan backwards until ``number`` records match, and return the offset of the first."""
+        """Scan backwards until ``number`` records match, and return the first one's offset.
+
+        If fewer match, return "earliest".
+        """
         start, step, found = end, _SCAN, 0
         while found < number:
             first = self._stream.bounds()[0]
@@ -335,7 +338,7 @@ class Tailer:
         return batch
 
     def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Replace a time limit with an offset once the time has passed, here or on the server."""
+        """Replace the time limit with an offset once our clock or the server's has reached it."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):

@@ -48,7 +48,10 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
 
 
 def _unreadable(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Report streams that became unreadable, or readable again; other changes are unknown."""
+    """Report streams that became unreadable, became readable again, or vanished while unreadable.
+
+    Other changes to an unreadable stream are unknown.
+    """
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
         if name not in before.unreadable:
@@ -145,7 +148,7 @@ def _group(
 def _problems(
     before: StreamSnapshot | None, after: StreamSnapshot, lag_max: int | None
 ) -> Iterator[Change]:
-    """Report conditions that need attention, once when they begin."""
+    """Report conditions that need attention when they begin. Report the end of a high lag, too."""
     stream, waiting = after.stream.name, after.unarchived
     if _lacks_archiver(after) and not (before and _lacks_archiver(before)):
         text = f"no archiver, {counted(waiting, 'record')} waiting"

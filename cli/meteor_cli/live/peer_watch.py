@@ -86,7 +86,7 @@ class PeerWatcher:
         self._print(event.view, event.kind, *describe_event(event), at_ms=event.at)
 
     def _ping(self) -> None:
-        """Report that the server went away or came back. A monitor must survive its server."""
+        """Report that the server went away or came back. A monitor must survive an outage."""
         from meteor_py import ConnectionFailed, MeteorError
 
         reason = None

@@ -33,7 +33,7 @@ class View:
     at: datetime
     snapshot: Snapshot
     rates: dict[str, Rates] = field(default_factory=dict)
-    #: Why the data is out of date.
+    #: Why the data is out of date; None if it is current.
     problem: str | None = None
 
 
@@ -67,7 +67,7 @@ class Column(NamedTuple):
     #: Minimum width, so that columns do not move while numbers change.
     width: int
     right: bool
-    #: Minimum width of the screen for the column to be shown.
+    #: Minimum screen width, in characters, at which the column is shown.
     needs: int
 
 

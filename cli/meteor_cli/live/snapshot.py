@@ -84,7 +84,7 @@ class Observer:
                 seen = self._see(name)
             except ConnectionFailed:
                 raise
-            except (MeteorError, ValueError) as error:  # keys of another program, or no permission
+            except (MeteorError, ValueError) as error:  # another program's keys, or no permission
                 unreadable[name] = str(error)
                 refusal = error
             else:

@@ -28,7 +28,7 @@ class Watcher:
         self._is_gone = False
 
     def begin(self, named: tuple[str, ...]) -> None:
-        """Print existing problems. Raises if the server cannot be reached."""
+        """Print existing problems. Raises the same errors as ``Observer.snapshot``."""
         self._before = self._observer.snapshot()
         say(f"watching {counted(len(self._before.streams), 'stream')}.")
         for name in named:
@@ -56,7 +56,7 @@ class Watcher:
         self._print(changes(before, after, self._lag_max))
 
     def _note_gone(self, error: MeteorError) -> None:
-        """Report once that the server is gone. A monitor must survive its server."""
+        """Report once that the server is gone. A monitor must survive an outage."""
         if not self._is_gone:
             self._is_gone = True
             reason = str(error)

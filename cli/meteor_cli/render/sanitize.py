@@ -1,4 +1,4 @@
-"""Makes untrusted text safe for a terminal.
+"""Functions that make untrusted text safe for a terminal.
 
 A record may contain control sequences that move the cursor, set the title or send input as if the
 user had typed it (C0, C1). It may also contain bidirectional and invisible characters, which

@@ -3,7 +3,7 @@ never remove one or change its meaning.
 
 Times are in ms since 1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations
 are in seconds, sizes in bytes, and rates per second. An unknown or missing value is ``null``;
-``bench`` omits it. If a ``peers watch`` event has ``resync``, the server had lost or trimmed
+``bench`` omits it. If ``resync`` is true in a ``peers watch`` event, the server had lost or trimmed
 the event, and the command derived it from the group's state. Such events share one ``view``.
 ``peers ask`` prints the reply itself, except with ``--to all``.
 """

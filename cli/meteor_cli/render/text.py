@@ -33,7 +33,7 @@ def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
 
 
 def show_bytes(count: int | None) -> str:
-    """Format a size.
+    """Format a number of bytes; "-" for None.
 
     >>> show_bytes(12_345_678)
     '12.3 MB'

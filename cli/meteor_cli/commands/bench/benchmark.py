@@ -1,4 +1,4 @@
-"""Runs the measurements of ``meteor bench`` one after another."""
+"""``Benchmark``: the measurements that ``meteor bench`` takes one after another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from meteor_cli.render.terminal import progress
 from meteor_cli.render.text import print_table, product_name, say
 from meteor_cli.session import Session
 
-#: Maximum bytes of records in the ring, and maximum bytes to prepare in advance.
+#: Maximum size, in bytes, of the records in the ring, and of the values prepared in advance.
 _KEPT_MAX_BYTES = 256_000_000
 _MADE_MAX_BYTES = 16_000_000
-#: Number of records whose latency is measured.
+#: Maximum number of records whose latency is measured.
 _LATENCIES = 2_000
 #: The measurements, by their names in ``--json``.
 _NAMES = {
@@ -42,7 +42,7 @@ _READINGS: dict[str, Callable[[meteor.Stream, measure.Advance], tuple[int, float
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One measurement; also a line of ``--json``."""
+    """The result of one measurement, and one line of ``--json`` output."""
 
     #: One of ``_NAMES``.
     what: str
@@ -52,7 +52,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float
     records_per_s: float | None = None
     megabytes_per_s: float | None = None
-    #: Milliseconds from publishing a record to reading it.
+    #: Percentiles of the milliseconds from publishing a record to reading it.
     p50_ms: float | None = None
     p99_ms: float | None = None
 

@@ -77,7 +77,11 @@ def read(
 
 
 def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tuple[int, float]:
-    """Read the whole stream in a group, confirming each batch; see ``read``."""
+    """Read the whole stream in a group, confirming each batch. Returns the same as ``read``.
+
+    Raises:
+        TimeoutError: No record arrived within ``_PATIENCE_S`` seconds.
+    """
     end = stream.bounds()[1]
     done = 0
     with stream.subscriber(group=group) as sub:
@@ -101,6 +105,9 @@ def follow(
 
     Returns:
         The records that were read, and the seconds from publishing each one to reading it.
+
+    Raises:
+        TimeoutError: A record did not arrive within ``_PATIENCE_S`` seconds.
     """
     found: queue.SimpleQueue[tuple[float, meteor.Record] | Exception] = queue.SimpleQueue()
     ended = threading.Event()

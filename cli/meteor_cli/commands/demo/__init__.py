@@ -1,4 +1,4 @@
-"""``meteor demo``: a tour of the features in a few seconds."""
+"""``meteor demo``: a short tour of the features."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ _CALL = 500
 _KILL_AFTER = 50
 #: Make this many calls before the kill, so that some of them are still in flight.
 _ON_THE_WAY = 100
-#: Maximum length of a directory name in bytes, so that the socket's path is short enough. With a
-#: longer name, the server's address would change when it restarts.
+#: Maximum length of the temporary directory's path, so that the path of the server's socket is
+#: short enough. With a longer path, the server's address would change when the server restarts.
 _DIRECTORY_MAX = 50
 
 
@@ -63,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publish all records, and kill and restart the server meanwhile.
+    """Publish all records, killing and restarting the server in between.
 
     Returns:
         Seconds from the kill until records published after it were acknowledged.

@@ -21,7 +21,7 @@ _AHEAD_S = 1.0
 
 
 class Done(NamedTuple):
-    """When a member acted, on the monotonic clock that all processes on a machine share."""
+    """The time at which a member acted, on the monotonic clock that all processes share."""
 
     at_ns: int
     #: Maximum error, in seconds, of the group's clock in that process.

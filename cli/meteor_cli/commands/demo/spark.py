@@ -38,7 +38,7 @@ class Outcome:
 
 
 def missing() -> str | None:
-    """Return what must be installed to run Spark, or None."""
+    """Return what must be installed to run Spark; None if nothing is missing."""
     try:
         found = tuple(int(part) for part in version("pyspark").split(".")[:2])
     except PackageNotFoundError:
@@ -109,7 +109,7 @@ def _environment(url: str, folder: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill Spark's process group: Python and Java. The Python workers end with Java."""
+    """Kill Spark's process group: Python and Java. The Python workers exit when Java does."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -237,7 +237,7 @@ class Tour:
         if outcome.lost:  # possible if a slow disk had not synced the last second of writes
             self._report(
                 "Killed a server while publishing: the slow disk lost acknowledged records;",
-                f"the publisher got an error for {outcome.lost[0]} to {outcome.lost[-1]}",
+                f"the publisher got an error for records {outcome.lost[0]} to {outcome.lost[-1]}",
             )
         else:
             self._check(outcome.complete, "each record is there once, in order")

@@ -1,4 +1,4 @@
-"""The worker processes of the tour, which report to it by printing lines."""
+"""The tour's worker processes, which report to it by printing lines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run_worker(work: Callable[..., None]) -> None:
     try:
         work(*sys.argv[1:])
     except meteor.MeteorError:
-        sys.exit(1)  # usually the server has ended with the tour; otherwise the tour times out
+        sys.exit(1)  # usually the tour has ended and stopped the server; otherwise it times out
 
 
 def end_with_parent() -> None:
