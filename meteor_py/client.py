@@ -63,7 +63,7 @@ def connect(
             contain them (docs/production/cluster.md).
 
     Raises:
-        ValueError: ``url`` is not a valid address.
+        ValueError: ``url`` is not a valid address, or ``timeout`` is out of range.
 
     >>> with connect("embedded://") as m:
     ...     stream = m.stream("orders")
@@ -97,7 +97,7 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
 
     Raises:
         RuntimeError: The caller is not the main thread.
-        ValueError: A signal cannot be handled, or the timeout is not positive.
+        ValueError: A signal cannot be handled, or ``timeout`` is out of range.
     """
     install(signals or (SIGTERM,), check_seconds("timeout", timeout))
 
@@ -134,8 +134,8 @@ class Client(Closeable):
     ) -> Stream:
         """Open a stream.
 
-        If the stream does not exist, the first publisher creates it, or this call does if you pass
-        a setting. Readers do not create streams: with a misspelled name, they would wait forever.
+        If you pass a setting, this call creates a missing stream; otherwise its first publisher
+        does. Readers create no streams: with a misspelled name, they would wait forever.
 
         By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
         ``store`` for older records. ``StreamConfig`` describes the settings from ``capacity`` to
@@ -157,7 +157,7 @@ class Client(Closeable):
 
         Raises:
             StreamConfigMismatch: The stream exists with other settings.
-            StoreMismatch: The stream exists with another store.
+            StoreMismatch: The stream has another store, or the store belongs to another stream.
             StoreUnavailable: The store cannot be reached.
             StreamNotFound: The stream does not exist, and ``create`` is false.
             ValueError, TypeError: A setting is out of range or of the wrong type.
@@ -228,7 +228,7 @@ class Client(Closeable):
         """A redis-py client for the same server, for other commands. It never retries.
 
         On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Do not close it:
-        closing this client does, and a closed ``RedisCluster`` cannot be used again.
+        ``Client.close`` does that, and a closed ``RedisCluster`` cannot be used again.
         """
         return self._connector.redis
 
@@ -248,13 +248,13 @@ class Client(Closeable):
         self._connector.use_each(_load_scripts)
 
     def close(self) -> None:
-        """Close every publisher, subscriber, peer group and archiver of this client.
+        """Close every publisher, subscriber, peer group and archiver that this client opened.
 
         Closing an ``embedded://`` client also stops its server.
 
         Raises:
             MeteorError: A publish or confirm failed and its ``Ack`` was never checked.
-            Exception: The error that ended a receiver.
+            Exception: The error that ended a receiver or an archiver.
         """
         try:
             close_owned(self._connector)

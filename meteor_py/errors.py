@@ -146,7 +146,7 @@ class ServerNotFound(MeteorError):
 
 
 class ServerStartFailed(MeteorError):
-    """The embedded server did not start. The message ends with the server's last log lines."""
+    """The embedded server did not start. The message usually ends with its last log lines."""
 
 
 class _OfStream(MeteorError):
@@ -373,7 +373,7 @@ class PeerError(MeteorError):
 
 
 class PeerGroupNotFound(PeerError):
-    """No peer group has that name: it was not created, was deleted, or the server lost it."""
+    """The peer group does not exist: it was never created, was deleted, or the server lost it."""
 
 
 class PeerGroupActive(PeerError):

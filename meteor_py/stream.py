@@ -95,7 +95,8 @@ class Stream:
         """Return the position after the last record. It can be stored and used like a checkpoint.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         return self._handle.end()
 
@@ -103,7 +104,8 @@ class Stream:
         """Return the first offset in the ring or the store, and the end of the stream.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         return self._handle.bounds()
 
@@ -210,7 +212,7 @@ class Stream:
         """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. The group's first consumer chooses its settings: ``max_per_key``
+        by one consumer at a time. The first consumer chooses the group's settings, ``max_per_key``
         to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
 
         Args:
@@ -252,7 +254,7 @@ class Stream:
         return find_codec(self.config.codec if codec is None else codec)
 
     def shared_group(self, name: str) -> SharedGroup:
-        """Return an object with which to describe, purge, resume, check or delete a shared group.
+        """Return an object to describe, purge, resume, check or delete a shared group.
 
         Raises:
             GroupNotFound: The group does not exist.
@@ -277,6 +279,7 @@ class Stream:
             ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
             RecordsLost: Some records are neither in the ring nor in the store.
             CorruptSegment: Some records are damaged in the store.
+            StoreUnavailable: The store cannot be read at the moment.
         """
         if isinstance(start, datetime):
             to_ms(start)
@@ -305,7 +308,8 @@ class Stream:
 
         Raises:
             ValueError: The datetime has no time zone.
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
             CorruptStream: The log holds an entry that is not a frame.
         """
         return self._handle.offset_at(time)
@@ -314,7 +318,8 @@ class Stream:
         """Return descriptions of all subscriber groups, including shared ones, sorted by name.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         return self._groups(self.bounds()[1])
 
@@ -426,7 +431,8 @@ class Stream:
         Raises:
             StreamConfigMismatch: The stream has another ``ordering_key``.
             ValueError, TypeError: A setting is out of range or of the wrong type.
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         requested = without_none(
             capacity=capacity,
@@ -458,7 +464,8 @@ class Stream:
             dry_run: Change nothing, and only report what would be removed.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
             ConnectionFailed: The server did not reply. Run the repair again to see how far it got.
             OutOfMemory: The server has no room for the copy. The log was not changed.
         """
@@ -466,7 +473,7 @@ class Stream:
 
     @property
     def store(self) -> Archive:
-        """The stream's store, to inspect, verify and compact the archived records.
+        """The archived part of the stream, with methods to list, verify, compact and expire it.
 
         Raises:
             StoreMismatch: The stream has no store, or the store is not at its address.
@@ -508,6 +515,7 @@ class Stream:
         Raises:
             StreamNotFound: The stream was already deleted.
             LogTruncated: The stream was deleted and recreated. The new stream is not deleted.
+            StoreMismatch, StoreUnavailable: With ``history``; see ``store``.
         """
         handle, connector = self._handle, self._handle.connector
         store = handle.find_store() if history and handle.store_id is not None else None

@@ -70,9 +70,10 @@ class Archive:
         ``filesystem``.
 
         Raises:
-            StoreUnavailable: The store cannot be reached, or no archiver has repaired it since an
-                archiver or a server failed.
+            StoreUnavailable: The store cannot be reached, or a file still holds superseded or
+                uncommitted records. An archiver must rewrite that file first.
             RecordsLost: A file is missing.
+            TypeError: The store is not file-based.
         """
         store = self._parquet("files()")
         return self._consistent(lambda *span: store.files(*span))
@@ -83,26 +84,30 @@ class Archive:
         >>> pq.read_table(store.paths()[0], filesystem=store.filesystem)  # doctest: +SKIP
 
         Raises:
-            StoreUnavailable, RecordsLost: See ``files``.
+            StoreUnavailable, RecordsLost, TypeError: See ``files``.
         """
         store = self._parquet("paths()")
         return self._consistent(lambda *span: store.paths(*span))
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        """The pyarrow filesystem that holds the files, with the store's own credentials."""
+        """The pyarrow filesystem that holds the files, with the store's own credentials.
+
+        Raises:
+            TypeError: The store is not file-based.
+        """
         return self._parquet("filesystem").filesystem
 
     def dataset(self) -> ds.Dataset:
         """Return the archived records as a pyarrow dataset, wherever the files are.
 
-        This call reads no records. If you select columns or filter by offset, pyarrow reads only
-        those parts:
+        This call reads no records. If you then select columns or filter by offset, pyarrow reads
+        only the parts of the files that it needs:
 
         >>> stream.store.dataset().to_table(columns=["offset", "key"])  # doctest: +SKIP
 
         Raises:
-            StoreUnavailable, RecordsLost: See ``files``.
+            StoreUnavailable, RecordsLost, TypeError: See ``files``.
         """
         store = self._parquet("dataset()")
         return self._consistent(lambda *span: store.dataset(*span))
@@ -113,7 +118,8 @@ class Archive:
             try:
                 return find(self._stream.incarnation, *self.bounds())
             except (StoreUnavailable, RecordsLost) as error:
-                # An archiver may be committing a segment, or compaction has just merged files.
+                # Try again: an archiver may be committing a segment, or compaction may have just
+                # merged files. ``check_store`` raises if the store itself is gone.
                 self._stream.check_store()
                 failure = error
             time.sleep(_POLL_S)
@@ -127,13 +133,14 @@ class Archive:
 
         Raises:
             StoreUnavailable: The store cannot be reached.
+            TypeError: The store is not file-based.
         """
         found = self._parquet("segments()").segments(self._stream.incarnation, *self.bounds())
         self._stream.check_store()  # an unmounted disk would look like an empty store
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records immediately, and wait until it has.
+        """Make the stream's archiver archive all records now, and wait until it has done so.
 
         Returns:
             The offset after the last archived record.
@@ -145,10 +152,13 @@ class Archive:
         return flush(self._stream, timeout)
 
     def verify(self, progress: Progress | None = None) -> list[Flaw]:
-        """Read every record and verify all checksums. Return the flaws found.
+        """Read every archived record and verify all checksums. Return the flaws found.
 
         Args:
             progress: Called with the number of records read so far and the total.
+
+        Raises:
+            StoreUnavailable: The store cannot be reached.
         """
         return list(self.backend.verify(self._stream.incarnation, *self.bounds(), progress))
 
@@ -171,6 +181,10 @@ class Archive:
 
         Returns:
             The reduction in the number of files.
+
+        Raises:
+            StoreUnavailable: The store cannot be read or written to at the moment.
+            TypeError: The store is not file-based.
         """
         return self._parquet("compact()").compact(
             self._stream.incarnation,
@@ -191,20 +205,25 @@ class Archive:
     ) -> int:
         """Delete the oldest records from the store, in whole files.
 
-        Records that the ring still holds stay readable there.
+        Records that the ring still holds stay readable there. If you pass several criteria, the one
+        that deletes the most records applies.
 
         >>> stream.store.expire(max_bytes=10**12)  # doctest: +SKIP
         1200000
 
         Args:
             before: Delete the records appended before this time.
-            max_bytes: Delete the oldest files until the others fit into this many bytes.
+            max_bytes: Delete the oldest files until the remaining files fit into this many bytes.
             offset: Delete the records below this offset.
             force: Delete even records that a group has not confirmed yet.
             dry_run: Delete nothing, and only return the first offset that would be kept.
 
         Returns:
             The first offset that is kept.
+
+        Raises:
+            StoreUnavailable: The store cannot be read or written to at the moment.
+            TypeError: ``max_bytes`` was passed, but the store is not file-based.
         """
         stream, store = self._stream, self.backend
         groups = [] if force else self._list_groups()

@@ -3,14 +3,14 @@
 The archiver gathers records, starting at the stream's ``archived`` offset. When there are enough,
 it saves the stream's state, appends the records to the store, and then commits them by advancing
 ``archived``. A crash at any point is harmless: until the commit, the ring keeps the records, and
-readers ignore segments beyond ``archived``. While it appends a large segment, a second thread
-gathers records for the next one. ``store/state.py`` explains why a segment ends where a snapshot of
-the state was taken, and why the archiver saves the state first.
+readers ignore segments beyond ``archived``. While the archiver appends a large segment, a second
+thread gathers records for the next one. ``store/state.py`` explains why a segment ends where a
+snapshot of the state was taken, and why the archiver saves the state first.
 
 After a failover, the old server and its archiver may still be running, and no lease stops that
 archiver from appending. Term numbers in the store therefore begin with the epoch, which is higher
 on the new server. So the new server's segments supersede those of the old one. An archiver that
-sees a later epoch stops.
+finds a later epoch in the store appends nothing.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from meteor_py.subscribe.lease import Term
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of records per ``advance_archived`` call. The call may trim as many entries while
-#: other clients wait.
+#: Maximum number of records per ``advance_archived`` call. The call may trim that many entries, and
+#: the server serves no other client until the call is done.
 _ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two checks of the stream's settings while records are gathered.
 _REFRESH_S = 0.2
-#: Seconds between two checks of the server's memory, and the fraction of ``maxmemory`` from which
+#: Seconds between two checks of the server's memory, and the fraction of ``maxmemory`` at which
 #: memory counts as short.
 _MEMORY_S = 1.0
 _PRESSURE = 0.8
-#: Seconds between two removals of leftovers from the store.
+#: Seconds between two cleanups of the store.
 _TIDY_S = 600.0
 #: Seconds after a commit, or after the start of the term, during which the set of live segments is
 #: certain, because no other archiver can have changed it.
 _CERTAIN_S = 60.0
-#: While a transaction is only partly in the log: maximum snapshots of the state per segment, and
-#: seconds to wait for the rest of the transaction.
+#: Maximum number of snapshots to take for a segment if each contains a partial transaction, and the
+#: seconds to wait for more of the transaction before the next snapshot.
 _SNAPSHOTS = 3
 _REST_S = 0.05
 #: Maximum number of fetches to reach a snapshot's end, and the maximum distance to that end: a
@@ -82,7 +82,7 @@ _NEAR = 4
 #: Commits between two searches for small segments to merge.
 _MERGE_COMMITS = 8
 #: Minimum size in bytes of a segment for which a second thread gathers records during the append,
-#: and the seconds between its attempts if there are no records.
+#: and the seconds that the thread pauses if there are no records.
 _OVERLAP_BYTES = 1024 * 1024
 _NO_RECORDS_S = 0.05
 #: Errors that mean that a record cannot be archived.
@@ -99,10 +99,14 @@ class TermTooLow(Exception):
 
 
 class ArchiveTerm:
-    """The work of an archiver during one term. Not thread-safe.
+    """The work of an archiver during one term. Only ``interrupt`` is thread-safe.
 
     Raises:
-        StoreMismatch, StoreUnavailable: The store is not the stream's, or cannot be reached.
+        StreamNotFound: The stream was deleted.
+        LogTruncated: The stream was recreated.
+        StoreMismatch: The stream has no store, the store belongs to another stream, or another
+            server has continued the stream.
+        StoreUnavailable: The store cannot be reached.
         TermTooLow: Readers would ignore segments of this term.
     """
 
@@ -119,24 +123,24 @@ class ArchiveTerm:
         self._config = config
         self._session = session
         self._term = term
-        #: Decides which records the archiver deletes from the store. None deletes nothing.
+        #: Decides which records the archiver deletes from the store. With None, it deletes nothing.
         self.retain_policy: RetainPolicy | None = None
         #: Number of records that were gathered but are not archived yet.
         self.records = 0
         self._gathered: list[Chunk] = []
         self._bytes = 0
-        self._since = 0.0  # when the first of these records was gathered
+        self._since = 0.0  # when the first record in ``_gathered`` was added
         self._refreshed_at = self._memory_at = 0.0
         self._settings = stream.config
         self._identity = ""
         self._flush = 0
         self._memory_is_short = False
-        # The store, if it keeps states and this user may read them.
+        # The store, if it can keep the stream's state and the ACL lets this user read the state.
         self._states = store if isinstance(store, StatefulStore) else None
-        # Ordered by their ends: the last snapshot up to ``archived``, if known, and all later ones.
+        # Ordered by end: the last snapshot up to ``archived``, if known, and all later ones.
         self._snapshots: list[StreamState] = []
         self._saved: list[StreamState] = []
-        self._until_merge = 0  # commits until the next merge
+        self._until_merge = 0  # commits until the next search for small segments
         self._idle_at = time.monotonic() + self._idle_s
         self._connection = stream.open_connection()
         self._log: LogReader | None = None
@@ -152,7 +156,8 @@ class ArchiveTerm:
         self._session.alive_at = now()
         self._refresh()
         self._enforce_retain()
-        if not (self.records and self._is_enough()):  # the last commit may have gathered enough
+        # During the last commit, the second thread may have gathered enough records already.
+        if not (self.records and self._is_enough()):
             self._fetch()
         if self.records and self._is_enough():
             self._commit()
@@ -175,7 +180,7 @@ class ArchiveTerm:
             self._gather(self._log.fetch(self._position, block_s, records=wanted))
         except _UNREADABLE:
             if self.records:
-                self._commit()  # the records before the unreadable one; none after it can be read
+                self._commit()  # save at least the records before the unreadable one
             raise
 
     def finish(self) -> None:
@@ -266,7 +271,7 @@ class ArchiveTerm:
             self._bytes += _size(chunk)
 
     def _refresh(self) -> None:
-        """Read the stream's settings and requested flush, and check the server's memory."""
+        """Read the stream's settings and the requested flush, and check the server's memory."""
         at = time.monotonic()
         if at < self._refreshed_at + _REFRESH_S:
             return
@@ -364,7 +369,7 @@ class ArchiveTerm:
             pass  # the next commit or fetch reports it
 
     def _check_store(self) -> None:
-        """Raise if the store belongs to another stream or server now, or the epoch has changed."""
+        """Raise if the store now belongs to another stream or server, or the epoch has changed."""
         check_identity(self._store, self._stream.name, self._identity)
         if self._store.bounds(self._stream.incarnation).term > self._store_term:
             raise reply_errors.store_continued_elsewhere(self._stream.name)
@@ -396,7 +401,7 @@ class ArchiveTerm:
             raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, reply[1])
         if reply[0] == b"HISTORY":
             begin_epoch(self._connection, stream.name, stream.incarnation, reply[1].decode())
-        # The next term starts at the stream's current ``archived`` offset.
+        # Abandon this term. The next one starts at the stream's current ``archived`` offset.
         raise self._changed(reply[0].decode())
 
     def _changed(self, what: str) -> MeteorError:
@@ -419,7 +424,7 @@ class ArchiveTerm:
             self._snapshots = [] if found is None else [found]
 
     def _take_snapshot(self) -> StreamState | None:
-        """Return the state of the stream; None if the ACL denies it."""
+        """Return the stream's current state; None if the ACL denies access to it."""
         try:
             epoch, snapshot = take_snapshot(self._connection, self._stream)
         except AccessDenied as error:
@@ -435,7 +440,10 @@ class ArchiveTerm:
         return snapshot
 
     def _align(self) -> None:
-        """Gather records up to the end of a snapshot, if it is near."""
+        """Take a snapshot, and gather records up to its end if that is near.
+
+        Repeat this a few times if the snapshot contains a partial transaction.
+        """
         if self._states is None or self._log is None:
             return
         for attempt in range(_SNAPSHOTS):
@@ -458,7 +466,7 @@ class ArchiveTerm:
                 return
 
     def _try_gather(self, block_s: float, records: int) -> bool:
-        """Gather more records. Return False if the next is unreadable, which ``step`` reports."""
+        """Gather more records. Return False if the next is unreadable; ``step`` will report it."""
         assert self._log is not None, "closed"
         try:
             self._gather(self._log.fetch(self._position, block_s, records=records))
@@ -467,7 +475,7 @@ class ArchiveTerm:
         return True
 
     def _segment_end(self) -> int:
-        """Return where the segment ends: at a snapshot's end if the records reach one.
+        """Return where the segment ends: at a snapshot's end if the gathered records reach one.
 
         Prefer a snapshot without a partial transaction.
         """
@@ -488,7 +496,7 @@ class ArchiveTerm:
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save the state if it has changed and all records are archived, as after a confirm."""
+        """Save the state if all records are archived and it has changed, as after a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

@@ -1,8 +1,8 @@
-"""The archiver: copies records from the ring into the store before the ring drops them.
+"""The archiver, which copies records from the ring into the store before the ring drops them.
 
 Any number of archivers may run, in any process. The archiver that holds the lease of the group
 ``.archiver`` works, and the others wait. Each term of the lease is one ``ArchiveTerm``. After any
-failure (a full disk, a lost connection, a failover, another owner) the archiver abandons the term.
+failure (a full disk, a lost connection, a failover, another owner), the archiver abandons the term.
 The next term starts at the last committed offset, with a clean state.
 """
 
@@ -45,10 +45,11 @@ _HOLD_S = 0.5
 #: If an append hangs, the archiver loses its lease after this many seconds.
 _HANG_S = 600.0
 #: Pauses after failures, in seconds: the first, which doubles each time; the longest; and the
-#: longest after ``_MANY`` failures. Each attempt uses up one of the million terms in an epoch.
+#: longest after ``_MANY`` failures. They grow because each attempt uses up one of the million terms
+#: in an epoch.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
-#: Seconds between checks for whether a flush is done.
+#: Seconds between two checks of whether a flush is done.
 _FLUSH_CHECK_S = 0.02
 #: Errors that a retry cannot fix. StoreMismatch is not among them: the store was correct when the
 #: stream was opened, and the store's disk may be mounted again.
@@ -65,7 +66,7 @@ class _State(enum.IntEnum):
 
 
 class Archiver(Closeable):
-    """Archives one stream. Get it with ``stream.archiver()``, then ``run`` or ``start`` it once.
+    """An archiver for one stream. Get one with ``stream.archiver()``; ``run`` or ``start`` it once.
 
     >>> with stream.archiver(segment_age=10).start() as archiver:  # doctest: +SKIP
     ...     ...
@@ -83,7 +84,7 @@ class Archiver(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This archiver's name. While it holds the lease, ``stream.describe().archiver`` shows it.
+        #: The archiver's name. ``stream.describe().archiver`` names the archiver with the lease.
         self.member = member_name()
         #: The last failure; reset to None once every record is archived.
         self.error: Exception | None = None
@@ -107,7 +108,8 @@ class Archiver(Closeable):
         """Archive until another thread calls ``close()``. Retry after temporary failures.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was recreated.
             AccessDenied: The server denies this user a command that archiving needs.
             MeteorError: The archiver has already been started or closed.
         """
@@ -167,11 +169,12 @@ class Archiver(Closeable):
         return self
 
     def close(self, timeout: float = 30.0) -> None:
-        """Finish the current segment, then stop. Unarchived records stay in the ring.
+        """Finish a segment that is being written, then stop. Other records stay in the ring.
 
         Raises:
             TimeoutError: The archiver did not end within ``timeout`` seconds.
-            Exception: The error that ended the archiver, if it ran in its own thread.
+            Exception: The error that ended the thread from ``start``, unless the stream was deleted
+                or recreated.
         """
         if self._pid != os.getpid():
             return  # in a forked child: thread and lease belong to the parent
@@ -262,7 +265,7 @@ class Archiver(Closeable):
             return
         try:
             archive_term = ArchiveTerm(self._handle, self._store, self.config, session, term)
-        except TermTooLow as error:  # the server has lost terms: ask for a higher one
+        except TermTooLow as error:  # the server has lost terms: ask for a higher one next time
             self._above = error.term
             self._leave()
             return
@@ -279,7 +282,8 @@ class Archiver(Closeable):
         finally:
             self._archive_term = None
             archive_term.close()
-            # Use one ArchiveTerm per term: two appends in the same term must not differ.
+            # Give up the term as well: another ArchiveTerm in the same term might append the same
+            # offsets differently.
             self._leave()
 
     def _archive(self, archive_term: ArchiveTerm, session: GroupSession, term: Term) -> None:
@@ -292,7 +296,7 @@ class Archiver(Closeable):
                 self.error, self._failures = None, 0
 
     def _leave(self) -> None:
-        """Leave the group and release the lease: another archiver may succeed where this failed."""
+        """Leave the group and release the lease, so that another archiver can take over."""
         session, self._session = self._session, None
         if session is not None:
             session.close(0.0)
@@ -309,7 +313,7 @@ class Archiver(Closeable):
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
-        """Store the error. Log it, unless one was logged since archiving last worked."""
+        """Store and log a failure, but log only one ``MeteorError`` until archiving works again."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return
@@ -360,6 +364,7 @@ def flush(stream: StreamHandle, timeout_s: float) -> int:
 
     Raises:
         StoreUnavailable: The archiver did not finish within ``timeout_s`` seconds.
+        StoreMismatch, StreamNotFound, LogTruncated: See ``run_archive_script``.
     """
     deadline = time.monotonic() + timeout_s
     end = int(run_archive_script(stream, REQUEST_FLUSH)[1])
@@ -378,7 +383,8 @@ def run_archive_script(
 
     Raises:
         StoreMismatch: The stream has no store.
-        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        StreamNotFound: The stream was deleted.
+        LogTruncated: The stream was recreated.
     """
     script_keys = [keys.meta(stream.name), *(group_keys or [])]
     reply: list[bytes] = stream.run(script, [stream.incarnation, *args], script_keys)
@@ -388,7 +394,7 @@ def run_archive_script(
 
 
 def _error_of(handle: StreamHandle) -> Exception | None:
-    """Return the error of this process's archiver for the stream, if any."""
+    """Return the last error of an archiver for the stream in this process, if any."""
     archivers = (x for x in _opened.objects() if x._handle.incarnation == handle.incarnation)
     return next((x.error for x in archivers if x.error is not None), None)
 
@@ -411,7 +417,7 @@ def _close_one(archiver: Archiver) -> None:
 
 
 def _at_exit(archivers: Sequence[Archiver]) -> None:
-    """Release the leases, so that other archivers need not wait for them to expire."""
+    """Close the archivers, so that others need not wait for their leases to expire."""
     for archiver in archivers:
         try:
             archiver.save(5.0)
@@ -426,7 +432,7 @@ def _after_fork(_: Sequence[Archiver]) -> None:
     _running.clear()
 
 
-#: Archivers in this process that were started and not closed.
+#: Archivers that were started in this process, to be closed with their client or at exit.
 _opened: Registry[Archiver] = Registry(
     ClosingOrder.ARCHIVERS,
     owner=lambda archiver: archiver._handle.connector,

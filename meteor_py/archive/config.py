@@ -17,7 +17,7 @@ from meteor_py.records.config import (
 class ArchiverConfig:
     """An archiver's settings.
 
-    The archiver writes a segment as soon as one of the three limits is reached.
+    The archiver writes a segment as soon as one of the three ``segment_`` limits is reached.
 
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
@@ -26,7 +26,7 @@ class ArchiverConfig:
     segment_records: int = 1_000_000
     #: Maximum size of a segment's records in memory, in bytes. The compressed file is smaller.
     segment_bytes: int = 64 * 1024 * 1024
-    #: Maximum seconds that the oldest record waits for others.
+    #: Maximum seconds that a record waits for others before its segment is written.
     segment_age: float = 60.0
     #: Lease duration in seconds. If an archiver dies, another takes over after this time.
     lease_ttl: float = 10.0
@@ -38,10 +38,10 @@ class ArchiverConfig:
         check_seconds("lease_ttl", self.lease_ttl)
 
     def segment_limit(self, stream: StreamConfig) -> int:
-        """Return the maximum number of records in a segment.
+        """Return the maximum number of records in a segment of this stream.
 
-        The limit is half of ``max_unarchived``, minus one frame, so that writing a segment does not
-        block publishers.
+        If ``max_unarchived`` is small, a segment holds less than half that number of records, so
+        that writing it does not block publishers.
         """
         room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
         return max(min(self.segment_records, room // 2), 1)

@@ -1,4 +1,4 @@
-"""Deletes the oldest records from a store, on request or by the ``retain`` policy."""
+"""Expiry: deletion of a store's oldest records, on request or by the ``retain`` policy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def delete_below(
     Returns:
         The first offset that is kept.
     """
-    # The script checks the groups again, because one may have been moved back since.
+    # The script checks the groups again, because one may have been moved back in the meantime.
     group_keys = [keys.group(stream.name, group.name) for group in groups]
     script_keys = [keys.meta(stream.name), *group_keys]
     reply = stream.run(EXPIRE_HISTORY, [stream.incarnation, offset], script_keys)
@@ -94,7 +94,7 @@ class RetainPolicy:
         return time.monotonic() >= self._next
 
     def enforce(self) -> None:
-        """Delete the records that the store no longer has to keep. Log failures."""
+        """Delete the records that the settings no longer retain. Log a failure; do not raise it."""
         self._next = time.monotonic() + _ENFORCE_S
         try:
             self._enforce()
@@ -113,7 +113,7 @@ class RetainPolicy:
         stream.check_store()
         before = None
         if config.retain is not None:
-            # Append times use the server's clock.
+            # Use the server's clock, as append times do.
             before = stream.clock() - timedelta(seconds=config.retain)
         groups = self._list_groups()
         kept = first_kept(stream, self._store, groups, before=before, max_bytes=config.retain_bytes)

@@ -1,4 +1,4 @@
-"""Reads a stream's state from its server, so that the store can keep it."""
+"""Snapshots of a stream's state, read from its server so that the store can keep them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def take_snapshot(connection: Connection, stream: StreamHandle) -> tuple[int, St
     """Return the stream's epoch and its state.
 
     Raises:
-        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        StreamNotFound: The stream was deleted.
+        LogTruncated: The stream was recreated.
         AccessDenied: The server denies this user one of the keys.
     """
     name = stream.name

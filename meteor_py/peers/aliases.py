@@ -1,6 +1,7 @@
 """Atomix's DistributedGroup API on top of peer groups. See docs/peer-group-words.md.
 
-These classes only translate: a delivery becomes a target, and an execution becomes a verb.
+These classes only translate: a ``Delivery`` selects the target of a message, and an ``Execution``
+selects the method that sends it (``send``, ``tell`` or ``ask``).
 
 >>> group = DistributedGroup(m.peer_group("workers"))               # doctest: +SKIP
 >>> local = group.join("worker-7")                             # doctest: +SKIP
@@ -40,7 +41,7 @@ class Execution(enum.Enum):
 class Delivery(enum.Enum):
     """The members that receive a message sent to the group."""
 
-    #: A random member, or another one if that member leaves, as with ``any``.
+    #: A random live member, as with ``any``. If it leaves, another member gets the message.
     RANDOM = "any"
     #: All live members, as with ``all``.
     BROADCAST = "all"
@@ -74,7 +75,7 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message. It replaces the previously registered function."""
+        """Call a function with each message. A function registered earlier is replaced."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
@@ -85,7 +86,7 @@ class Consumer:
 
 
 class Messaging:
-    """Messaging with a group, a member, or a local member."""
+    """Producers and consumers for a group, a member, or a local member."""
 
     def __init__(
         self,
@@ -108,25 +109,33 @@ class Messaging:
         """Return a producer.
 
         By default, a producer for one member uses ``Execution.REQUEST_REPLY``. A producer for the
-        group broadcasts with ``Execution.SYNC``.
+        group uses ``Execution.SYNC`` and ``Delivery.BROADCAST``.
 
         Args:
-            include_dead: Whether a broadcast also waits for dead named members, as in Atomix.
+            include_dead: Whether a broadcast also goes to named members that are dead, as in
+                Atomix.
+
+        Raises:
+            ValueError: ``delivery`` was passed for one member, or ``include_dead`` was passed for
+                one member or with ``Delivery.RANDOM``.
         """
+        if include_dead and (self._target is not None or delivery is Delivery.RANDOM):
+            raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
         if self._target is not None:
             if delivery is not None:
-                raise ValueError("A producer for one member takes no delivery. Omit it.")
+                raise ValueError("A producer for one member cannot have a delivery. Omit delivery.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
         assert self._sender is not None, "there is neither a target nor a sender"
-        which = delivery or Delivery.BROADCAST
-        if which is Delivery.RANDOM:
-            if include_dead:
-                raise ValueError("Only a broadcast can include dead members. Omit include_dead.")
+        if delivery is Delivery.RANDOM:
             return Producer(self._sender.any, queue, execution or Execution.SYNC)
         return Producer(self._sender.all, queue, execution or Execution.SYNC, include_dead)
 
     def consumer(self, queue: str) -> Consumer:
-        """Return a consumer for one of a local member's queues."""
+        """Return a consumer for one of a local member's queues.
+
+        Raises:
+            ValueError: This object does not belong to a ``LocalMember``.
+        """
         if self._membership is None:
             raise ValueError(
                 "Only the process in which a member joined can receive that member's messages. "
@@ -166,7 +175,8 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Return access to this member's queues, and to producers that name it as the sender."""
+        """Return a ``Messaging`` that consumes this member's queues, and whose producers send to
+        the group as this member."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:
@@ -215,7 +225,7 @@ class DistributedGroup:
         self.group = group
 
     def join(self, member: str | None = None, metadata: Any = None) -> LocalMember:
-        """Become a member. An id makes the member persistent."""
+        """Join the group. A member that has an id (``member``) is persistent."""
         return LocalMember(self.group.join(member, metadata=metadata))
 
     def remove(self, member: str) -> bool:
@@ -241,7 +251,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Return the codec. Use it to register types: ``register(User)`` or with an ``id``."""
+        """Return the codec. Call its ``register`` method to register types."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

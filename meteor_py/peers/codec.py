@@ -32,14 +32,14 @@ class _Kind:
     """A registered type."""
 
     type: type
-    #: The type's number, or ``@`` and its class name.
+    #: The type's number, or ``@`` and its module and class name.
     tag: str
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
 
 
 class PeerCodec:
-    """A format, plus registered types whose numbers are the same in all processes.
+    """A message format plus registered types, each with the same number or name in all processes.
 
     >>> codec = PeerCodec("msgpack")
     >>> codec.register(complex, id=1, encode=lambda z: str(z).encode(),
@@ -69,15 +69,18 @@ class PeerCodec:
 
         Args:
             type: The class. Its subclasses are not included.
-            id: 0 to 2^31 - 1; the same in all processes, and never reused. Without it, messages
-                carry the module and class name, which must be the same in all processes.
-            encode: Converts a value to bytes. By default, the format converts dataclasses, attrs
-                classes and ``msgspec.Struct``.
+            id: The type's number, 0 to 2^31 - 1. It must be the same in all processes, and must
+                never be reused. Without a number, messages carry the module and class name, which
+                must be the same in all processes.
+            encode: Converts a value to bytes. Omit it for dataclasses, attrs classes and
+                ``msgspec.Struct``, which the format can encode.
             decode: Converts bytes back to a value.
 
         Raises:
-            ValueError: The number, name or type is already registered, or only one of ``encode``
-                and ``decode`` was passed.
+            ValueError: The number, name or type is already registered; ``id`` is out of range; only
+                one of ``encode`` and ``decode`` was passed; or neither was, and the format is
+                "bytes".
+            TypeError: ``id`` is not an int.
         """
         if id is not None:
             check_int("id", id, 0, TYPE_MAX)
@@ -86,12 +89,14 @@ class PeerCodec:
             raise ValueError("Pass both encode and decode, or neither.")
         if type in self._by_type or tag in self._by_tag:
             raise ValueError(
-                f"The number {id} or the type {type.__name__} is already registered. Register each "
-                "type once, under its own number."
+                f"The type {type.__name__} or its identifier {tag!r} is already registered. "
+                "Register each type once, under its own number or name."
             )
         if encode is None or decode is None:
             if self.format == "bytes":
-                raise ValueError('With format "bytes", a type needs encode and decode. Pass both.')
+                raise ValueError(
+                    'The format "bytes" cannot encode types itself. Pass both encode and decode.'
+                )
             format: Any = msgspec.json if self.format == "json" else msgspec.msgpack
             encode, decode = _ENCODERS[self.format], format.Decoder(type).decode
         self._by_type[type] = self._by_tag[tag] = _Kind(type, tag, encode, decode)
@@ -107,7 +112,7 @@ class PeerCodec:
             return self._encode(value)
         except (TypeError, ValueError):
             raise
-        except Exception as error:  # OverflowError, RecursionError, or from a registered function
+        except Exception as error:  # RecursionError, or any error from a registered function
             raise ValueError(
                 f"Cannot encode this {type(value).__name__} ({type(error).__name__}: {error})."
             ) from error
@@ -127,8 +132,8 @@ class PeerCodec:
         if self.format == "bytes":
             if not isinstance(value, (bytes, bytearray, memoryview)):
                 raise TypeError(
-                    f'The codec "bytes" sends bytes, not {type(value).__name__}. Choose another '
-                    "codec for the group, or register the type."
+                    f'The codec "bytes" can send only bytes, not {type(value).__name__}. Choose '
+                    "another codec for the group, or register the type."
                 )
             return "bytes", bytes(value)
         return self.format, _ENCODERS[self.format](value)
@@ -171,7 +176,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def find_codec(codec: Format | PeerCodec) -> PeerCodec:
-    """Return the codec with this name. A ``PeerCodec`` is returned unchanged."""
+    """Return a new codec for a format. A ``PeerCodec`` is returned unchanged."""
     if isinstance(codec, PeerCodec):
         return codec
     if not isinstance(codec, str):

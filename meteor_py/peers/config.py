@@ -53,8 +53,8 @@ class PeersConfig:
         check_int("max_inbox", self.max_inbox, 1, 1_000_000)
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
-                "max_deliveries must be 0 (no limit) or at least 2. When a member dies, it may "
-                "have been handling any one of its messages."
+                "max_deliveries must be 0 (no limit) or at least 2. With 1, every message that a "
+                "member held when it died would become a dead letter."
             )
 
     def to_fields(self) -> dict[str, str]:

@@ -28,9 +28,9 @@ class Event:
     term: int | None = None
     #: Why the member left, died or resigned, or how a vote ended.
     reason: str | None = None
-    #: The poll that was proposed or decided.
+    #: The id of the poll that began or was decided.
     poll: str | None = None
-    #: The property that was set or deleted.
+    #: The name of the property that was set or deleted.
     property: str | None = None
     #: Whether the event was derived by comparing states, because the original events were lost.
     #: Such events share one ``view``. If the server lost state, the first of them is "reset".

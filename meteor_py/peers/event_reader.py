@@ -1,4 +1,4 @@
-"""The event reader: reads a group's events, and the replies to messages sent by this handle."""
+"""The event reader: a thread that reads a group's events and the replies to a handle's messages."""
 
 from __future__ import annotations
 

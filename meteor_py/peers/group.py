@@ -102,18 +102,19 @@ class PeerGroup(Sender):
         return dict(self._handle.view.properties)
 
     def set_property(self, name: str, value: Any) -> None:
-        """Set a group property, which all processes can read. ``on_property`` reports it.
+        """Set a group property, which all processes can read. ``on_property`` reports the change.
 
         Any client can set it, and the last writer wins. For values that only the leader may write,
         use ``term.guard``.
 
         Args:
-            name: 1 to 128 characters of A-Z a-z 0-9 . _ -
-            value: JSON, up to 4 KiB. None deletes the property.
+            name: 1 to 128 characters of A-Z a-z 0-9 . _ -, not starting with a dot.
+            value: Any JSON value, up to 4 KiB. None deletes the property.
 
         Raises:
-            PeerError: The group has reached its maximum number of properties.
-            TypeError, ValueError: The value cannot be written as JSON, or is too long.
+            PeerError: The group has reached its maximum of 100 properties.
+            TypeError, ValueError: The name is invalid, or the value cannot be written as JSON or is
+                too long.
         """
         self._check_open()
         keys.check_name(name, "property")
@@ -129,11 +130,11 @@ class PeerGroup(Sender):
         self._handle.catch_up()
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
-        """Return the newest messages that could not be delivered, oldest first.
+        """Return up to ``limit`` of the newest messages that could not be delivered, oldest first.
 
-        A message becomes a dead letter if its receiver does not know the message's type, if it was
-        delivered ``max_deliveries`` times and never settled, or if no member was left to receive
-        it. The group keeps about 1,000 dead letters.
+        A message becomes a dead letter if its receiver cannot decode it, if it was delivered
+        ``max_deliveries`` times and never settled, or if no member was left to receive it. The
+        group keeps about 1,000 dead letters.
         """
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
@@ -142,7 +143,11 @@ class PeerGroup(Sender):
         return [read_letter(*entry) for entry in reversed(protocol.connector.call(*command))]
 
     def now(self) -> float:
-        """Return the time on the group's clock (its server's), in seconds since 1970."""
+        """Return the time on the group's clock, which is the server's, in seconds since 1970.
+
+        Raises:
+            MeteorError: The first reading of the clock did not arrive within 4 seconds.
+        """
         return self._handle.now()
 
     def join(
@@ -161,15 +166,16 @@ class PeerGroup(Sender):
         Args:
             name: Makes the member persistent. If its process dies, it remains a member, messages
                 to it wait, and it continues when any process joins under the name again.
-            metadata: Describes the member to others: JSON, up to 4 KiB.
+            metadata: Any JSON value, up to 4 KiB, that describes the member to others.
             priority: -1,000 to 1,000. Members with a higher priority are elected before others.
             on_conflict: What to do if a live member has the name. "takeover" replaces that member,
                 which suits a restarted process; "fail" raises; "wait" waits until the name is free.
-            timeout: Seconds to wait for the name; None waits indefinitely.
+            timeout: Seconds to wait for the name if ``on_conflict`` is "wait"; None waits
+                indefinitely.
 
         Raises:
             MemberTaken: A live member has the name, or the name is the id of an unnamed member.
-            PeerError: The group has reached its maximum number of members.
+            PeerError: The group has reached its maximum of 1,000 members.
             TimeoutError: The name did not become free in time.
             ValueError, TypeError: An argument is out of range or of the wrong type.
         """
@@ -199,9 +205,9 @@ class PeerGroup(Sender):
 
     def _taken(self, name: str | None, on_conflict: str) -> MemberTaken:
         if on_conflict == "takeover":
-            hint = "It is the id of a member that joined without a name; choose another."
+            hint = "It is the id of a member that joined without a name. Choose another name."
         else:
-            hint = 'Choose another, or take it over with on_conflict="takeover".'
+            hint = 'Choose another name, or take this one over with on_conflict="takeover".'
         text = f"A live member of group {self.name!r} has the name {name!r}. {hint}"
         return MemberTaken(text, group=self.name)
 
@@ -217,7 +223,8 @@ class PeerGroup(Sender):
     # -- events ------------------------------------------------------------------------------------
 
     def on_join(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that joins, or rejoins after it was dead.
+        """Call a function with each ``Member`` that joins, or that rejoins after it died or was
+        replaced.
 
         One thread runs all of the group's callbacks, in event order. While a callback runs,
         ``members`` may already show later events.
@@ -225,11 +232,13 @@ class PeerGroup(Sender):
         return self._listen("join", function)
 
     def on_leave(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that leaves and the reason: "left", "expired",
-        "removed", or "dead" for a named member that died and may rejoin.
+        """Call a function with each ``Member`` that leaves and the reason.
 
-        A dead member has already left, so its removal is not reported here. ``on_event`` reports
-        the removal, as "left".
+        The reason is "left"; "removed"; "expired" for an unnamed member that died; "dead" for a
+        named member that died and may rejoin; "replaced" if another session took over its name,
+        which ``on_join`` reports next; or "resync" if the original event was lost. A dead member
+        has already left, so its removal is not reported here. ``on_event`` reports the removal, as
+        "left".
         """
         return self._listen("leave", function)
 
@@ -286,11 +295,13 @@ class PeerGroup(Sender):
         processes see the same events in the same order; ``view`` increases by one per event.
 
         Args:
-            timeout: Seconds; None waits indefinitely.
+            timeout: Seconds to wait for each event; None waits indefinitely.
             since: Start after the event with this number, from ``snapshot()`` or ``view``.
 
         Raises:
-            PeerError: The server no longer has all events since then. It keeps about 10,000 events.
+            PeerError: The server, which keeps about 10,000 events, no longer has all events after
+                ``since``. The iterator also raises it after falling 10,000 events behind.
+            ValueError: ``since`` is higher than the last event's number.
         """
         handle = self._handle
         if timeout is not None:
@@ -325,10 +336,9 @@ class PeerGroup(Sender):
     def delete(self, *, force: bool = False) -> None:
         """Delete the group with its members, messages and guarded values, and close this handle.
 
-        Live members in other processes rejoin, which creates the group again.
-
         Args:
-            force: Delete the group even if other processes have live members in it.
+            force: Delete the group even if other processes have live members in it. These members
+                rejoin, which creates the group again.
 
         Raises:
             PeerGroupActive: Other processes have live members, and ``force`` is false.
@@ -345,8 +355,8 @@ class PeerGroup(Sender):
             alive = handle.protocol.delete(force=force)  # members may have joined since the check
         if alive:
             raise PeerGroupActive(
-                f"Group {self.name!r} has live members in other processes: {alive}. Let them "
-                "leave, or delete the group with force=True.",
+                f"Group {self.name!r} has live members in other processes: {alive}. Close them "
+                "first, or delete the group with force=True.",
                 group=self.name,
                 alive=alive,
             )
@@ -355,8 +365,9 @@ class PeerGroup(Sender):
     def close(self) -> None:
         """Make this handle's members leave, and stop watching. Named members can rejoin later.
 
-        Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts the call, the
-        next ``close()``, or the end of the process, finishes closing.
+        Waits up to 5 seconds for handlers and leader tasks, and then about 5 seconds for the
+        group's threads. If a signal interrupts the call, the next ``close()``, or the end of the
+        process, finishes closing.
         """
         self._handle.close()
 

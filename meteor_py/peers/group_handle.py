@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that ``close()`` waits for handlers and tasks, and then for all threads; and the
-#: minimum that it allows for each thread.
+#: Maximum seconds that ``close()`` waits for handlers and leader tasks, and then for the group's
+#: threads, each of which gets at least ``_LAST_S``. ``_JOIN_S`` also limits waits for the server.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10
@@ -52,7 +52,7 @@ class GroupHandle:
         self.name = name
         self.config = config
         self.protocol = PeerProtocol(connector, name)
-        #: Part of the name of the key that holds the replies to this handle's messages.
+        #: Identifies this handle in the name of the key that holds the replies to its messages.
         self.reply_session = secrets.token_hex(8)
         #: This process's estimate of the server's clock.
         self.clock = GroupClock()
@@ -110,7 +110,7 @@ class GroupHandle:
     # -- members -----------------------------------------------------------------------------------
 
     def local_members(self) -> list[MemberHandle]:
-        """Return the members that joined through this handle and are not lost."""
+        """Return the members that joined through this handle and have not been lost."""
         with self.lock:
             return list(self._members)
 
@@ -216,7 +216,7 @@ class GroupHandle:
             self.resync(reset=True)
 
     def apply(self, event: Event) -> None:
-        """Apply the next event, under the lock, and pass it to listeners and members."""
+        """Apply the next event, and pass it to listeners and members. The caller holds the lock."""
         known = self.view.members.get(event.member or "")
         self.view.apply(event)
         self._react(event, known)
@@ -231,6 +231,8 @@ class GroupHandle:
                 tell("join", member)
             case "alive" if member is not None:
                 self._lose_replaced(member)
+                if known is not None and known.alive:  # another session has taken over the name
+                    tell("leave", known, "replaced")
                 tell("status", member, Status.ALIVE)
                 tell("join", member)
             case "dead" if member is not None:

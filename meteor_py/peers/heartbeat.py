@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S = (0.02, 0.64)
 #: Handles spread their reports of an overdue member over at most this many seconds.
 _SPREAD_S = 0.3
-#: Maximum seconds between two calls that move messages from dead or removed members. It is
-#: multiplied by the number of members.
+#: Maximum pause between two calls that move messages from dead or removed members, in seconds per
+#: member of the group.
 _ORPHANS_S = 0.002
 #: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
@@ -54,7 +54,7 @@ class Heartbeat(JoinableThread):
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
         #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
-        #: While the view is behind the server: the view's moment, and when this was noticed.
+        #: While the view is behind the server: the view's moment, and when the thread noticed it.
         self._behind: tuple[Moment, float] | None = None
 
     def hurry(self) -> None:
@@ -132,7 +132,7 @@ class Heartbeat(JoinableThread):
             self._connection.timeout_s = self._timeout_s
             try:
                 self._send("", [])
-            except PeerGroupNotFound:  # the next member to join creates it again
+            except PeerGroupNotFound:  # the next member to join creates the group again
                 group.resync(connection=self._connection)
 
     def _send_for(self, member: MemberHandle) -> None:
@@ -167,8 +167,8 @@ class Heartbeat(JoinableThread):
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
         # Report an overdue member on time, but not from all handles at once. Moving messages from
-        # a dead or removed member takes many calls. All handles together make about 1,000 calls per
-        # second.
+        # a dead or removed member takes many calls, of which all handles together make about 1,000
+        # per second.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
         if reply.has_orphans:
@@ -178,10 +178,11 @@ class Heartbeat(JoinableThread):
         return sent, reply
 
     def _compare(self, reply: HeartbeatReply, seen: Moment) -> None:
-        """Reload the group if the server has lost state or this process misses events.
+        """Reload the group if the server has lost state or this process has missed events.
 
-        The server has lost state if its last event is older than ``seen``, the last event that this
-        process had when it sent the heartbeat.
+        ``seen`` is the last event that this process had when it sent the heartbeat. The server has
+        lost state if its last event is older than ``seen``, if the two have the same number but
+        different marks, or if the group has a new incarnation.
         """
         group = self._group
         same = reply.view == seen.view and reply.mark == seen.mark

@@ -52,7 +52,7 @@ class Term:
 
     @property
     def leader(self) -> Member | None:
-        """The leader, which is this member."""
+        """This member, as the group's view shows it; None if the view does not include it."""
         return self._member.group.view.members.get(self._member.id)
 
     @property
@@ -60,8 +60,8 @@ class Term:
         """Whether it is certain that no other member leads. Does not use the network.
 
         There is one exception: a client has removed this member or joined under its name, and this
-        process has not received the event yet. So write with ``guard``, or fence with ``number``.
-        Always False in a forked child.
+        process has not received the event yet. So write with ``guard``, or use ``number`` as a
+        fencing token. Always False in a forked child.
         """
         if self.remaining > 0:
             return True
@@ -86,7 +86,7 @@ class Term:
 
 
 class Guard:
-    """Writes group values that one term protects. Read them with ``group.guarded()``."""
+    """Writes the group's guarded values while a term lasts. Read them with ``group.guarded()``."""
 
     def __init__(self, term: Term) -> None:
         self._term = term
@@ -200,7 +200,7 @@ class Leadership:
         if member.group.config.election == "none":
             name = member.group.name
             raise PeerError(
-                f"Group {name!r} elects no leader (election=None). Use a group with an election.",
+                f"Group {name!r} elects no leader (election=None). Use a group that elects one.",
                 group=name,
             )
         if timeout is not None:
@@ -237,7 +237,9 @@ class Leadership:
             self.lose(term)  # do this first: the term must not look valid during the election
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
-                return False  # if the server disagrees, the next heartbeat corrects it
+                # If the server still regards this member as the leader, the next heartbeat reports
+                # the resignation.
+                return False
             self._handing_over += 1  # the heartbeat must not report the end before tasks have ended
         try:
             self.await_tasks(now() + TASKS_S)
@@ -275,15 +277,16 @@ class Leadership:
             self.lose(self._term)
 
     def lay_down_last(self) -> None:
-        """Let the server elect another member before this one has left."""
+        """Report the resignation, so that the server can elect another member before this one has
+        left."""
         if self._last is not None:
             self.lay_down(self._last)
 
     # -- reports from the server -----------------------------------------------------------------
 
     def observe(self, reply: HeartbeatReply) -> bool:
-        """Process a heartbeat's reply, under the lock; return whether the server still regards the
-        member as leader although it resigned."""
+        """Process a heartbeat reply; return whether the server still regards the member as leader
+        although it has resigned. The caller holds the member's lock."""
         leads = reply.leader == self._member.id and reply.session == self._member.session
         term = self._term
         if term is not None and not leads and reply.term >= term.number:
@@ -295,12 +298,12 @@ class Leadership:
         return False
 
     def elected(self, number: int) -> None:
-        """Process the event that the member leads in a term."""
+        """Process the event that made the member the leader in a term."""
         with self._state:
             self._begin(number)
 
     def deposed(self, number: int) -> None:
-        """Process the event that the member no longer leads in a term."""
+        """Process the event that ended the member's leadership in a term."""
         with self._state:
             self._over = max(self._over, number)
             if self._term is not None and self._term.number <= number:
@@ -334,7 +337,8 @@ class Leadership:
             self.lose(term)
 
     def reset(self, *, expelled: bool = False) -> None:
-        """Lose the term. After an expulsion, term numbers may restart."""
+        """Lose the term. After an expulsion, term numbers may restart, because the server may have
+        lost the group."""
         if self._term is not None:
             self.lose(self._term)
         if expelled:

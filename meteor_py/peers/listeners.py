@@ -94,8 +94,8 @@ class EventQueue(queue.SimpleQueue["Event | None"]):
 class CallbackThread(JoinableThread):
     """A thread that calls application functions one after another.
 
-    If too many calls are waiting, it drops further calls. Later, it calls the functions that
-    ``instead`` returns.
+    If too many calls are waiting, it drops further calls. In their place, it later calls the
+    functions that ``instead`` returns.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ import msgspec
 
 from meteor_py.records.codec import encode_json
 
-#: Maximum size of metadata in bytes. It is small because ten thousand events may carry metadata.
+#: Maximum size of metadata in bytes. It is small because the server keeps about 10,000 events, and
+#: each may carry metadata.
 METADATA_MAX = 4_096
 
 

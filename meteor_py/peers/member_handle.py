@@ -79,7 +79,7 @@ class MemberHandle:
 
     @property
     def foreign(self) -> bool:
-        """Whether this is a forked child; the member belongs to its parent."""
+        """Whether this process is a forked child. The member then belongs to the parent process."""
         return self._pid != os.getpid()
 
     @property
@@ -175,8 +175,8 @@ class MemberHandle:
         another member.
 
         Args:
-            departure: "stay" keeps a named member in the group, as dead; "" removes it; None does
-                the same as ``close()``.
+            departure: "stay" keeps a named member in the group, as dead; "" removes the member;
+                None means "stay" for a named member and "" for any other.
         """
         if self.foreign or self.lost.is_set():
             return False
@@ -225,7 +225,8 @@ class MemberHandle:
         except MeteorError as error:
             _log.warning("%r could not notify the server that it is leaving: %s", self, error)
             notified = False
-        # If a signal interrupts the wait, closing the group notifies the server instead.
+        # A signal that interrupts the wait skips this line, so that closing the group still finds
+        # the member and notifies the server.
         self.lose("left")
         return notified
 

@@ -1,4 +1,4 @@
-"""A membership: this process, or part of it, as a group member."""
+"""``Membership``: a group member that joined in this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Membership(Sender):
 
     @property
     def id(self) -> str:
-        """The member's name or, without a name, a random id, which changes when it rejoins."""
+        """The member's name. A member without a name has a random id instead, which changes if the
+        server drops the member and it rejoins."""
         return self._handle.id
 
     @property
@@ -60,7 +61,8 @@ class Membership(Sender):
         Raises:
             MembershipLost: The member is no longer in the group.
             TypeError: The metadata cannot be written as JSON.
-            ValueError: The metadata is too long, or contains NaN or infinity, which JSON lacks.
+            ValueError: The metadata is too long or nested too deeply, or contains NaN or infinity,
+                which JSON lacks.
         """
         self._handle.check_owned()
         self._handle.update(dump_metadata(metadata), now() + _BACK_S)
@@ -98,9 +100,10 @@ class Membership(Sender):
     def as_leader(self, function: Callable[[Term], object]) -> Callable[[Term], object]:
         """Call a function with each of this member's terms, in a separate thread.
 
-        Calls do not overlap: the function should return when ``term.lost`` is set, and the next
-        call waits for that. If the function returns early, the member stays the leader. If it
-        raises, even ``SystemExit``, the member resigns so that others can lead.
+        The function should return when ``term.lost`` is set. Calls do not overlap: the call for the
+        next term waits until the function has returned. If the function returns early, the member
+        stays the leader. If it raises an exception, even ``SystemExit``, the member resigns so that
+        others can lead.
         """
         self._handle.check_owned()
         check_function("as_leader", function)
@@ -133,28 +136,30 @@ class Membership(Sender):
     ) -> Callable[[_F], _F]:
         """Register a function for the messages in a queue. Use it as a decorator.
 
-        The function receives a ``Message``. Its return value is the reply; an exception fails the
-        message. Messages from one sender arrive in order if they have the same priority and there
-        is one worker. Delivery is at least once: if the member dies or is cut off, a message may
-        arrive again with the same ``id``. A queue without a function keeps its messages.
+        The function receives a ``Message``. The function's return value is the reply; an exception
+        fails the message. Messages from one sender arrive in order if they have the same priority
+        and there is one worker. Delivery is at least once: if the member dies or is cut off, a
+        message may arrive again with the same ``id``. A queue without a function keeps its
+        messages.
 
         >>> @me.on("price", workers=4)                  # doctest: +SKIP
         ... def price(message):
         ...     return PRICES[message.body]
 
         Args:
-            queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            queue: 1 to 128 characters of A-Z a-z 0-9 . _ -, not starting with a dot.
             workers: Number of threads that call the function: 1 to 256.
-            priority: 1 to 256. Functions with a priority take turns in one of the member's
-                threads, and messages for the lowest number are handled first. A function without a
-                priority has its own threads, and waits for no other function.
+            priority: 1 to 256. All of the member's functions with a priority share one thread,
+                which handles messages for the lowest number first; ``workers`` must be 1. A
+                function without a priority has its own threads, and waits for no other function.
             ack: With "auto", the message is settled when the function returns. With "manual", the
                 function or other code calls ``message.ack()``, ``reply()``, ``fail()`` or
                 ``retry()``; at most 1,000 messages can be unsettled at a time.
             timeout: Seconds after which an unsettled message fails. The function keeps running.
 
         Raises:
-            ValueError: The queue already has a function, or an argument is out of range.
+            ValueError, TypeError: The queue already has a function or an iterator, or an argument
+                is out of range or of the wrong type.
             MembershipLost: The member is no longer in the group.
         """
         inbox = self._handle.inbox()
@@ -171,6 +176,11 @@ class Membership(Sender):
         Args:
             timeout: Seconds without a message after which the iteration ends; None iterates until
                 the member leaves.
+
+        Raises:
+            ValueError, TypeError: The queue has a function, or an argument is out of range or of
+                the wrong type.
+            MembershipLost: The member is no longer in the group.
         """
         return self._handle.inbox().pull(queue, timeout)
 
@@ -185,7 +195,8 @@ class Membership(Sender):
         function replaces this one.
         """
         check_function("on_vote", function)
-        self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
+        # The docstring gives the function's signature.
+        self._handle.voter.set_vote(function)  # type: ignore[arg-type]
         return function
 
     def on_action(
@@ -206,10 +217,11 @@ class Membership(Sender):
         ...     relay(action.params["relay"]).open()
 
         Args:
-            name: The action. Another handler registered for the same action replaces this one.
-            early: The thread stops sleeping and starts spinning this many seconds before the agreed
-                time. Spinning occupies a CPU core, but starts the function within microseconds of
-                that time.
+            name: The action's name. Another handler registered for the same action replaces this
+                one.
+            early: Seconds before the agreed time at which the thread stops sleeping and starts
+                spinning, at most 1. Spinning occupies a CPU core, but starts the function within
+                microseconds of the agreed time.
             late: What to do if the process learns the decision too late, or was suspended: "skip"
                 the action and call the ``on_missed`` functions, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.
@@ -231,8 +243,8 @@ class Membership(Sender):
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that this member does not run.
 
-        Either the action's time had passed, or the server presumed this unnamed member dead after
-        the vote started, and it rejoined under a different id.
+        Either the action's time had passed, or the member has no name and rejoined under a
+        different id, because the server had presumed it dead after the vote started.
         """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)
@@ -243,8 +255,8 @@ class Membership(Sender):
     def leave(self) -> None:
         """Leave the group permanently, even if the member has a name. A second call does nothing.
 
-        Waits up to 5 seconds for handlers. Of the remaining messages, those sent to ``any`` move to
-        another member, and all others fail.
+        Waits up to 5 seconds for handlers and leader tasks. Of the remaining messages, those sent
+        to ``any`` move to another member, and all others fail.
         """
         if self._handle.leave(""):
             self._handle.group.catch_up()

@@ -69,7 +69,7 @@ class Look(GroupStatus):
     """A group's state, with its members."""
 
     members: dict[str, Member]
-    #: Values as JSON.
+    #: Each value is JSON.
     properties: dict[str, bytes]
 
 
@@ -86,8 +86,7 @@ PARTS = (
     *("handlers", "properties"),
 )
 
-#: Prefixes of keys that a group can have many of. The keys are named after members or handles, or
-#: have random names.
+#: Prefixes of the keys for each member or handle, and of the keys for each message or poll.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "shared", "begun", "replies", "sender")
 _TEMPORARY = ("message", "body", "poll", "votes")
 #: Maximum number of keys that one call deletes.
@@ -112,7 +111,11 @@ class PeerProtocol:
     def open(
         self, config: PeersConfig, connection: Connection | None = None, *, create: bool = True
     ) -> PeersConfig:
-        """Create the group if it does not exist; return its settings."""
+        """Create the group if it does not exist; return its settings.
+
+        Raises:
+            PeerGroupNotFound: The group does not exist, and ``create`` is false.
+        """
         if not create:
             return self.settings()
         target = connection or self.connector

@@ -1,4 +1,4 @@
-"""The base class for peer groups and memberships: sends messages and makes proposals."""
+"""The base class of peer groups and memberships, which send messages and make proposals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _AHEAD_MAX_S = 30 * 86_400.0
 class Sender(Closeable):
     """A ``PeerGroup`` or ``Membership`` in its role as the author of messages and proposals.
 
-    A membership signs its messages: ``message.sender`` and ``proposal.by`` hold its id. Messages
-    and proposals from a ``PeerGroup`` have no author.
+    Messages and proposals from a membership carry its id in ``message.sender`` and ``proposal.by``.
+    Messages and proposals from a ``PeerGroup`` have no author.
     """
 
     def __init__(self, group: GroupHandle, member: MemberHandle | None = None) -> None:
@@ -82,8 +82,8 @@ class Sender(Closeable):
 
         Returns:
             A future for the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server is unreachable or has lost the vote. Its ``poll``
-            attribute is the poll's id.
+            raises ``PeerError`` if the server has lost the vote, or stays unreachable for 10
+            seconds after the vote should have ended. Its ``poll`` attribute is the poll's id.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.
@@ -107,19 +107,20 @@ class Sender(Closeable):
         max_error: float | None = None,
         require_leader: bool = False,
     ) -> VoteFuture:
-        """Ask all live members to vote on an action. If it passes, they all run it at the same
-        moment.
+        """Ask all live members to vote on an action. If the vote passes, they run the action at the
+        same moment.
 
-        Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
-        however the member voted. A member without ``on_vote`` votes yes if it has that handler.
+        Every member that was asked and has a handler (``@me.on_action``) runs the action, however
+        the member voted. A member without an ``on_vote`` function votes yes if it has a handler for
+        the action.
 
         >>> group.propose_action("open", {"relay": 3}, at=group.now() + 2)  # doctest: +SKIP
 
         Args:
-            name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -, not starting with a dot.
             params: Passed to the handlers. The same limits apply as for a ``topic``.
             at: When to run the action, in seconds on the ``group.now()`` clock, truncated to
-                milliseconds.
+                milliseconds; at most 30 days ahead.
             kind: See ``propose``.
             timeout: See ``propose``. The vote ends 0.2 s before ``at`` at the latest, so that
                 every member learns the decision in time.

@@ -100,7 +100,7 @@ class GroupView:
                 self.term, self.leader = event.term or 0, event.member
             case "resigned":
                 self.leader = None
-                if known is not None and "index" in fields:  # the member moved to the end
+                if known is not None and "index" in fields:  # it moved to the end of the order
                     members[known.id] = replace(known, index=int(fields["index"]))
         self.members = members
         self.mark = fields["mark"].decode()

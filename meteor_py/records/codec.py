@@ -88,7 +88,12 @@ CODECS = tuple(_BY_NAME)
 
 
 def find_codec(codec: CodecName | Codec) -> Codec | None:
-    """Return the codec with that name, or the object itself; None for the "bytes" codec."""
+    """Return the codec named ``codec``, or ``codec`` itself if it is an object; None for "bytes".
+
+    Raises:
+        ValueError: No codec has this name.
+        TypeError: The object lacks ``encode`` or ``decode``.
+    """
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             raise ValueError(

@@ -19,7 +19,7 @@ from meteor_py.redis import keys
 DEFAULT_CAPACITY = 10_000
 #: Default limit on unarchived records, as a multiple of the capacity.
 UNARCHIVED_CAPACITIES = 10
-#: Limits for one frame, which keep replies small and script calls short.
+#: Maximum size of a frame, in records and in bytes. It keeps replies small and script calls short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
 #: Maximum number of headers in a record.
@@ -77,7 +77,7 @@ class StreamConfig:
     #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
     #: one frame more. Without a store, older records are lost when the ring drops them.
     capacity: int = DEFAULT_CAPACITY
-    #: Compression for frames with several records. A publisher can override it.
+    #: Compression for frames of 512 bytes or more. A publisher can override it.
     compression: Compression = "none"
     #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
@@ -97,9 +97,9 @@ class StreamConfig:
     #: Maximum total size of the ring's frames in bytes, counting 32 extra bytes per frame. None
     #: means no limit. The ring may hold up to one frame more, and never drops unarchived records.
     max_bytes: int | None = None
-    #: Seconds for which the store keeps a record that every group has confirmed. None keeps records
-    #: until ``stream.store.expire()`` is called. Archivers delete older records, one whole file at
-    #: a time.
+    #: Seconds for which the store keeps a record. Then archivers delete the record, but only with
+    #: its whole file, and only once every group has confirmed it. None keeps records until
+    #: ``stream.store.expire()`` is called.
     retain: float | None = None
     #: Maximum total size of the store's files in bytes. Above it, archivers delete the oldest
     #: files, under the same conditions as for ``retain``.
@@ -187,7 +187,7 @@ class PublisherConfig:
 
     #: Seconds that the first record in a frame waits for more records when nothing is in flight.
     linger: float = 0.0
-    #: Compression for frames with several records: "none", "lz4" or "zstd". None means the stream's
+    #: Compression for frames of 512 bytes or more: "none", "lz4" or "zstd". None means the stream's
     #: setting.
     compression: Compression | None = None
     #: Number of replicas that must confirm a record before it is acknowledged.
@@ -237,7 +237,7 @@ class SubscriberConfig:
     lease_ttl: float = 10.0
     #: Seconds without a poll after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
-    #: If the ring dropped the next records: "raise" raises ``RecordsLost``, "skip" skips them.
+    #: If the next records were lost, "raise" raises ``RecordsLost``, and "skip" skips them.
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
@@ -281,7 +281,8 @@ def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
     """Return ``start``, with a word converted to an ``InitialOffset``.
 
     Raises:
-        ValueError: The word is unknown, the offset is negative, or the datetime has no time zone.
+        ValueError: The word is unknown, the offset is out of range, or the datetime has no time
+            zone or is not from 1970 to 9999.
     """
     if isinstance(start, datetime):
         to_ms(start)
@@ -293,7 +294,12 @@ def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """Return ``value`` if it is an integer from ``low`` to ``high``."""
+    """Return ``value`` if it is an integer from ``low`` to ``high``.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
     if not low <= value <= high:
@@ -302,12 +308,19 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
-    """Return ``value`` if it is a finite, positive number of seconds or, with ``zero``, zero."""
+    """Return ``value`` if it is a number of seconds below 1e9.
+
+    It must be positive; if ``zero`` is true, it may also be 0.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}.")
     if not 0 <= value < 1e9 or (value == 0 and not zero):
-        bound = "zero or more" if zero else "more than zero"
-        raise ValueError(f"{name} must be a finite number of seconds, {bound}, not {value}.")
+        bound = "at least 0" if zero else "more than 0"
+        raise ValueError(f"{name} must be {bound} and less than 1e9 seconds, not {value}.")
     return float(value)
 
 

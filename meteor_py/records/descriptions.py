@@ -44,7 +44,7 @@ class Meta:
     def parse(cls, name: str, flat: list[bytes], settings: list[bytes]) -> Meta:
         """Parse the replies to HGETALL for ``meta`` and ``settings``.
 
-        ``settings`` is empty if the key does not exist, or this client is not allowed to read it.
+        ``settings`` is empty if its key does not exist, or if the ACL denies this client the key.
 
         Raises:
             CorruptStream: The hash is not a stream's meta, or a newer version wrote it.
@@ -99,7 +99,8 @@ class GroupDescription:
     lag: int
     #: The member that holds the lease; None if no member does, or for a shared group.
     owner: str | None
-    #: The number of the last term; each acquisition of the lease starts one. 0 if there was none.
+    #: The number of the last term; 0 if there was none. Each acquisition of the lease starts a new
+    #: term.
     term: int
     #: "exclusive": one member reads at a time; "shared": consumers work in parallel.
     kind: Literal["exclusive", "shared"] = "exclusive"
@@ -135,7 +136,7 @@ class Description:
     #: The stream's next offset when the epoch began. A reader that was already past it has read
     #: records that no longer exist.
     epoch_first: int
-    #: The subscriber groups, by name.
+    #: The subscriber groups, ordered by name.
     groups: tuple[GroupDescription, ...]
 
 

@@ -1,12 +1,12 @@
-"""Frames, the wire format of records. Each log entry holds one frame, in a field whose name is the
-frame's format.
+"""Frames, the wire format of records.
 
-The name consists of a version, the columns that any of the records has, and a compression:
+Each log entry holds one frame, in a field whose name is the frame's format. The name consists of a
+version, the columns that any of the records has, and a compression:
 
 * ``0v``: one record, the bare value. ``0kv``, ``0hkv``, ``0chkv``...: one record, a MessagePack
   list of its columns. An Arrow message would take 300 bytes more.
-* ``1v``, ``1kv``...: many records, one Arrow IPC record batch message without its schema, which
-  the name implies.
+* ``1v``, ``1kv``...: one or more records, an Arrow IPC record batch message without its schema,
+  which the name implies.
 * ``1kv.lz4``, ``1kv.zstd``: such a message, compressed. The message's uncompressed size (uint32,
   little endian) comes first, then one compressed block.
 
@@ -89,7 +89,7 @@ _NOT_A_FRAME = (
 
 @dataclass(slots=True)
 class Columns:
-    """Columns of records to be encoded: lists, or Arrow arrays of the types above."""
+    """Columns of records to be encoded: lists, or Arrow arrays of the types in ``_FIELDS``."""
 
     values: Any
     keys: Any = None
@@ -224,9 +224,9 @@ def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | No
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
-    """Append an entry to the chunk if it directly follows and holds just a value (the fast path).
+    """Append an entry that directly follows the chunk and holds just a value (the fast path).
 
-    Return whether it was appended.
+    Return whether the entry was appended.
     """
     if (
         len(fields) != 4

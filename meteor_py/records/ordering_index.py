@@ -104,7 +104,7 @@ class OrderingRule:
         return self.index(columns, STORED_ENTRY_RECORDS)
 
     def keys_of_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return the ordering keys of records from a store, with an empty key if there is none."""
+        """Return the ordering keys of records from a store; empty for a record without one."""
         column = batch.column("key" if self._header is None else "headers")
         return [_short(key or b"") for key in self._arrow(column).to_pylist()]
 

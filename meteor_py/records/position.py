@@ -7,10 +7,10 @@ starts when the server's replication history changes (a new ``master_replid``, a
 failover).
 
 After a network split, two servers can continue the same stream, each with its own epochs. So a
-stream's history is a tree, and each server knows one branch. Its meta holds that branch as the
-table ``epochs``: a list of ``number:first offset``, oldest epoch first. Epoch numbers are random
-enough that none occurs on two branches. A position is on the server's branch up to the last epoch
-that both have in common.
+stream's history is a tree, and each server knows one branch. The stream's meta hash on that server
+holds the branch as the table ``epochs``: a list of ``number:first offset``, oldest epoch first.
+Epoch numbers are random enough that none occurs on two branches. A position is on the server's
+branch up to the last epoch that both have in common.
 
 A ``+`` before a number means that no epoch is missing between this entry and the previous one.
 Versions up to 0.1 wrote no ``+`` and left out epochs in which nothing was appended.
@@ -89,7 +89,9 @@ def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_
     if number < complete_from:
         return [epoch for epoch in table if epoch.number > number]
     if not table[-1].follows:
-        return table[-1:]  # as in version 0.1, which wrote this table
+        # Without a "+", the last entry is the only one, or version 0.1 wrote the table. In both
+        # cases, do what version 0.1 did.
+        return table[-1:]
     return table  # the branches may have split anywhere
 
 
@@ -114,7 +116,7 @@ def with_epoch(epochs: str, number: int, first: int) -> str:
     """
     entries = [*epochs.split(","), f"+{number}:{first}"]
     if len(entries) > _TABLE_EPOCHS:
-        # As in new_epoch.lua: for a position before the second epoch, all records may be gone.
+        # As in new_epoch.lua, -1 means that all records of earlier epochs may have been lost.
         entries = entries[1 - _TABLE_EPOCHS :]
         entries[0] = f"{entries[0].lstrip('+').partition(':')[0]}:-1"
     return ",".join(entries)

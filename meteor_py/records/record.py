@@ -57,7 +57,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class ListChunk:
-    """Records from small frames, as lists of equal length. None is a column that no record has."""
+    """Records from small frames, as lists of equal length; None for a column that no record has."""
 
     first: int
     values: list[bytes]
@@ -234,7 +234,7 @@ class RecordBatch(Sequence[Record]):
     >>> len(batch), batch.offsets   # doctest: +SKIP
     (3, range(0, 3))
 
-    ``values()`` is several times faster than a loop over records, and ``to_arrow()`` faster still.
+    ``values()`` is several times faster than a loop over records; ``to_arrow()`` is faster still.
     """
 
     __slots__ = ("_chunks", "_codec", "_length", "_stream", "first_offset")
@@ -281,7 +281,10 @@ class RecordBatch(Sequence[Record]):
         return list(chain.from_iterable(chunk.key_list() for chunk in self._chunks))
 
     def to_arrow(self) -> pa.Table:
-        """Return an Arrow table (:data:`ARROW_SCHEMA`). Values are not decoded or copied."""
+        """Return an Arrow table (:data:`ARROW_SCHEMA`).
+
+        Values are not decoded. Those from large frames and from a store are not copied.
+        """
         return pa.Table.from_batches([c.to_arrow() for c in self._chunks], schema=ARROW_SCHEMA)
 
     def __len__(self) -> int:
@@ -329,7 +332,7 @@ def decode_record(stream: str, codec: Codec, record: Record) -> Record:
     """Return the record with its value decoded.
 
     Raises:
-        DecodeError: The codec could not decode it.
+        DecodeError: The codec could not decode the value.
     """
     try:
         value = codec.decode(record.value)

@@ -1,4 +1,4 @@
-"""Server addresses. Parses URLs and masks the secrets in them."""
+"""Server addresses: parsing URLs, and masking the secrets in them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _PARTS = re.compile(
     r"(?P<path>/[^?#]*)?(\?(?P<query>[^#]*))?"
 )
 _HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<port>[0-9]{1,5}))?")
-#: Options that every URL of a server can set. For these options, redis-py sends login commands and
-#: reads their replies before the connection is used. meteor_py itself sets all options that no URL
-#: can set.
+#: Options that any server URL can set. For these options, redis-py sends login commands and reads
+#: their replies before the connection is used. meteor_py itself sets all options that no URL can
+#: set.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
-#: Options for addresses that name several servers. The sentinels have their own users.
+#: Options for addresses that list several servers. Sentinels have users and passwords of their own.
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 _SEVERAL_OPTIONS = {"": (), "+cluster": ("remap",), "+sentinel": ("remap", *_SENTINEL_OPTIONS)}
 _TLS_OPTIONS = (
@@ -43,7 +43,8 @@ _TLS_OPTIONS = (
 _REMAP_NEEDS_SEVERAL = "remap is for redis+cluster:// and redis+sentinel:// addresses only."
 _CERT_REQS = ("required", "optional", "none")
 _TLS_VERSIONS = (771, 772)  # values of ssl.TLSVersion; older versions are insecure
-#: URL parameters of servers and stores whose values are not secret. All others are masked.
+#: Parameters in server and store URLs whose values are not secret. The values of all others are
+#: masked.
 _HARMLESS = (
     "allow_bucket_creation", "allow_bucket_deletion", "blob_storage_authority", "buffer_size",
     "client_id", "client_name", "credential_kind", "db", "default_bucket_location",
@@ -165,11 +166,13 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
 
     Args:
         remap: For a cluster or sentinels, a mapping ``{(host, port): (host, port)}``. It maps an
-            address that a node announces to an address that this client can reach. It is added to
-            the ``remap`` in the URL, and overrides it.
+            address that a node announces to an address that this client can reach. Its entries
+            override those of the ``remap`` in the URL.
 
     Raises:
-        ValueError: The scheme is unknown, or the URL is malformed.
+        ValueError: The scheme is unknown, the URL is malformed or sets an option that no URL can
+            set, or ``remap`` was passed for a single server.
+        TypeError: ``url`` is not a str, or ``remap`` is not such a mapping.
     """
     if url is None:
         url = os.environ.get(URL_VARIABLE) or _default_url()
@@ -275,7 +278,8 @@ def _split_path(path: str, kind: str) -> tuple[str, str]:
 
 
 def _take_own_options(query: str, kind: str) -> tuple[dict[str, str], str]:
-    """Return the options that an address of a single server does not have, and the other ones."""
+    """Split a query: return the options that the address of a single server cannot have, and the
+    rest of the query."""
     pairs = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in pairs if name in _SEVERAL_OPTIONS["+sentinel"]]
     taken = {name: value for name, value in pairs if name in names}
@@ -301,7 +305,7 @@ def _check_remap(remap: Mapping[Node, Node]) -> dict[Node, Node]:
 
 
 def _without_secrets(reason: str, url: str) -> str:
-    """Return the reason why ``url`` was refused, or a general one if it may quote the password."""
+    """Return ``reason``, or a general reason if this one may quote the password in ``url``."""
     if "@" in url and "'" in reason:
         return "a port is not a number, or the password contains an unescaped character"
     return reason

@@ -62,13 +62,13 @@ _KEEPALIVE = {
 #: million records/s.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
-#: Seconds for connecting to a node that was found only just in time.
+#: Minimum seconds for connecting to a node, even if finding it took the whole timeout.
 _CONNECT_MIN_S = 0.05
 
 #: Bytes that redis-py receives at a time. It reads only the replies to its login commands.
 _HANDSHAKE_SIZE = 4096
 
-#: Longest pause after a redirect, as a share of the timeout. A call is then tried a few times.
+#: Longest pause after a redirect, as a share of the timeout, so that a call is tried a few times.
 PAUSE_SHARE = 0.25
 
 #: Arguments larger than this many bytes are sent separately, without a copy.
@@ -139,8 +139,9 @@ class Connection:
         self._redirects = Redirects()
         self._outage = Outage()
         self._interrupts = 0
-        self._pause: SignalSafeEvent | None = None  # ends when interrupt() sets it
-        self._search: Search | None = None  # for interrupt()
+        #: The pause and the search in progress, so that ``interrupt`` can end them.
+        self._pause: SignalSafeEvent | None = None
+        self._search: Search | None = None
         self._connection: AbstractConnection | None = None
         #: Sends commands and reads replies; None if not connected, or if the server is a fake.
         self.wire: Wire | None = None
@@ -274,7 +275,7 @@ class Connection:
         Use this only for commands that may run twice. It also retries like ``retry_redirected``.
 
         Raises:
-            ConnectionFailed: The server cannot be reached.
+            ConnectionFailed: The server cannot be reached, or its keys are still being moved.
         """
         was_connected, interrupts = self._connection is not None, self._interrupts
         try:
@@ -323,8 +324,8 @@ class Connection:
         """The server's ``master_replid`` when this connection was made, or '' if it is hidden.
 
         Raises:
-            ConnectionFailed: The server is a replica, which accepts no writes and has its primary's
-                history.
+            ConnectionFailed: The server cannot be reached, or it is a replica, which accepts no
+                writes and has its primary's history.
         """
         self.connect()
         if self._history is None:
@@ -333,7 +334,8 @@ class Connection:
 
     @property
     def known_history(self) -> str | None:
-        """Like ``history``, but never asks the server. None if the server was not asked yet."""
+        """Like ``history``, but never asks the server. None if the server has not been asked
+        yet."""
         return self._history if self.connected else None
 
     def refresh_history(self) -> str:
@@ -364,7 +366,8 @@ class Connection:
 
     @property
     def block_max_s(self) -> float:
-        """Maximum seconds for one blocking read. It is short, to notice a dead connection soon."""
+        """Maximum seconds for one blocking read. It is short, so that the client soon notices a
+        dead connection."""
         return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
@@ -440,7 +443,7 @@ class Connection:
 
     @property
     def target(self) -> Address:
-        """The address of the server of the current or last connection."""
+        """The address of the server that this object is, or was last, connected to."""
         return self.address if self.node is None else self.address.at(self.node)
 
     def _check_role(self, version: int) -> None:
@@ -482,7 +485,7 @@ class Connection:
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
         # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
-        for sock in (self._socket(), _socket_of(opening)):  # logging in may take long, too
+        for sock in (self._socket(), _socket_of(opening)):  # logging in may also take long
             if sock is not None:
                 with suppress(OSError):  # already closed
                     sock.shutdown(socket.SHUT_RDWR)
@@ -583,7 +586,7 @@ def _socket_of(connection: AbstractConnection | None) -> socket.socket | None:
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Return all relevant options for a redis-py connection, so that no default applies."""
+    """Return the options for a redis-py connection that replace redis-py's own defaults."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme.startswith("redis") else {}),
@@ -674,7 +677,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
 
 
 def _code(error: Exception) -> str:
-    """Return the code of an error reply. redis-py keeps the codes that it knows out of the text."""
+    """Return the code of an error reply. redis-py removes the codes that it knows from the text."""
     return getattr(error, "status_code", None) or mask(str(error)).strip().partition(" ")[0]
 
 

@@ -1,4 +1,4 @@
-"""``fake://``: fakeredis inside the process, for tests. It has no persistence and no replicas."""
+"""``fake://``: fakeredis in this process, for tests. It has no persistence and no replicas."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:index`` (stream): Only with an ordering key. One entry for every 64 records of a frame,
     with their ordering keys but no payload (see records/ordering_index.py). Written and trimmed
     with the log, by ``publish``, ``move_staged``, ``configure_stream``, ``apply_limits`` and
-    ``advance_archived``.
+    ``advance_archived``; replaced by ``repair_log``.
 ``meteor:{s}:repair:<id>`` (stream): An unfinished copy of the log or the index. Written by
     ``repair_log``, which renames it when it is complete. Expires after an hour.
 ``meteor:streams`` (set): The names of all streams, in a slot of its own. Written before
@@ -79,9 +79,9 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     ``id:frames``. Written by ``plan_commit``, deleted by ``move_staged``; otherwise expires with
     its stages.
 ``meteor:{s}:fences`` (hash): For each writer, its last version, and for that version the number of
-    frames moved to the log, of all frames, and of records. Written by ``plan_commit`` and
-    ``move_staged``, restored by ``resume_stream``. A fence is kept until its writer is known not to
-    return, so that nothing is written twice.
+    frames moved to the log, the total number of frames, and the number of records. Written by
+    ``plan_commit`` and ``move_staged``, restored by ``resume_stream``. A fence is kept until its
+    writer is known not to return, so that nothing is written twice.
 ``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by expiry time (ms). Written by
     ``expire_fences``, which also deletes expired fences.
 
@@ -171,13 +171,13 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``...:handlers`` (hash): For each live member, its session and the queues that it handles, separated
     by spaces. Only the session if the member has not declared any queues.
 ``...:inbox:<member>`` (stream): Unsettled messages to a member. Removed with the member.
-``...:movable:<member>`` (zset): The places in the member's inbox of messages for any member, in
-    order.
-``...:awaited:<member>`` (zset): ``place id`` of messages whose sender waits for a reply, by the end
-    of the wait (ms).
-``...:shared:<member>`` (zset): Messages in the member's inbox whose body is in ``body:<id>``.
-``...:begun:<member>`` (hash): For a place in the member's inbox, ``count token``: the number of
-    times that this member got the message again, and the token of the last time.
+``...:movable:<member>`` (zset): The IDs of the inbox entries that hold messages for any member, in
+    the order of delivery.
+``...:awaited:<member>`` (zset): ``<entry ID> <message id>`` for each message in the inbox whose
+    sender waits for a reply, by the end of the wait (ms).
+``...:shared:<member>`` (zset): The ids of messages in the inbox whose body is in ``body:<id>``.
+``...:begun:<member>`` (hash): For the ID of an inbox entry, ``count token``: the number of times
+    that this member got the message again, and the token of the last time.
 ``...:body:<id>`` (hash): A long ``body`` for several receivers, and ``holders``, the number of
     receivers that have not settled the message. Removed when the last one has settled it.
 ``...:orphans`` (zset): Dead members, and ``~<mark>~<member>`` for removed ones, whose messages are
@@ -186,18 +186,18 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     replies. Expires a minute after the sender stops waiting.
 ``...:sender:<session>`` (string): The number of the last batch of messages that was stored in this
     session, and its results. Expires an hour after the senders stop waiting.
-``...:replies:<session>`` (stream): The ids of a handle's messages that have got all their replies.
-    Expires an hour after the last one.
+``...:replies:<session>`` (stream): The ids of a handle's messages that have got all their replies;
+    a short reply from a single receiver is included. Expires an hour after the last entry.
 ``...:dead`` (stream): About the last thousand dead letters: messages that no member could handle.
 ``...:polls`` (zset): Open votes, by their end (ms).
-``...:limits`` (zset): Open votes on an action, by the latest end (ms).
+``...:limits`` (zset): Open votes on an action, by the latest time (ms) at which they can end.
 ``...:pending`` (hash): For the name of each action that was agreed or is being voted on,
     ``poll:when``. ``...:agenda`` (zset) has the names by that time. An entry is dropped an hour
     after its time.
 ``...:poll:<id>`` (hash): One vote. ``...:votes:<id>`` (hash) has the vote of each member. Both
     expire an hour after the vote was decided, or an hour after its action is due if that is later.
 
-``delete_stream`` deletes every key of its stream, which it finds by the prefix from
+``delete_stream`` deletes every key of its stream. Its caller finds the keys by the prefix from
 :func:`everything`.
 """
 
@@ -207,7 +207,7 @@ import re
 
 #: The set of all stream names.
 STREAMS = "meteor:streams"
-#: The set of the names of all peer groups.
+#: The set of all peer group names.
 PEERS = "meteor:groups"
 #: The group that a stream's archivers form. It has a lease, but is not listed.
 ARCHIVERS = ".archiver"
@@ -216,7 +216,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: str, what: str = "stream") -> str:
-    """Return ``name`` if it can be used in keys and paths; otherwise raise ``ValueError``."""
+    """Return ``name`` if it can be used in keys and paths; otherwise raise ``ValueError``, or
+    ``TypeError`` if it is not a str."""
     if not isinstance(name, str):
         raise TypeError(f"The name of a {what} must be a str, not {type(name).__name__}.")
     if not _NAME.fullmatch(name):

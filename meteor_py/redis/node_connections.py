@@ -13,20 +13,20 @@ _IDLE_MAX = 32
 
 
 class NodeConnections:
-    """Idle connections by node. A caller takes one out, and puts it back after its call.
+    """Idle connections by node. A caller takes a connection out, and puts it back after its call.
 
-    No caller waits for another one. If a node does not reply, only calls for that node are late.
+    No caller waits for another one. If a node does not reply, only calls to that node are delayed.
     There are never more connections to a node than threads that use it at the same time.
 
     Thread-safe without a lock, because each change of the state is one call into C. A signal
-    handler may therefore use it in the middle of another call. If it raises there, the connection
-    that was taken out is dropped, and so closed.
+    handler may therefore use this object in the middle of another call. If the handler raises an
+    exception, the connection that the interrupted call had taken out is dropped, which closes it.
     """
 
     def __init__(self, open_connection: Callable[[Node], Connection]) -> None:
         self._open_connection = open_connection
         self._idle: dict[Node, deque[Connection]] = {}
-        self._nodes: Collection[Node] | None = None  # None: all that exist
+        self._nodes: Collection[Node] | None = None  # None means all nodes
         self._is_closed = False
 
     def take(self, node: Node) -> Connection:
@@ -43,19 +43,20 @@ class NodeConnections:
             idle.append(connection)  # connected or not: it remembers its redirects
         else:
             connection.close()
-        # Check only now: keep_only() finds the connection, or this finds that the node has left.
+        # Check only now: either keep_only() finds the connection, or this check finds that the node
+        # has left.
         if self._is_closed or (self._nodes is not None and node not in self._nodes):
             self._close(node)
 
     def keep_only(self, nodes: Collection[Node]) -> None:
-        """Close the connections to all other nodes, also those that are put back later."""
+        """Close the connections to all other nodes, including those that are put back later."""
         self._nodes = nodes
         for node in list(self._idle):
             if node not in nodes:
                 self._close(node)
 
     def close(self) -> None:
-        """Close all connections, also those that are put back later."""
+        """Close all connections, including those that are put back later."""
         self._is_closed = True
         for node in list(self._idle):
             self._close(node)

@@ -54,8 +54,8 @@ def _open_cluster(address: Address, options: dict[str, Any]) -> redis.RedisClust
 def _following(base: Any, address: Address, topology: Topology) -> Any:
     """Return a connection class that always connects to the primary that the sentinels name.
 
-    When the primary is replaced, the topology shuts down the sockets of these connections. The pool
-    then opens other ones, and a command under way raises ``redis.ConnectionError``.
+    When the primary is replaced, the topology shuts down the sockets of these connections. Commands
+    in progress then raise ``redis.ConnectionError``, and the pool opens new connections.
     """
 
     class FollowingConnection(base):  # type: ignore[misc]
@@ -70,7 +70,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
             where = address.at(node).options
             self.host, self.port = where["host"], where["port"]
             connected: socket.socket = super()._connect()
-            self._sock = connected  # first: leave_node() must find it from here on
+            self._sock = connected  # set before the check, so that leave_node() finds the socket
             if topology.version != version:
                 connected.close()
                 raise ConnectionError(f"The primary of {address} has changed.")
@@ -89,7 +89,8 @@ def _take_tickets(connection: AbstractConnection) -> None:
     """Prepare a TLS connection for a redis-py pool.
 
     After the handshake, a TLS 1.3 server sends session tickets. If they stay unread, the pool
-    mistakes them for the reply to an earlier command and rejects the connection.
+    mistakes them for the reply to an earlier command and rejects the connection. Reading the reply
+    to a PING also reads the tickets.
     """
     connection.on_connect()
     connection.send_command("PING", check_health=False)

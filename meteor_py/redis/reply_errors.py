@@ -162,12 +162,12 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
         problem = "whose address is not recorded, so this client cannot open it by itself"
     else:
         problem = (
-            "whose address this client does not trust, because publishers may write the key that "
+            "whose address this client does not trust, because publishers can write the key that "
             "holds it"
         )
         hint += (
-            " Or let an administrator open the stream once with this release, and let this user "
-            "read its settings (docs/acl.md)."
+            " Or have an administrator open the stream once with this release, and allow this user "
+            "to read its settings (docs/acl.md)."
         )
     return StoreMismatch(
         f"Older records of stream {stream!r} are in a store {problem}.",
@@ -191,7 +191,7 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     return Fenced(
         f"This consumer in shared group {group!r} of stream {stream!r} no longer holds "
         f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
-        "delivers them again.",
+        "will deliver them again.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -306,7 +306,7 @@ def corrupt_stream(stream: str) -> CorruptStream:
     return CorruptStream(
         f"Nothing can be appended to stream {stream!r}: another program has written an entry "
         "beyond the end of its log. Repair it with stream.repair(dry_run=False) or `meteor streams "
-        "repair`, and let only publishers write to the log (docs/acl.md).",
+        "repair`, and allow only publishers to write to the log (docs/acl.md).",
         stream=stream,
     )
 
@@ -314,7 +314,7 @@ def corrupt_stream(stream: str) -> CorruptStream:
 def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
         f"The position of group {group!r} of stream {stream!r} cannot be read: another program has "
-        "written to its key. Delete the group, and let only its members write to the key "
+        "written to its key. Delete the group, and allow only its members to write to the key "
         "(docs/acl.md).",
         stream=stream,
     )

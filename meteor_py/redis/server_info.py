@@ -1,4 +1,4 @@
-"""Describes a server, or a cluster's primaries, based on their INFO replies."""
+"""Descriptions of a server, or of a cluster and its primaries, based on INFO replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class ServerDescription:
     For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
     ``uptime`` is the shortest uptime of a primary. ``append_only`` is true if it is true for all
     primaries. Each of these five fields is None if one of the primaries does not disclose it or
-    cannot be reached.
+    cannot be reached. ``product``, ``version`` and ``memory_policy`` list the different values of
+    the primaries, separated by commas.
     """
 
     #: "valkey", "redis", or "fake".

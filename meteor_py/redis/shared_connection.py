@@ -47,7 +47,8 @@ class SharedConnection:
         self._user: int | None = None  # the id of the thread that is in the middle of a call
 
     def use(self, work: Callable[..., _T], *args: Any, timeout_s: float = -1) -> _T:
-        """Call ``work`` with the connection and ``args``.
+        """Call ``work`` with the connection and ``args``. A negative ``timeout_s`` waits for other
+        threads indefinitely.
 
         Raises:
             ConnectionBusy: Another thread used the connection for ``timeout_s`` seconds.
@@ -101,7 +102,7 @@ class ThreadConnections:
     """One connection for the main thread, and one that the other threads use in turn.
 
     Signal handlers run in the main thread, between any two lines of its code. Therefore, the main
-    thread must never wait for a lock that another thread holds while it talks to the server.
+    thread must never wait for a lock that another thread holds while talking to the server.
     """
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:

@@ -1,4 +1,4 @@
-"""The clock for leases, and for deadlines that count the time for which a machine was suspended."""
+"""The clock for leases, and for deadlines that keep running while the machine is suspended."""
 
 from __future__ import annotations
 

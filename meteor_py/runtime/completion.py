@@ -1,4 +1,4 @@
-"""Completions: the outcome of an operation that a background thread carries out."""
+"""Completions: the outcomes of operations that background threads carry out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Completion:
     def settle(self, error: Exception | None = None) -> None:
         """Set the outcome, wake waiting threads and call callbacks.
 
-        Unless there is an error, set ``base_offset`` first.
+        Unless there is an error, the caller must set ``base_offset`` first.
         """
         self.settle_quietly(error)
         self.run_callbacks()
@@ -56,7 +56,7 @@ class Completion:
     def settle_quietly(self, error: Exception | None = None) -> None:
         """Set the outcome and wake waiting threads. The caller must call ``run_callbacks``."""
         self.error = error
-        self.settled = True  # set it first: waiters check it after they register
+        self.settled = True  # before waking threads: a new waiter checks it after registering
         if self._event is not None:
             self._event.set()
 
@@ -131,5 +131,5 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-# In a forked child: a parent thread may have held the lock.
+# A thread of the parent process may have held the lock at the time of the fork.
 os.register_at_fork(after_in_child=_replace_lock)

@@ -1,9 +1,9 @@
 """Registries for this process's open objects, and the events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
-object has one ``Registry``. Objects are closed in the order of ``ClosingOrder``. A client that is
-closed closes its own objects (``close_owned``). A signal (``close_all``) and interpreter exit close
-all objects. A forked child abandons its parent's objects.
+object has one ``Registry``. Objects are closed in the order of ``ClosingOrder``. Closing a client
+closes the objects that it owns (``close_owned``). A signal (``close_all``) and interpreter exit
+close all objects. A forked child abandons its parent's objects.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def close_all(timeout_s: float) -> None:
     """Close every open object in this process, then raise the first failure.
 
     A signal handler in the main thread may call this at any time. Publishers have most of
-    ``timeout_s`` seconds to send their records, and drop the rest. Other kinds have their own
-    limits.
+    ``timeout_s`` seconds to send their records, and then drop those that remain. Other objects have
+    their own limits.
     """
     deadline = time.monotonic() + _WITHIN_SHARE * timeout_s
 

@@ -48,7 +48,10 @@ class SignalSafeCondition:
         self._waiters: deque[LockType] = deque()
 
     def is_mine(self) -> bool:
-        """Return whether this thread holds the lock. If so, a handler must not wait for it."""
+        """Return whether this thread holds the lock.
+
+        If so, a signal handler in this thread must not wait for a thread that needs the lock.
+        """
         return bool(self._lock._is_owned())
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -1,6 +1,6 @@
-"""Closes all open objects when a signal asks the process to end.
+"""A signal handler that closes all open objects before the process ends.
 
-The handler interrupts the main thread and closes the objects in it. It cannot leave this to another
+The handler interrupts the main thread and closes the objects there. It cannot leave this to another
 thread, which might wait forever for a lock that the main thread holds; in the main thread, these
 locks are reentrant. A second thread ends the process if closing takes too long.
 """
@@ -94,7 +94,7 @@ def _watch(done: _thread.LockType, number: int) -> None:
 
 
 def _flush() -> None:
-    """Flush printed output. This fails if the main thread is in the middle of a print."""
+    """Try to flush printed output. This fails if the signal interrupted a print."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

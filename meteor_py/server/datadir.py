@@ -1,4 +1,4 @@
-"""Creates, checks and configures an embedded server's data directory."""
+"""Creating, checking and configuring an embedded server's data directory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def default_directory() -> Path:
 
 
 def kept_directory(directory: Path) -> Path:
-    """Create the directory if necessary. Refuse a directory that other users could change.
+    """Return the directory's real path, creating the directory if necessary.
+
+    Refuse a directory that other users could change.
 
     Raises:
         ServerStartFailed: The directory belongs to another user, or it holds other files and other

@@ -1,4 +1,4 @@
-"""Opens, shares and releases an embedded server."""
+"""Opening, sharing and releasing an embedded server."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class EmbeddedServer:
             is_cancelled: Called repeatedly. If it returns true, the wait ends.
 
         Raises:
-            ServerStartFailed: The server did not start or reply, or it is too soon to restart it.
+            ServerNotFound: No server program was found for the restart.
+            ServerStartFailed: The server did not start or reply in time, it keeps exiting, it was
+                closed, or the wait was cancelled.
         """
         address = find_address(self.directory)
         if not (address and replies(address, min(timeout_s, 1.0))):
@@ -166,7 +168,9 @@ def open_embedded(
 
     Raises:
         ServerNotFound: No server program was found.
-        ServerStartFailed: The server did not start. The message ends with the server's log.
+        ServerStartFailed: The server did not start or reply in time, the directory is not safe to
+            use, or ``tcp`` is true but the server is already running without TCP. If the server
+            failed, the message ends with its log.
     """
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
@@ -325,7 +329,7 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # before starting: it counts even if this process dies
+            restarts.record(datadir)  # before the start, to count it even if this process dies
             logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)

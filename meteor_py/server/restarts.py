@@ -1,4 +1,4 @@
-"""Limits how often an embedded server is restarted, with a growing pause if it keeps exiting.
+"""A limit on restarts of an embedded server: if the server keeps exiting, the pause grows.
 
 All users of a server share the limit through a file that lists the times of the last restarts.
 They read and write the file only while holding ``watcher.lock``.

@@ -165,7 +165,7 @@ def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
 
 
 def _is_free(lock: int) -> bool:
-    """Try to take the lock exclusively. Return whether no process held it."""
+    """Try to take the lock exclusively; return whether it was free."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,7 +5,7 @@ one ``segment_log`` per incarnation of the stream, as files in a ``storage``. ``
 the next records while a reader uses the current ones, ``maintenance`` merges and removes files, and
 ``identity`` makes sure that a store belongs to its stream.
 
-Terms: A *store* is a ``RingbufferStore`` object. Its *address* is the ``uri`` that users pass. Its
-*location* is the address without secrets, as shown in messages. Its *id* is a random string that
-ties the store to one stream. Segments and records are *live* if readers see them.
+Vocabulary: A *store* is a ``RingbufferStore`` object. Its *address* is the ``uri`` that users pass.
+Its *location* is the address without secrets, as shown in messages. Its *id* is a random string
+that ties the store to one stream. Segments and records are *live* if readers see them.
 """

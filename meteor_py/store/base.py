@@ -63,7 +63,8 @@ class RingbufferStore(Protocol):
 
     **Commits.** The stream records where its history ends, and callers never read beyond that
     offset. The store may hold more records: some from an append whose archiver died before the
-    commit, or some that the server lost in a failover. Archivers will append these offsets again.
+    commit, or some that the server lost in a failover. Archivers will append other records at these
+    offsets.
 
     **Concurrency.** Any number of threads and processes may read while one appends.
 
@@ -77,15 +78,16 @@ class RingbufferStore(Protocol):
 
     @property
     def uri(self) -> str | None:
-        """The address, without secrets, at which other processes find the store; or None."""
+        """The address, without secrets, at which other processes find the store, if any."""
 
     def identity(self) -> str | None:
-        """Return the id that was claimed for this stream; None if there is no store here.
+        """Return the id that ``claim`` has set; None if there is none, as on an empty disk.
 
         Called whenever a stream is opened with the store, and before each append. The id
         distinguishes two stores that have the same address, such as a local path on two hosts.
 
         Raises:
+            StoreMismatch: The store belongs to another stream.
             StoreUnavailable: The id could not be read.
         """
 
@@ -93,11 +95,14 @@ class RingbufferStore(Protocol):
         """Set the store's id if it has none, or if its id is ``replacing``.
 
         Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
-        stream's former server starts again, its archiver finds that the id has changed.
+        stream's former server then starts again, its archiver finds the new id and appends nothing.
+
+        Raises:
+            StoreUnavailable: The id was not set, or the outcome is unknown.
         """
 
     def incarnations(self) -> list[str]:
-        """Return the incarnations that have records here, least recently appended first."""
+        """Return the incarnations that have records here, in the order of their last appends."""
 
     def bounds(self, incarnation: str) -> Bounds:
         """Return the offsets that the store holds, committed or not. Called before each append."""
@@ -105,7 +110,8 @@ class RingbufferStore(Protocol):
     def epochs(self, incarnation: str) -> dict[int, int]:
         """Return each epoch (``term // TERMS``) with its first live offset.
 
-        Used by ``resume=True``.
+        Used by ``resume=True``, and by readers to detect that another server has continued the
+        stream.
         """
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
@@ -125,15 +131,16 @@ class RingbufferStore(Protocol):
 
         Raises:
             RecordsLost: Records are missing. The error covers the offsets from the first missing
-                record up to the next record that exists.
+                record to the last one before the next record that exists, or before ``stop``.
             CorruptSegment: Some records are damaged.
+            StoreUnavailable: The store cannot be read at the moment.
         """
 
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         """Return the offset of the first record that was appended at ``ms`` or later.
 
-        Search ``range(start, stop)``; return ``stop`` if there is none. Append times never
-        decrease.
+        Search ``range(start, stop)``; return ``stop`` if there is no such record. Append times
+        never decrease.
         """
 
     def verify(
@@ -145,9 +152,9 @@ class RingbufferStore(Protocol):
         """Remove superseded data in the background. The archiver calls this occasionally.
 
         Keep all data from terms later than ``term``, because only the archivers of those terms know
-        whether it is live. All other live records are below ``end``. This is certain only while
-        ``is_current()`` returns true. Call it after listing the data, and again before each
-        removal.
+        whether it is live. All other live records are below ``end``, but this is certain only while
+        ``is_current()`` returns true. Call ``is_current`` after listing the data, and again before
+        each removal.
         """
 
     def delete(self, incarnation: str, below: int | None = None) -> None:
@@ -173,7 +180,7 @@ class StatefulStore(RingbufferStore, Protocol):
         """
 
     def load_states(self, incarnation: str) -> dict[int, bytes]:
-        """Return an incarnation's states by term. Used by ``resume=True``."""
+        """Return an incarnation's states by term. Used by ``resume=True`` and by archivers."""
 
 
 @runtime_checkable
@@ -186,7 +193,7 @@ class ColumnStore(RingbufferStore, Protocol):
         """Like ``read``, but yield only these ``ARROW_SCHEMA`` columns, in this order.
 
         Raises:
-            RecordsLost, CorruptSegment: See ``read``.
+            RecordsLost, CorruptSegment, StoreUnavailable: See ``read``.
         """
 
 
@@ -202,9 +209,9 @@ def read_columns(
 
 
 def states_to_drop(states: Collection[int], term: int) -> list[int]:
-    """Return the terms whose states no resume will need. ``term`` is the newest that has records.
+    """Return the terms whose states no resume will need. ``term`` is the newest with records.
 
-    Later terms have not appended any records yet, and only the last few of those terms still can.
+    Later terms have not appended any records yet, and only the last few of them can still do so.
     """
     below = sorted(each for each in states if each < term)
     above = sorted(each for each in states if each > term)

@@ -1,8 +1,8 @@
-"""Checks the endpoint in a store's address if the address was read from Redis.
+"""An endpoint check for store addresses that were read from Redis.
 
-A server administrator writes the address into ``settings``. If readers trusted any endpoint, they
-would send it requests signed with their own cloud credentials. Addresses that users pass are not
-checked.
+Anyone with write access to a stream's ``settings`` key can set the address. If readers trusted any
+endpoint, they would send it requests that are signed with their own cloud credentials. Addresses
+that users pass are not checked.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meteor_py.redis.address import mask
 #: Environment variable that lists the allowed endpoints as ``host:port``, separated by commas.
 ENDPOINTS_VARIABLE = "METEOR_STORE_ENDPOINTS"
 
-#: Parameters that set an endpoint, or how to reach it.
+#: URI parameters that set the endpoint, and those that set how to connect to it.
 _ENDPOINTS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")
 _TRANSPORT = ("scheme", "enable_tls")
-#: Schemes whose host is the endpoint.
+#: URI schemes whose host is the endpoint.
 _HOSTS = ("hdfs", "viewfs")
 
 

@@ -1,4 +1,4 @@
-"""Errors that only stores raise. Errors shared by packages are in ``redis/reply_errors.py``."""
+"""Errors that only stores raise. ``redis/reply_errors.py`` has those that packages share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str)
 def store_mismatch(stream: str, location: str, found: str | None) -> StoreMismatch:
     problem = "there is no store" if found is None else "it holds the history of another stream"
     return StoreMismatch(
-        f"The store at {location} does not belong to stream {stream!r}: {problem}. Is the same "
-        "disk mounted here, and is the address correct? Nothing was read or written.",
+        f"The store at {location} does not belong to stream {stream!r}: {problem}. Nothing was "
+        "read or written. Check the address, and that the right disk is mounted there.",
         stream=stream,
     )
 

@@ -1,4 +1,4 @@
-"""Store identity: opens a store, and checks that it belongs to its stream."""
+"""Store identity: opening a store, and checking that it belongs to its stream."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ def store_fields(
 
     With ``resume``, the fields make the stream continue where the last incarnation in the store
     ends. The second result is then the state to restore, if the store has one.
+
+    Raises:
+        StoreMismatch: The store belongs to another stream, or did not keep its new id.
+        StoreUnavailable: The store cannot be reached.
     """
     if store.identity() is None:
         store.claim(secrets.token_hex(8))
@@ -61,21 +65,21 @@ def store_fields(
     if store_id is None:
         raise store_mismatch(stream, _location(store), None)
     # Number the first epoch by the server's time, so that epochs in different incarnations have
-    # different numbers, and the newest has the highest.
+    # different numbers, and the newest epoch has the highest.
     seconds, micros = connector.use(lambda connection: connection.call("TIME"), stream)
     now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": store_id, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     incarnations = store.incarnations()
     if incarnations and resume:
-        # Change the id, so that the former server cannot append if it starts again.
+        # Change the id, so that the former server's archiver cannot append if it starts again.
         fields |= {"store": secrets.token_hex(8), "store_before": store_id}
         bounds, state = _saved_state(store, stream, incarnations[-1])
         return fields | _resumed_fields(store, incarnations[-1], bounds, now, state), state
     if incarnations:
         _log.warning(
-            "The store at %s already holds %d records from an earlier stream %r, and keeps them. "
-            "To continue that stream, create it with resume=True.",
+            "The store at %s already holds a history up to offset %d from an earlier stream %r, "
+            "and keeps it. To continue that stream, create it with resume=True.",
             *(_location(store), store.bounds(incarnations[-1]).end, stream),
         )
     return fields, None
@@ -84,7 +88,7 @@ def store_fields(
 def _saved_state(
     store: RingbufferStore, stream: str, incarnation: str
 ) -> tuple[Bounds, StreamState | None]:
-    """Return a store's bounds, and the stream's state at its end.
+    """Return the store's bounds, and the stream's state where the store ends.
 
     Log a warning if the store has no state.
     """
@@ -117,7 +121,7 @@ def _resumed_fields(
         _log.warning("Cannot read the last record of stream %r: %s", error.stream, error)
         appended = 0
     # Begin a new epoch, so that readers that have seen more records than the store holds detect the
-    # loss. The random part makes the epoch differ from any epoch that the lost server began.
+    # loss. The random part makes the epoch differ from any epoch that the former server began.
     known = term // TERMS if state is None else max(newest_epoch(state.epochs), term // TERMS)
     epoch = max(now, known) + 1 + secrets.randbelow(65_536)
     archived = store.epochs(incarnation)

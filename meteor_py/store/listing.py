@@ -33,7 +33,7 @@ class _Listing(NamedTuple):
 
 
 class Listings:
-    """The last listing of each incarnation in a store. Thread-safe: listings are immutable."""
+    """The most recent listings of a store. Thread-safe: listings are immutable."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Listing] = {}
@@ -46,7 +46,8 @@ class Listings:
             OSError: The folder cannot be listed.
         """
         now = time.monotonic()
-        version = storage.version(incarnation)  # read it before the names, to detect a change
+        # Read the version before the names, so that the next call notices a change in between.
+        version = storage.version(incarnation)
         known = self._known.get(incarnation)
         is_same = known is not None and version is not None and known.version == version
         if known is not None and is_same and self._is_dated and now < known.taken_at + _TRUSTED_S:

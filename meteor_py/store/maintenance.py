@@ -1,4 +1,4 @@
-"""Segment log maintenance: finds damage, merges small segments, and removes superseded ones.
+"""Segment log maintenance: finding damage, merging small segments, removing superseded ones.
 
 Maintenance never changes the records that readers see. A segment that replaces others has the
 highest of their terms and covers all of their live records, so it supersedes them as soon as it is
@@ -59,7 +59,7 @@ def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) ->
         if segment in used or _is_merged(segment, spans):
             continue
         if segment.first < stop and segment.last >= start:
-            problem = "is never read, because other segments hold these records"
+            problem = "the file is never read, because other segments hold these records"
             yield Flaw("leftover", segment.first, segment.last, segment.name, problem)
 
 
@@ -86,7 +86,7 @@ def _verify_span(log: SegmentLog, span: Span) -> Iterator[Flaw]:
     if problem is not None:
         yield Flaw("corrupt", span.first, span.stop - 1, segment.name, problem)
     if not span.exact:
-        problem = f"only {span.first} to {span.stop - 1} are live; the others were replaced"
+        problem = f"only records {span.first} to {span.stop - 1} are live; others were replaced"
         yield Flaw("overlap", segment.first, segment.last, segment.name, problem)
 
 
@@ -226,7 +226,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
         return 0
     table = pa.Table.from_batches(batches)
     first, last = (table.column("offset")[index].as_py() for index in (0, -1))
-    # Consider only the segments that this one replaces.
+    # Use only the terms of the segments that this one replaces.
     terms = [span.segment.term for span in run if span.first <= last and first < span.stop]
     log.write(max(terms), table)
     return 1
@@ -235,7 +235,7 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
 def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) -> None:
     """Remove files that are unfinished, superseded or above ``end``, after a grace period.
 
-    Keep segments from later terms, because their archivers have replaced the caller.
+    Keep segments and states from later terms, because their archivers have replaced the caller.
     """
     entries = log.entries()
     if not is_current():

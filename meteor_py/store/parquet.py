@@ -200,7 +200,11 @@ class ParquetStore(StatefulStore, ColumnStore):
         return [self._file(incarnation, span.segment) for span in spans]
 
     def paths(self, incarnation: str, start: int, stop: int) -> list[str]:
-        """Return the same files as ``files``, as paths in ``filesystem``."""
+        """Return the same files as ``files``, as paths in ``filesystem``.
+
+        Raises:
+            StoreUnavailable, RecordsLost: See ``files``.
+        """
         spans = self._whole_spans(incarnation, start, stop)
         return [self._storage.full_path(f"{incarnation}/{span.segment.name}") for span in spans]
 
@@ -340,14 +344,14 @@ class ParquetStore(StatefulStore, ColumnStore):
 
 
 def _without_login(uri: str) -> str:
-    """Return the address without its password.
+    """Return the address without its password and, for S3, without its access key.
 
     Raises:
-        ValueError: The address has a secret elsewhere.
+        ValueError: The address has a secret elsewhere, or an unknown parameter that may be one.
     """
     parts = urlsplit(uri)
     login, _, host = parts.netloc.rpartition("@")
-    # In S3, the user is an access key; in Azure, it is a container or an account.
+    # In an S3 address, the user is an access key; in an Azure address, a container or an account.
     user = "" if parts.scheme == "s3" else login.partition(":")[0]
     bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
     if mask(bare) != bare:

@@ -1,4 +1,4 @@
-"""Finds the columns in a Parquet file, and their true unpacked size.
+"""The columns in a Parquet file, and their true unpacked sizes.
 
 pyarrow trusts file contents too much to be safe with files from unknown writers. It allocates as
 much memory as a page header requests, even if the footer says otherwise. Some of its metadata
@@ -37,7 +37,8 @@ _ENCODINGS = {
     "headers.key_value.value": (_PLAIN,),
 }
 
-#: Maps each Thrift field that we read to its type and, for structs, to the nested fields.
+#: Maps each Thrift field that we read to its type and, for structs and lists of structs, to the
+#: nested fields.
 _Fields = Mapping[int, tuple[int, "_Fields | None"]]
 _COLUMN_METADATA: _Fields = {
     3: (_LIST, None),  # path_in_schema
@@ -108,7 +109,7 @@ def read_footer(data: bytes, size: int) -> list[RowGroup]:
     """Read the row groups from the footer of a file that has ``size`` bytes.
 
     Raises:
-        ValueError: ``segment_file.write`` never writes such a file.
+        ValueError: The footer differs from those that ``segment_file.write`` writes.
     """
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
     groups = [_row_group(group, size) for group in _field(footer, 4)]
@@ -142,7 +143,8 @@ def read_pages(data: memoryview, column: Column) -> Pages:
     """Read all page headers of a column, whose bytes are in ``data``.
 
     Raises:
-        ValueError: ``segment_file.write`` never writes such pages, or the footer contradicts them.
+        ValueError: The pages differ from those that ``segment_file.write`` writes, or do not match
+            the footer.
     """
     pages, at, path = Pages(), 0, column.path
     while at < len(data):

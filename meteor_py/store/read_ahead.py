@@ -1,4 +1,4 @@
-"""Reads a store sequentially: fetches the next batch while the caller uses the current one."""
+"""Sequential reading from a store, with the next batch fetched while the caller uses this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meteor_py.store.errors import store_unavailable
 
 #: Number of sequential batches after which reading ahead starts.
 _SEQUENTIAL = 2
-#: Seconds to wait for a store that does not respond. Filesystems also have their own limits.
+#: Seconds to wait for a store that does not respond. Filesystems also have their own timeouts.
 _TIMEOUT_S = 120.0
 #: Seconds to wait in ``close`` for a fetch to end.
 _CLOSE_S = 1.0

@@ -132,7 +132,8 @@ class SegmentTable:
     def spans(self, end: int | None = None, start: int = 0) -> list[Span]:
         """Return the live parts of segments, in offset order and without overlaps.
 
-        No record is live at or above ``end``. Spans that end at or before ``start`` are left out.
+        Records at or above ``end`` do not count as live. Spans that end at or before ``start`` are
+        left out.
         """
         if end is None:
             return self._spans[bisect_right(self._stops, start) :]

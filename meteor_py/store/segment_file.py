@@ -46,7 +46,7 @@ _MAGIC = b"PAR1"
 #: unchanged. The level does not affect the file format.
 _LEVEL_FASTEST = -20
 #: Number of samples to take from the values, and the maximum records and bytes in each. Values are
-#: worth compressing if compression shrinks the samples below this fraction.
+#: worth compressing if the samples shrink to less than ``_WORTHWHILE`` of their size.
 _SAMPLES, _SAMPLE_RECORDS, _SAMPLE_BYTES = 8, 64, 8192
 _WORTHWHILE = 0.9
 #: Errors that pyarrow raises for damaged bytes.
@@ -271,10 +271,10 @@ def _read_footer(source: Any, size: int) -> bytes:
 
 
 def _count_unpacked(columns: Sequence[Column], memory: memoryview) -> tuple[int, list[str]]:
-    """Return the unpacked size of columns, and the columns whose values must be counted later.
+    """Return the unpacked size of columns, and the columns for which that size may be too low.
 
     The latter have strings in a dictionary: a small page may repeat a large string any number of
-    times.
+    times. Count these strings after decoding.
     """
     unpacked, repeated = 0, []
     for column in columns:

@@ -178,7 +178,7 @@ class SegmentLog:
         return offset
 
     def locate(self, ms: int, start: int, stop: int) -> int:
-        """See ``RingbufferStore.locate``. Finds the span, then its row group, then the record."""
+        """See ``RingbufferStore.locate``. Find the span, then the row group, then the record."""
         vanished: Segment | None = None
         while True:
             try:
@@ -229,7 +229,7 @@ class SegmentLog:
             file.close()
 
     def _checked(self, span: Span, work: Callable[[], _T]) -> _T:
-        """Call ``work`` on a file; distinguish damage from a temporary failure."""
+        """Call ``work``, which reads a file; distinguish damage from a temporary failure."""
         try:
             return work()
         except FileNotFoundError:
@@ -238,7 +238,11 @@ class SegmentLog:
             raise self._diagnose(span, error) from error
 
     def _diagnose(self, span: Span, failure: BaseException) -> MeteorError:
-        """Check the whole file: pyarrow raises the same error for damage and a lost connection."""
+        """Return the error to raise after ``failure``.
+
+        Check the whole file, because pyarrow raises the same errors for damage and for a lost
+        connection.
+        """
         name = span.segment.name
         with unavailable(self.stream, self.location, "read"):
             data = self.storage.read(self.path(name))

@@ -1,8 +1,8 @@
 """Stream state that a store keeps in addition to records, so that the stream can be resumed.
 
 Records alone are not enough to resume a stream on another server. A writer that repeats its last
-transaction must find that the transaction is done, groups must continue where they were, and the
-epoch table must show which readers have lost records.
+transaction must find that the transaction is done. Groups must continue where they were. And
+readers need the epoch table to find out whether records that they have seen are lost.
 
 A fence is correct only for the records below one specific offset. If it is newer than the records,
 a transaction counts as written although its records are gone. If it is older, records are written
@@ -30,7 +30,7 @@ from meteor_py.store.base import TERMS
 
 _log = logging.getLogger(__name__)
 
-#: Total frame count of a version that may or may not be in the log.
+#: Stands for the total frame count of a version that may or may not be in the log.
 IN_DOUBT = OFFSET_MAX
 
 _VERSION = 1
@@ -49,7 +49,8 @@ class GroupState:
     def clamped(self, end: int) -> GroupState:
         """Return the same position, limited to the stream's end."""
         confirmed = None if self.confirmed is None else min(self.confirmed, end)
-        # A group that has had an owner must not skip records that it received.
+        # A term number means that the group has had an owner. Clear it, so that the group does not
+        # skip records that the owner received.
         floating = self.floating if self.floating == "floating" else ""
         return replace(self, start=min(self.start, end), confirmed=confirmed, floating=floating)
 
@@ -115,9 +116,9 @@ def restored(
         fences |= _doubtful(before.fences, after.fences)
     elif before.end < end:
         _log.warning(
-            "The store for stream %r has no state for records %d to %d, which another version of "
-            "meteor-py archived. If a writer repeats one of their transactions, its records will "
-            "be duplicated.",
+            "The store for stream %r has no state for records %d to %d, perhaps because another "
+            "release of meteor-py archived them. If a writer repeats one of their transactions, "
+            "its records will be duplicated.",
             *(stream, before.end, end - 1),
         )
     groups = {name: group.clamped(end) for name, group in before.groups.items()}

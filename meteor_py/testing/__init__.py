@@ -7,7 +7,8 @@
         server.kill()
         server.restart()        # keeps the address, and the data that reached the disk
 
-``Cluster`` and ``Sentinels`` start several servers. They can also move slots and trigger failovers.
+``Cluster`` and ``Sentinels`` start several servers and can trigger failovers. A cluster can also
+move slots.
 
 The pytest fixtures are in ``meteor_py.testing.fixtures``. Of the other modules here, only
 ``store_contract`` needs pytest. ``Server`` does not depend on the client library, so the library's

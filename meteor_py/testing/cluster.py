@@ -115,7 +115,7 @@ class Cluster(ServerGroup):
             node.flush()
 
     def repair(self) -> None:
-        """Resume and restart nodes, finish slot moves, and wait until the cluster is stable.
+        """Resume paused nodes, restart stopped ones, finish slot moves, and wait for stability.
 
         A node that was killed comes back empty, unless its options make it write to disk or it
         becomes a replica.
@@ -156,6 +156,7 @@ class Cluster(ServerGroup):
         Raises:
             redis.ResponseError: A node refused a command, for example with BUSYKEY. The slot stays
                 half-moved.
+            RuntimeError: An atomic move failed or was cancelled.
         """
         self.move_slots([slot], to, atomic=atomic, keys_per_step=keys_per_step, on_step=on_step)
 
@@ -212,6 +213,7 @@ class Cluster(ServerGroup):
 
         Raises:
             LookupError: The primary has no running replica.
+            AssertionError: The failover took too long.
         """
         replica = node
         if not self._view()[node.id].primary:
@@ -235,7 +237,11 @@ class Cluster(ServerGroup):
         return replica
 
     def wait_for_failover(self, dead: Node, timeout_s: float = STABLE_S) -> Node:
-        """Wait until a replica has taken over the slots of a dead primary; return the replica."""
+        """Wait until a replica has taken over the slots of a dead primary; return the replica.
+
+        Raises:
+            AssertionError: The timeout expired.
+        """
         successors = [
             node for node in self.nodes if node is not dead and self._primary_of(node) == dead.id
         ]
@@ -340,7 +346,7 @@ class Cluster(ServerGroup):
         for node in self.nodes:
             own = node.view()[node.id]
             if own.primary:
-                continue  # Valkey's replicas also list the slots of their primary
+                continue  # in Valkey, a replica also lists its primary's slot moves
             found.update(dict.fromkeys(own.importing, node))
             for slot, target in own.migrating.items():
                 found.setdefault(slot, by_id[target])

@@ -16,7 +16,7 @@ _NODES_FILE = "nodes.conf"
 
 
 class View(NamedTuple):
-    """One node as another node sees it."""
+    """One node, as it sees itself or as another node sees it."""
 
     id: str
     primary: str  # the id of the node's primary; empty for a primary
@@ -39,7 +39,8 @@ class Node(Server):
         self.args = (
             *("--cluster-enabled", "yes"),
             *("--cluster-config-file", _NODES_FILE),
-            # The default, port + 10000, may be taken, or in the range for outgoing connections.
+            # The default, port + 10000, may be taken, or may be in the range for outgoing
+            # connections.
             *("--cluster-port", str(self.bus_port)),
             *("--cluster-node-timeout", str(round(timeout_s * 1000))),
             *("--cluster-allow-replica-migration", "no"),

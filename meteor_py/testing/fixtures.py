@@ -133,7 +133,7 @@ def meteor_private_cluster() -> Iterator[ClusterFactory]:
 def meteor_private_sentinels() -> Iterator[SentinelsFactory]:
     """Start a primary with replicas and sentinels for this test only.
 
-    Takes the arguments of ``meteor_py.testing.Sentinels``. They are closed after the test.
+    Takes the arguments of ``meteor_py.testing.Sentinels``. All servers are closed after the test.
     """
     with ExitStack() as services:
 

@@ -17,7 +17,7 @@ _CONFIG_FILE = "sentinel.conf"
 
 
 class Sentinel(Server):
-    """A sentinel process. It saves its state in its configuration file and survives restarts."""
+    """A sentinel process, whose state survives restarts in its configuration file."""
 
     def __init__(self, program: str | Path | None) -> None:
         super().__init__(program=program, port=0)
@@ -41,7 +41,11 @@ class Sentinel(Server):
         return int(self.ask("GET-MASTER-ADDR-BY-NAME", service)[1])
 
     def ask(self, *command: str) -> Any:
-        """Send a ``SENTINEL`` command and return its reply without parsing it."""
+        """Send a ``SENTINEL`` command and return its reply without parsing it.
+
+        Raises:
+            redis.RedisError: The sentinel refused the command, or does not reply.
+        """
         with plain_client(self.url, socket_timeout=2) as client:
             return client.execute_command("SENTINEL", *command)
 
@@ -142,6 +146,10 @@ class Sentinels(ServerGroup):
 
         Returns:
             The new primary.
+
+        Raises:
+            redis.ResponseError: The sentinel refused, for example because no replica is suitable.
+            AssertionError: The failover took too long.
         """
         old = self.primary
         sentinel = next(each for each in self.sentinels if each.running)
@@ -159,6 +167,9 @@ class Sentinels(ServerGroup):
 
         Returns:
             The new primary.
+
+        Raises:
+            AssertionError: The timeout expired.
         """
 
         def switched() -> int:

@@ -202,7 +202,7 @@ class Server:
         A second call does nothing.
 
         Raises:
-            RuntimeError: The server is not running.
+            RuntimeError: The server is not running, or exited before it could be paused.
         """
         pid = self.pid
         if self._paused:

@@ -36,6 +36,7 @@ class ServerGroup(ABC):
         Raises:
             RuntimeError: The servers have already been started.
             ServerStartFailed: A server did not start. The message ends with the server's log.
+            AssertionError: The servers started, but did not become stable in time.
         """
         if self._all_servers():
             raise RuntimeError(f"{self} has already been started. Create another.")
@@ -58,7 +59,7 @@ class ServerGroup(ABC):
 
     @property
     def stable(self) -> bool:
-        """Whether all servers are running and agree, and all replicas reach their primaries."""
+        """Whether all servers run and agree on their roles, and replicas reach their primaries."""
         return not self._obstacle()
 
     def wait_until_stable(self, timeout_s: float = STABLE_S) -> None:

@@ -1,4 +1,4 @@
-"""Moves slots to another node of a test cluster, step by step."""
+"""A move of slots to another node of a test cluster, step by step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SlotMove:
         self.assign()
 
     def assign(self) -> None:
-        """Make the target the owner of the slots. No keys may be left in them on their sources."""
+        """Make the target the owner of the slots, whose keys must all have been moved."""
         # Start with the target, so that every slot always has an owner.
         first = [self.target, *(source for source, _ in self._parts)]
         for node in first:

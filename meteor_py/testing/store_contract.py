@@ -37,8 +37,10 @@ READERS = 3
 
 
 def appended_at(offset: int, branch: int = 0) -> int:
-    """Return the append time in ms. Three records share each time; higher branches have later
-    times."""
+    """Return a record's append time in ms since 1970.
+
+    Three consecutive records share each time. Higher branches have later times.
+    """
     return 1_700_000_000_000 + branch * 1_000_000_000 + offset // 3 * 10
 
 
@@ -89,7 +91,7 @@ def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: 
 
 
 class StoreContract:
-    """The tests. Subclass it and override ``open_store`` to open your store."""
+    """The contract's tests. In a subclass, override ``open_store`` to open your store."""
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
@@ -152,7 +154,7 @@ class StoreContract:
         store.append(INCARNATION, 1, records(20, 30))
         check(store, 0, 30)
 
-    def test_large_values_are_read_one_by_one(self, store: RingbufferStore) -> None:
+    def test_large_values_can_be_read_one_by_one(self, store: RingbufferStore) -> None:
         table = records(0, 5)
         values = [bytes([n]) * size for n, size in enumerate((3_000_000, 0, 5_000_000, 1, 9))]
         position = ARROW_SCHEMA.get_field_index("value")

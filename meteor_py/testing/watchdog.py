@@ -17,10 +17,10 @@ rm -rf "$1"
 
 
 class Watchdog:
-    """Kills a server and removes its directory if the test run is aborted.
+    """A process that kills a server and removes its directory if the test run is aborted.
 
     The watchdog waits until the pipe from the test process is closed. A forked child keeps the pipe
-    open too, so the watchdog waits until both processes have ended.
+    open too, so the watchdog waits until both the test process and the child have ended.
     """
 
     def __init__(self, directory: Path) -> None:

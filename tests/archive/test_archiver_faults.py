@@ -358,7 +358,7 @@ def test_without_resume_a_new_incarnation_starts_and_old_files_stay(
     stored.redis.flushall()
     stored.open()
     assert stored.stream.incarnation != incarnation
-    assert "holds 1000 records from an earlier stream" in caplog.text
+    assert "holds a history up to offset 1000 from an earlier stream" in caplog.text
     assert stored.stream.bounds() == (0, 0)
     stored.archiver()
     stored.check(stored.fill(200))

@@ -189,7 +189,7 @@ def test_without_the_right_to_convert_a_reader_does_not_follow_the_address(
                 sub.seek(RECORDS - CAPACITY // 2)  # in the ring
                 assert sub.poll(5)
                 sub.seek(0)
-                with pytest.raises(meteor.StoreMismatch, match="publishers may write") as refused:
+                with pytest.raises(meteor.StoreMismatch, match="publishers can write") as refused:
                     sub.poll(5)
             assert refused.value.missing == "address"
             assert "administrator" in refused.value.hint

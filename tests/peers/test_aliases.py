@@ -237,7 +237,7 @@ def test_atomix_conflicting_options_are_refused(post: Post) -> None:
     group = atomix(post)
     group.join("foo")
     member = _member(group, "foo")
-    with pytest.raises(ValueError, match="Omit it"):
+    with pytest.raises(ValueError, match="Omit delivery"):
         member.messaging().producer("bar", delivery=Delivery.RANDOM)
     for messaging in (member.messaging(), group.messaging()):
         with pytest.raises(ValueError, match="Only the process"):
@@ -408,3 +408,5 @@ def test_atomix_broadcast_can_wait_for_dead_persistent_members(post: Post) -> No
     assert result(future) is None
     with pytest.raises(ValueError, match="broadcast"):
         group.messaging().producer("q", delivery=Delivery.RANDOM, include_dead=True)
+    with pytest.raises(ValueError, match="broadcast"):
+        group.members()[0].messaging().producer("q", include_dead=True)

@@ -81,7 +81,7 @@ def test_conflicting_or_invalid_registrations_are_refused() -> None:
             codec.register(type_, id=number)
     with pytest.raises(ValueError, match="neither"):
         codec.register(Point, id=3, encode=lambda point: b"")
-    with pytest.raises(ValueError, match="needs encode and decode"):
+    with pytest.raises(ValueError, match="Pass both encode and decode"):
         PeerCodec("bytes").register(User, id=1)
     with pytest.raises(ValueError, match="id must be"):
         codec.register(Point, id=-1)
@@ -90,7 +90,7 @@ def test_conflicting_or_invalid_registrations_are_refused() -> None:
 def test_values_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(TypeError):
         PeerCodec().encode(object())
-    with pytest.raises(TypeError, match="sends bytes"):
+    with pytest.raises(TypeError, match="send only bytes"):
         PeerCodec("bytes").encode("text")
     broken = PeerCodec()
     broken.register(User, id=1, encode=lambda user: "text", decode=lambda data: User("", 0))  # type: ignore[arg-type, return-value]

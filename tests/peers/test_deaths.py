@@ -63,6 +63,17 @@ def test_takeover_within_a_handle_ends_the_older_membership(open_group: Open) ->
     assert group._handle.local_members() == [second._handle]
 
 
+def test_takeover_of_a_live_member_is_reported_as_a_departure_and_a_join(open_group: Open) -> None:
+    one, two, watcher = open_group(ttl=LONG_S), open_group(), open_group()
+    heard: list[tuple[str, str]] = []
+    watcher.on_join(lambda member: heard.append(("joined", member.session)))
+    watcher.on_leave(lambda member, reason: heard.append((reason, member.session)))
+    first = one.join("a")._handle.session
+    second = two.join("a")._handle.session
+    expected = [("joined", first), ("replaced", first), ("joined", second)]
+    eventually(lambda: heard == expected, 10, "the takeover was reported differently")
+
+
 def test_waiting_for_a_name_ends_when_the_handle_is_closed(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     one.join("a")

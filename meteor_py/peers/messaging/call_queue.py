@@ -17,7 +17,7 @@ from meteor_py.runtime.threads import JoinableThread
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait after a turn that failed for an unknown reason.
+#: Seconds to wait after a turn that raised an exception.
 _FAILED_S = 0.5
 
 
@@ -135,7 +135,8 @@ class CallQueue:
             self._state.notify_all()
 
     def join(self, deadline: float, push: Callable[[], None]) -> bool:
-        """Wait for the thread until ``deadline`` (``now()`` clock); return whether it has ended."""
+        """Stop the thread, and wait for it until ``deadline`` (``now()`` clock); return whether it
+        has ended. ``push`` interrupts a call that the thread is making."""
 
         def stop() -> None:
             self.stop()

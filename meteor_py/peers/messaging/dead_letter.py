@@ -10,7 +10,7 @@ from meteor_py.peers.protocol import read_fields
 
 @dataclass(frozen=True)
 class PeerLetter:
-    """A message that could not be delivered. ``group.dead_letters()`` returns them."""
+    """A message that could not be delivered. See ``group.dead_letters()``."""
 
     #: When it became a dead letter, in seconds since 1970 on the group's clock; and why.
     failed_at: float

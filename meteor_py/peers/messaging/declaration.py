@@ -1,4 +1,4 @@
-"""Declares which queues a member handles. Requests to other queues fail at once."""
+"""A member's declaration of the queues that it handles. Requests to other queues fail at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: A member waits this many seconds after its latest handler before it first declares its queues. A
+#: A member first declares its queues this many seconds after it last registered a handler. A
 #: program registers its handlers one after another, and requests must not fail in between.
 _FIRST_S = 1.0
 

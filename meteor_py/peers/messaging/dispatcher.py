@@ -14,7 +14,8 @@ from meteor_py.runtime.threads import JoinableThread
 
 
 class Dispatcher:
-    """Serves one queue, or all queues whose handlers have a priority and take turns."""
+    """The dispatcher for one queue, or for all queues whose handlers have a priority and take
+    turns."""
 
     def __init__(self, name: str, handle: Callable[[Message], None], workers: int) -> None:
         self._state = SignalSafeCondition()

@@ -201,7 +201,7 @@ class Inbox:
             turn = message.deliveries
             try:
                 value = state.function(message)
-            except BaseException as error:  # even SystemExit: the thread serves other messages
+            except BaseException as error:  # even SystemExit: other messages need this thread
                 _log.warning("The handler for queue %r failed.", state.queue, exc_info=True)
                 if message.deliveries == turn:
                     self.settle_later(message, "failed", "", _reason(error))
@@ -243,7 +243,8 @@ class Inbox:
         return True
 
     def _begin(self, message: Message) -> bool:
-        """Count the delivery of a message that an earlier session may have begun to handle."""
+        """Count the delivery of a message that an earlier session may have begun to handle; return
+        whether to handle the message."""
         count = self._settlements.begin(message)
         if count is None or count <= 0:
             if count == -1:
@@ -335,7 +336,8 @@ class Inbox:
 
     def _disown(self) -> None:
         """Drop messages that may belong to another session. If the member rejoins, it reads them
-        again. Until then, or until the heartbeat has had time to notice, read no messages."""
+        again. Read no messages until then, or until the heartbeat has had time to make it
+        rejoin."""
         self._fenced_until = now() + self._group.config.ttl / 3
         self._drop_waiting()
         self._reload = True
@@ -503,7 +505,8 @@ class Inbox:
             state.live = True
 
     def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
-        """Pass a message to its dispatcher; return False if it must be read again later."""
+        """Pass a message to its dispatcher; return False if the message must be read again
+        later."""
         place = read_place(entry)
         if place <= state.place:
             return True  # this message was read before
@@ -517,7 +520,7 @@ class Inbox:
             return True
         with self._state:
             if self._reload:
-                return False  # the messages are read again, in order
+                return False  # the thread will read the messages again, in order
             key = (place, message.id)
             message.redelivered |= place <= self._member.replayed_until
             if key not in state.held and key not in self._done:

@@ -67,7 +67,7 @@ class Message:
 
     @property
     def latency(self) -> float:
-        """Seconds from storing the message until reading it."""
+        """Seconds from when the server stored the message until this process read it."""
         return self.received_at - self.sent_at
 
     def ack(self) -> bool:
@@ -78,20 +78,23 @@ class Message:
             belongs to this member: the sender stopped waiting, or another member has it.
 
         Raises:
-            ConnectionFailed: The server cannot be reached. Call ``ack`` again.
+            ConnectionFailed: The server was unreachable for 10 seconds. Call ``ack`` again.
         """
         return self.queue_state.inbox.settle(self, "ok", "", b"")
 
     def reply(self, value: Any = None) -> bool:
-        """Settle the message as done, with a reply if the sender asked for one.
+        """Settle the message as done, with a reply if the sender asked for one. See ``ack`` for the
+        return value.
 
         Raises:
             TypeError, ValueError: The codec cannot encode the reply, or the reply exceeds 1 MiB.
+            ConnectionFailed: The server was unreachable for 10 seconds. Call ``reply`` again.
         """
         return self.queue_state.inbox.reply(self, value)
 
     def fail(self, reason: str = "") -> bool:
-        """Settle the message as failed: the sender gets ``HandlerFailed`` with the reason."""
+        """Settle the message as failed: the sender gets ``HandlerFailed`` with the reason. See
+        ``ack`` for the return value and errors."""
         data = str(reason).encode(errors="replace")
         return self.queue_state.inbox.settle(self, "failed", "", data)
 
@@ -99,6 +102,10 @@ class Message:
         """Handle the message again after ``delay`` seconds, unless it expires first.
 
         In the meantime, other messages in the queue are handled.
+
+        Returns:
+            Whether the message will be handled again. False if it is already settled, is already
+            waiting to be handled, or may belong to another session.
         """
         return self.queue_state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 

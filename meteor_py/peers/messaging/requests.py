@@ -3,7 +3,7 @@
 A call queue stores the messages in the order in which they were sent. Messages that arrive while a
 call is in progress share the next call. Each call has a number, so that the server recognizes a
 repeat after a lost reply. The event reader completes most futures. Another thread reads the other
-replies, ends messages that time out, and runs future callbacks.
+replies, ends messages that time out, and runs the callbacks on futures.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ _BATCH_BYTES = 262_144
 _UNSENT_BYTES_MAX = 64 * 1_048_576
 #: After this many seconds without a pending message, the reply thread sleeps until the next one.
 _IDLE_S = 1.0
-#: Maximum number of finished messages waiting to be reported to the server. The rest expire there.
+#: Maximum number of finished messages waiting to be reported to the server. Messages that are never
+#: reported expire on the server.
 _FINISHED_MAX = 10_000
 
 
@@ -153,7 +154,8 @@ class Requests:
         lock = threading.RLock()
         #: Wakes the reply thread, and callers that wait for room.
         self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
-        #: Unfinished messages; those of them that are not stored yet, and their total bytes.
+        #: All unfinished messages, by id; the messages that no call has taken yet, and their total
+        #: bytes.
         self._pending: dict[str, Request] = {}
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
@@ -166,7 +168,7 @@ class Requests:
         #: Number of consecutive calls in which the server reported an expelled sender.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
-        #: When the reply thread looks for messages that have timed out, on the ``now()`` clock.
+        #: When the reply thread next looks for messages that have timed out (``now()`` clock).
         self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
@@ -375,7 +377,7 @@ class Requests:
             self._end(message.future, result=message.id)
 
     def _take_finished(self) -> str:
-        """Return the ids of finished messages, which the server deletes."""
+        """Return the ids of some finished messages, so that the server can delete them."""
         ids: list[str] = []
         with suppress(IndexError):  # another thread may take the last one
             while len(ids) < _BATCH:
@@ -432,8 +434,8 @@ class Requests:
         self._complete(message, {f"r:{fields['member'].decode()}": reply})
 
     def close(self, deadline: float) -> None:
-        """Store the waiting messages, fail those without a reply, and join the threads, all until
-        ``deadline`` (``now()`` clock)."""
+        """Store the waiting messages, fail all messages that have no reply yet, and join the
+        threads, all until ``deadline`` (``now()`` clock)."""
         self._calls.drain(deadline)
         with self._state:
             self._stopped = True
@@ -515,7 +517,8 @@ class Requests:
                 _end(*self._ended.popleft())
 
     def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
-        """Read replies. A message that is due may also have a reply whose notification was lost."""
+        """Read replies. A message that has timed out (``due``) may have a reply whose notification
+        was lost."""
         ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
@@ -548,7 +551,9 @@ class Requests:
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
-        if "to" in fields:  # a message for any member may have moved to another one
+        # This process does not know the receivers if the reply to the call that stored the message
+        # was lost.
+        if "to" in fields:
             receivers = fields["to"].decode().split("\n")
         if pending.to == "all" and receivers:
             add_silent(replies, receivers, self.group.name, pending.timeout)
@@ -593,7 +598,7 @@ class Requests:
         first = next(iter(replies.failed.values()))
         return PartialFailure(
             f"{len(replies.failed)} of {len(replies.failed) + len(replies.values)} members of "
-            f"group {self.group.name!r} did not acknowledge the message. The first: {first}",
+            f"group {self.group.name!r} did not acknowledge the message. First error: {first}",
             group=self.group.name,
             values=replies.values,
             failed=replies.failed,

@@ -54,14 +54,16 @@ class Settlement:
     #: When to stop trying, on the ``now()`` clock; None to try for as long as the member is in the
     #: group.
     deadline: float | None = None
-    #: The server's answer (see ``peers/settle.lua``); None if the message is not this member's.
+    #: The server's answer (see ``peers/settle.lua``); None if the message no longer belongs to this
+    #: member.
     result: int | None = None
     error: MeteorError | None = None
     done: SignalSafeEvent = field(default_factory=SignalSafeEvent)
 
 
 class Settlements:
-    """One inbox's settlements. ``finished`` is called with each one that the server answered."""
+    """One inbox's settlements. ``finished`` is called with each settlement that the server answered
+    or that was dropped."""
 
     def __init__(self, member: MemberHandle, finished: Callable[[Settlement], None]) -> None:
         self._member = member
@@ -97,7 +99,8 @@ class Settlements:
             patient: Whether to retry for as long as the member is in the group.
 
         Raises:
-            MeteorError: The server refused or could not be reached. Not raised if ``patient``.
+            MeteorError: The server refused the settlement, or was unreachable for 10 seconds. Not
+                raised if ``patient``.
         """
         item.deadline = None if patient else now() + _SETTLE_S
         self.put(item, here=True)
@@ -148,7 +151,7 @@ class Settlements:
                 self._abandon()
 
     def _settle_batch(self) -> float:
-        """Make one call; return the seconds to wait before the next."""
+        """Make one call; return the seconds to wait before the next one."""
         with self._state:
             size = sum(len(item.data) for item in self._batch)
             while self._waiting and len(self._batch) < _BATCH and size < _BATCH_BYTES:
@@ -194,7 +197,7 @@ class Settlements:
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:
             count = len(self._batch)
-            _log.warning("Could not settle %d messages, and will retry: %s", count, error)
+            _log.warning("Could not settle %d messages. Retrying: %s", count, error)
         for item in list(self._batch):
             if item.deadline is not None and (not retriable or now() >= item.deadline):
                 item.error = error

@@ -1,4 +1,5 @@
-"""Targets: the receivers of a message. Three verbs differ in the result that the sender awaits."""
+"""Targets: the receivers of a message. The verbs ``tell``, ``send`` and ``ask`` differ in the
+result that the sender awaits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PRIORITY_MAX = 256
 
 
 class Target:
-    """The receivers of messages: one member, any member, or the leader.
+    """A receiver of messages: one member, any member, or the leader.
 
     Get it from a group or a membership. All three verbs store the message, in the order of the
     calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. A
@@ -34,9 +35,12 @@ class Target:
     - ``NoHandler``: the receiver does not handle the queue (see ``wait_for_handler``);
     - ``InboxFull``: the receiver has ``max_inbox`` unsettled messages;
     - ``MemberLeft``: the receiver left before it replied;
-    - ``HandlerFailed``: the receiver's handler raised an exception, or called ``fail()``;
+    - ``HandlerFailed``: the receiver's handler raised an exception or called ``fail()``, the
+      message became a dead letter, or the message or its reply could not be decoded;
     - ``MessageExpired``: no reply arrived in time. The message may still be handled;
-    - ``MembershipLost``: the sender is no longer a member.
+    - ``MembershipLost``: the sender is no longer a member;
+    - ``MessageFailed``: this handle was closed before a reply arrived;
+    - ``PeerGroupNotFound`` or ``OutOfMemory``: the server could not store the message.
 
     An invalid argument, or a body that the codec cannot encode, raises ``ValueError`` or
     ``TypeError`` at once. A handle can have at most 10,000 unfinished messages. Further calls wait
@@ -67,13 +71,14 @@ class Target:
         The message stays in the inbox until it is settled or its receiver leaves.
 
         Args:
-            queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -, not starting with
+                a dot.
             body: Any value that the group's codec can encode, up to 1 MiB.
             timeout: Seconds to keep trying to store the message, up to a day.
             priority: 1 to 256. Among waiting messages, lower numbers are delivered first.
             wait_for_handler: If false, the future raises ``NoHandler`` if no receiver handles the
                 queue. A member that has not registered any handler may still do so, and a dead
-                member may rejoin: messages to them wait in either case.
+                member may rejoin, so messages to such members wait even then.
         """
         return self._post("tell", queue, body, timeout, priority, wait_for_handler)
 
@@ -130,7 +135,8 @@ class Target:
 class Everybody(Target):
     """All members that are alive when a message is stored; members that join later do not get it.
 
-    The message is stored for all of them or for none: one full inbox raises ``InboxFull``.
+    The message is stored for all of them or for none: if one inbox is full, the future raises
+    ``InboxFull``.
     """
 
     def tell(

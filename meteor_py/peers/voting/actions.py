@@ -89,7 +89,8 @@ class Actions:
         self._stopped = False
 
     def is_sure(self, max_error: float) -> bool:
-        """Return whether the clock's error is at most ``max_error``. If needed, read it again."""
+        """Return whether the clock's error is at most ``max_error``, after more readings if
+        needed."""
         self._group.now()
         clock = self._group.clock
         wait_s, times = _READING_S

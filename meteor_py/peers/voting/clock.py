@@ -31,7 +31,8 @@ class _Reading(NamedTuple):
 
 
 class GroupClock:
-    """Estimates seconds since 1970 on the server's clock. Each heartbeat reply adds a reading."""
+    """An estimate of the server's clock, in seconds since 1970. Each heartbeat reply adds a
+    reading."""
 
     def __init__(self) -> None:
         # Other threads read the tuple while the heartbeat replaces it.

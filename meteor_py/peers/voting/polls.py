@@ -112,7 +112,7 @@ class Polls:
                 name = f"meteor-polls-{self._group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
-                self._group.heartbeat.hurry()  # the first reading of the clock is inaccurate
+                self._group.heartbeat.hurry()  # read the clock again: the first reading is inexact
 
     # -- proposing -----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Polls:
                 late = (motion.at or 0) / 1000 - int(reply[1]) / 1000
                 return ActionRefused(
                     f"Action {motion.action!r} is due in {late:.3f} s, but its vote must end "
-                    f"{LEAD_S:g} s before that. Choose a later time: at=group.now() + 2.",
+                    f"{LEAD_S:g} s before that. Choose a later time, such as at=group.now() + 2.",
                     group=name,
                 )
             case b"PENDING":
@@ -324,8 +324,8 @@ class Polls:
     def read(
         self, what: str, which: str, patience_s: float = 0.0
     ) -> Iterator[tuple[float, dict[str, bytes]]]:
-        """Read one poll, or all polls that concern a member. For each, yield the seconds left to
-        vote and the same fields as in the poll's events."""
+        """Read one poll, or the polls that a member must catch up on. For each poll, yield the
+        seconds left to vote (0 if voting has ended) and the same fields as in the poll's events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             yield int(left_ms) / 1000, read_fields(flat)

@@ -74,7 +74,7 @@ def dump_topic(topic: Any, codec: PeerCodec) -> bytes:
     """Encode a topic: its type and its bytes.
 
     Raises:
-        TypeError, ValueError: The codec cannot encode the topic, or it is too large.
+        TypeError, ValueError: The codec cannot encode the topic, or the topic is too large.
     """
     kind, data = codec.encode(topic)
     if len(data) > TOPIC_MAX:
@@ -89,7 +89,7 @@ def load_topic(data: bytes, codec: PeerCodec) -> Any:
     """Decode a topic.
 
     Raises:
-        UnknownType: The topic's type is not registered here.
+        UnknownType: The topic's type is not registered here, or the bytes do not match the type.
     """
     kind, _, body = data.partition(b":")
     return codec.decode(kind.decode(), body)
@@ -134,7 +134,8 @@ def read_outcome(fields: Mapping[str, bytes], codec: PeerCodec) -> Outcome:
 
 def _kind(fields: Mapping[str, bytes]) -> Kind | int:
     rule = fields["rule"].decode()
-    return int(rule) if rule.isdigit() else rule  # type: ignore[return-value]  # ours
+    # Our scripts write only numbers and the two kinds.
+    return int(rule) if rule.isdigit() else rule  # type: ignore[return-value]
 
 
 def _seconds(number: bytes, per_second: float) -> float | None:

@@ -73,7 +73,8 @@ class Voter:
             self._thread.call(self._consider, proposal, deadline)
 
     def catch_up(self) -> None:
-        """Find votes and actions from before the first handler, or whose events were lost."""
+        """Find votes and actions that began before the first handler was registered, or whose
+        events were lost."""
         if self._thread is not None:
             self._thread.call(self._catch_up)
 
@@ -125,7 +126,7 @@ class Voter:
         try:
             reply = member.group.polls.run(PEERS_VOTE, args, deadline)
         except (ConnectionFailed, PeerError) as error:
-            _log.warning("A vote by %r did not reach the server: %s", member, error)
+            _log.warning("A vote by %r may not have reached the server: %s", member, error)
             return
         if reply[0] != b"OK" or not reply[1]:
             _log.info("A vote by %r in poll %s did not count.", member, poll)

@@ -1,5 +1,5 @@
 -- The parts of the server's libraries `struct` and `cmsgpack` that our scripts use. fakeredis has
--- neither library. redis/scripts.py inserts this before scripts that run on fake://.
+-- neither library. redis/scripts.py inserts this file before scripts that use them on fake://.
 local struct, cmsgpack = {}, {}
 do
   local char, byte, floor = string.char, string.byte, math.floor

@@ -5,7 +5,8 @@
 -- ARGV  1 incarnation  2 name of the group  3 'create', or '' to only read its confirmed offset
 --       4 offset at which a new group starts, '' for the end of the stream
 --       5 'floating' if that offset means "the first available", else ''
--- Returns {'OK', position}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOOFFSET'}
+-- Returns {'OK', position}, or {'NOSTREAM'}  {'INCARNATION'}
+--   {'NOOFFSET'}: ARGV[3] is '', and the group does not exist or has not confirmed an offset
 --   {'BEYOND', end of the stream}: a new group cannot start there
 -- Atomic because two members that open a group at once must agree on its start.
 --

@@ -9,7 +9,8 @@
 --   renewed it in the meantime.
 -- Atomic because the call must not delete the next owner's lease.
 --
--- Compares only the nonce: a caller that lost the reply to acquire_lease does not know its term.
+-- The script compares only the nonce, because a caller that lost the reply to acquire_lease does not
+-- know its term.
 
 local g = redis.call('HMGET', KEYS[1], 'nonce', 'term')
 if g[1] ~= ARGV[3] then return {'FENCED'} end

@@ -6,8 +6,8 @@
 --       3 offset below which to drop all archived records  4 end of the stream when the ring was
 --       measured
 --       5 marks for the frames up to that end (see _append.lua)
--- Returns {'OK'}, also if the limits have changed again and nothing was done; {'MORE'} if there may be
---   more to trim: call again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Returns {'OK'}, even if the limits have changed again and nothing was done; {'MORE'} if there may
+--   be more to trim: call again; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because publishers may add marks at the same time.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'keep', 'archived', 'marks')

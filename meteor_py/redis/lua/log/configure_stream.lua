@@ -47,7 +47,7 @@ for i = 3, #ARGV, 2 do
   end
   if ARGV[i] == 'keep' then
     -- While there were no limits, publishing did not count frames, so old marks are wrong. 'bytes'
-    -- starts high, so that apply_limits can count existing frames down from it.
+    -- starts high, because the marks that apply_limits adds for existing frames count down from it.
     redis.call('HDEL', KEYS[2], 'marks')
     redis.call('HSETNX', KEYS[2], 'bytes', '4503599627370496')
   end

@@ -6,8 +6,8 @@
 -- Returns {'OK', all fields and values of settings}, or {'NOSTREAM'}  {'INCARNATION'}
 -- Atomic because the settings must be complete and belong to this incarnation.
 --
--- Never overwrites existing settings. Only administrators may write them, but other clients can also
--- write meta, and may have changed the copies there.
+-- The script never overwrites existing settings. Only administrators may write them, but other
+-- clients can write meta, and may have changed the copies there.
 
 local incarnation = redis.call('HGET', KEYS[1], 'incarnation')
 if incarnation ~= ARGV[1] then return {incarnation and 'INCARNATION' or 'NOSTREAM'} end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Delete all of a stream's keys, which the caller has found by their pattern.
+-- Delete all of a stream's keys, which the caller has found by their prefix.
 --
 -- KEYS  1 meta  2... the other keys, including the log
 -- ARGV  1 incarnation

@@ -8,7 +8,7 @@
 --   {'HISTORY', history in meta}: meta has neither history; compare again.
 -- Atomic because it is a compare-and-set: two clients must not begin two epochs.
 --
--- 'epochs' lists every epoch, oldest first; see records/position.py. If two servers both continue
+-- 'epochs' lists the epochs, oldest first; see records/position.py. If two servers both continue
 -- this stream after a failover, they must not choose the same number for different epochs. The clock
 -- alone does not prevent that: two servers whose clocks are behind would both add one to the last
 -- epoch. ARGV[4] makes their numbers differ.

@@ -7,9 +7,9 @@
 --   {'NOSTREAM'}  {'INCARNATION'}
 --   {'FOREIGN', ID}: an entry is not a frame.
 -- The offset is where the record's frame begins, or the end of the stream if there is no such record.
--- Atomic because publishers append and trim concurrently. The script does a binary search over the
--- offsets, in at most 53 steps, because append times never decrease. A client doing the same would
--- receive a whole frame at each step.
+-- Atomic because publishers append and trim concurrently. Append times never decrease, so the script
+-- finds the record by a binary search over the offsets, in at most 53 steps. A client doing the same
+-- would receive a whole frame at each step.
 
 local function int(x) return string.format('%.0f', x) end
 

@@ -6,14 +6,14 @@
 --       7 lifetime of the producer key, ms; '' keeps the current one
 --       8 format of the frame  9 payload  10 crc32, '' for none
 --       11 epoch of the stream as the sender knows it, '' if unknown
---       12... with an index: its entry (see records/ordering_index.py)
+--       12... with an index: the frame's index entries (see records/ordering_index.py)
 -- Returns the first offset if ARGV[11] is the current epoch, else {'OK', first offset, current epoch};
 -- or the reason why the frame was not written:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'INVALID'}: the number of records is not between 1 and 99,999, the index entries do not match
 --     it, or a new producer or producer epoch has no lifetime
---   {'ORDERED', ordering key}: the stream now has an ordering key, and the index entry is missing
+--   {'ORDERED', ordering key}: the stream now has an ordering key, and the index entries are missing
 -- Atomic because the offset, its frame and the producer's state must agree.
 -- There is no '#!lua' line, so that the script also runs on a server that is out of memory. On such
 -- a server, a retry gets the original reply again. A new frame fails at XADD, the first write, and

@@ -76,7 +76,7 @@ end
 
 -- Each inbox has indexes, so that no script has to scan large messages. 'movable' lists the messages
 -- to any member, in order. 'awaited' lists the messages that a sender waits for, by deadline. 'shared'
--- lists the messages to several receivers whose body is stored in 'body:<id>'.
+-- lists the messages whose body is in 'body:<id>', where several receivers share it.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
   if f.to == 'any' then

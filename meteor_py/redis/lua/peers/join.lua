@@ -41,7 +41,8 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- Hand over the messages to any member that dead members kept because no other member was alive.
+-- While no other member was alive, dead members kept the messages that were sent to any member. Hand
+-- these messages over.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

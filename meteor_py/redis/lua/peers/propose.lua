@@ -21,7 +21,7 @@ if ARGV[8] ~= '' and not (by and by.session == ARGV[9]) then return {'FENCED'} e
 if ARGV[10] == '1' and leader == '' then return {'NOLEADER'} end
 local voters = alive()
 if #voters == 0 then return {'NOMEMBER'} end
--- Limited, because the script that drops a member updates all open polls.
+-- The number of open polls is limited, because the script that drops a member updates all of them.
 local open = call('ZCARD', POLLS)
 if open >= 100 then return {'FULL', open} end
 local limit = ARGV[4] ~= '' and ARGV[4] - ARGV[5]

@@ -52,7 +52,7 @@ local function live()
   return alive
 end
 -- Return a live member's session and the queues that it has declared, each followed by a space.
--- Return false if the member is dead, or if its release writes no such record.
+-- Return false if the member is dead, or if its version of meteor_py declares no queues.
 local function declaration(id)
   if queues[id] == nil then
     local declared, m = call('HGET', HANDLERS, id), member_of(id)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Delete stages that will not be committed, except those that are part of the writer's plan.
 --
--- KEYS  1 plan  2 the list of the writer's stages  3... the stages
+-- KEYS  1 plan  2 the hash that lists the writer's stages  3... the stages
 -- ARGV  1... the name of each stage
 -- Returns the number of deleted stages.
 -- Atomic because a plan made in between would lack its stages.

@@ -5,8 +5,8 @@
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
 --       5 frames moved so far, from all stages  6 the first frame to move from this stage
 --       7 frames in this stage  8 bytes after which to stop; each frame counts 1 KiB extra
--- Returns {'OK', frames moved so far, from all stages}, or the reason why a frame could not be moved,
---   after this call may have moved others:
+-- Returns {'OK', frames moved so far, from all stages}, or the reason why a frame could not be moved
+--   (the call may have moved others before it):
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'FENCED', current version}  {'AT', frames moved so far}: ARGV[5] is wrong
 --   {'LOST'}, {'INVALID'}: the frame is not in the stage, or another program has changed it
@@ -14,7 +14,7 @@
 -- out of memory: each frame leaves the stage when it enters the log, so the server needs room for
 -- only one frame. Otherwise a full server could never empty the stage.
 
--- The value ends with the number of records, which older releases did not write.
+-- A fence ends with the number of records, which older releases did not write.
 local version, done, total, records = string.match(
   redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(%d+):(%d+)(.*)$')
 if version ~= ARGV[4] then return {'FENCED', tonumber(version or 0)} end

@@ -9,7 +9,8 @@
 --   attempt may have made; {'DONE', records}: this version is in the log, with that many records
 --   (-1 if unknown); {'PASSED', version}: a later version is in the log; {'UNFINISHED', version,
 --   frames moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is
---   no plan, and the caller did not ask to make one; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
+--   no plan, and the caller did not ask to make one; {'LOST', stage}: the stage has expired or is not
+--   complete; {'NOSTREAM'}; {'INCARNATION'}
 -- Atomic because only one of two attempts at a version may make its plan.
 
 local version = tonumber(ARGV[3])
