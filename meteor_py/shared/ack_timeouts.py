@@ -40,7 +40,7 @@ class AckTimeouts:
         return earlier
 
     def due_s(self) -> float:
-        """Return the number of seconds before which no time limit can expire."""
+        """Return the number of seconds until a time limit may expire."""
         return self._look_at - now()
 
     def expired(self, held: Iterable[SharedRecord]) -> list[SharedRecord]:

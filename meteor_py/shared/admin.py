@@ -65,7 +65,8 @@ class Consumer:
     id: str
     #: Host, process and a random part.
     name: str
-    #: Number of ordering keys whose records it holds.
+    #: Number of ordering keys whose records it holds. With ``keyless="free"``, each record without
+    #: an ordering key counts as one key.
     keys: int
     #: Number of records that it holds.
     records: int
@@ -78,7 +79,9 @@ class Consumer:
 class KeyState:
     """A snapshot of one ordering key that has unsettled records or is stopped."""
 
-    #: The ordering key itself: the key or header value that its records share.
+    #: The ordering key itself: the key or header value that its records share. With
+    #: ``keyless="free"``, a record without an ordering key is listed under a zero byte and its
+    #: offset.
     key: bytes
     #: Number of records that are held or waiting.
     count: int
@@ -152,7 +155,8 @@ class SharedGroup:
         """Return the group's settings, counters and consumers.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         found, members = self._describe_all()
         consumers: list[Consumer] = []
@@ -176,7 +180,7 @@ class SharedGroup:
         return found, members
 
     def _describe(self) -> tuple[SharedDescription, int]:
-        """Return the description without consumers, and the tick, the clock that ends leases."""
+        """Return the description without consumers, and the current time on the lease clock."""
         protocol = self._protocol
         names = [protocol.meta, *protocol.keys("meta letters ready blocked unsettled")]
         reply = self._handle.connector.run(SHARED_DESCRIBE, names)
@@ -202,13 +206,14 @@ class SharedGroup:
             **{counter: getattr(progress, counter) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
         )
-        # Count the full time since the last call, so that a consumer that was silent for so long is
-        # shown as dead. The server itself ends the lease only after other consumers have called.
+        # Add the full time since the last call of any consumer, so that a lease that has run out in
+        # the meantime is shown as expired. The server itself ends the lease only after other
+        # consumers have called.
         tick = progress.tick + int(clock[0]) * 1000 + int(clock[1]) // 1000 - progress.last
         return description, tick
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
-        """Return the ordering keys that have unsettled records or are stopped, by oldest record.
+        """Return the ordering keys with unsettled records and the stopped keys, oldest first.
 
         Reads the state in portions, so the result is not a snapshot of a single instant.
 
@@ -217,8 +222,10 @@ class SharedGroup:
                 the stream. If false, leave them out.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
-            StoreUnavailable: Records to read are in the store, which cannot be read.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
+            StoreUnavailable: ``look_ahead`` needs the store, which cannot be reached.
+            CorruptSegment: ``look_ahead`` found damaged records in the store.
         """
         _, members = self._describe_all()
         held: dict[bytes, list[int]] = {}
@@ -285,7 +292,7 @@ class SharedGroup:
                     at = max(at, first + len(found))
 
     def _stored_keys(self, frames: FrameCache, at: int, end: int) -> tuple[int, list[bytes]]:
-        """Return the ordering keys of records that are in the store or the ring, but not the index.
+        """Return the ordering keys of records that the store or the ring has, but not the index.
 
         Returns:
             The first record's offset, and the keys of that record and those after it. If records
@@ -311,7 +318,8 @@ class SharedGroup:
         counters, are reported only if the group did not change in the meantime.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         self._protocol.ensure_converted()
         return find_flaws(self._protocol)
@@ -333,8 +341,10 @@ class SharedGroup:
             The number of records purged.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
-            StoreUnavailable: Records to read are in the store, which cannot be read.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
+            StoreUnavailable: Counting the records needs the store, which cannot be reached.
+            CorruptSegment: Records to count are damaged in the store.
         """
         name = _check_key(key)
         if limit is not None:
@@ -393,7 +403,8 @@ class SharedGroup:
             Whether the key was parked or delayed.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         self._protocol.ensure_converted()
         name, protocol = _check_key(key), self._protocol
@@ -410,7 +421,8 @@ class SharedGroup:
 
         Raises:
             GroupActive: The group has consumers, and ``force`` is False.
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         _, members = self._describe_all()
         consumers = [found for found in members.values() if found.lease > 0]
@@ -453,11 +465,11 @@ def open_shared(
     """Create a shared group, or open the existing one if the requested settings match it.
 
     Raises:
-        GroupConfigMismatch: The group exists with other settings, or as a group that one member
-            reads at a time.
+        GroupConfigMismatch: The group exists with other settings, or an ordinary group (with one
+            reader at a time) has the same name.
         GroupNotFound: The group does not exist, and ``start`` is NONE.
         MeteorError: The stream has no ``ordering_key``.
-        ValueError: ``start`` is an offset beyond the end of the stream.
+        ValueError: A setting is invalid, or ``start`` is an offset beyond the end of the stream.
     """
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:

@@ -27,14 +27,14 @@ class DeliveredPosition:
         self._position = Position(incarnation, newest_epoch(epochs), 0, path_of(epochs))
 
     def advance(self, offset: int) -> None:
-        """Note that the record at ``offset`` is being delivered. It exists in this epoch."""
+        """Note that the record at ``offset``, which exists in this epoch, is being delivered."""
         if offset >= self._position.offset:
             self._position = self._position._replace(offset=offset + 1)
 
     def is_valid(self, epoch: int, end: int) -> bool:
-        """Whether the server still has all delivered records.
+        """Whether the server certainly still has all delivered records.
 
-        If false, the server may have lost some of them: call ``enter`` to find out.
+        If false, the server may have lost some of them; call ``enter`` to find out.
         """
         return epoch == self._position.epoch and end >= self._position.offset
 

@@ -1,9 +1,10 @@
-"""One consumer's deliveries: how it exchanges granted records and settlements with the server.
+"""One consumer's deliveries: the records that the server grants it, and how it settles them.
 
-Each step has a number, one higher than that of the consumer's last step. The server therefore never
-takes a step twice. If a reply is lost, the consumer sends the same step again and gets the same
-reply. If the consumer's lease has expired in the meantime, the server replies with the number of
-the last step it took, so that the consumer knows which settlements counted.
+The consumer calls the server in steps. Each step has a number, one higher than that of the last
+step, so the server never takes a step twice. If a reply is lost, the consumer sends the same step
+again and gets the same reply. If the consumer's lease has expired in the meantime, the server
+replies with the number of the last step it took, so that the consumer knows which settlements
+counted.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 5
 #: Maximum number of maintenance calls after one step. If more work is due, the next reply says so.
 _PORTIONS = 64
-#: Seconds to wait for the connection before releasing the lock.
+#: Seconds that a signal handler waits for the connection before it briefly releases the lock.
 _TURN_S = 0.05
-#: Maximum number of characters to store of the reason for a failure.
+#: Maximum length of a stored failure reason, in characters.
 _REASON_MAX = 1_000
 
 
@@ -96,7 +97,7 @@ class Deliveries:
         self._ack_timeouts = AckTimeouts()
         #: The time of the first settlement since the last step began; None if there was none.
         self.unsent_since: float | None = None
-        #: Whether the lease renewer has nothing to do until the next settlement notifies it.
+        #: Whether the lease renewer is waiting, so that the next settlement must notify it.
         self.renewer_waits = False
         #: Whether a thread is waiting until fewer records are held.
         self.waits_for_room = False
@@ -242,8 +243,8 @@ class Deliveries:
     def expire_records(self) -> float:
         """Give records back to the group if their time limit has expired.
 
-        Return the number of seconds before which no other time limit can expire. The caller holds
-        the lock.
+        Return the number of seconds until another time limit may expire. The caller holds the
+        lock.
         """
         for record in self._ack_timeouts.expired(self.holdings.held()):
             if record.standing is not Standing.HELD:
@@ -347,16 +348,19 @@ class Deliveries:
         mode: str = "",
         entry: Entry | None = None,
     ) -> StepReply:
-        """Send settlements, renew the lease and claim up to ``want`` records.
+        """Send settlements, renew the lease and claim records.
 
         Args:
+            want: The maximum number of records to claim.
             leave: Return all held records and leave the group.
             mode: See ``StepRequest``.
+            entry: An index entry for records that only the store has.
 
         Raises:
             ConnectionFailed: The server did not reply. The next exchange finds out whether it took
                 the step.
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         most = want + len(self.holdings)
         exchange = partial(
@@ -424,7 +428,7 @@ class Deliveries:
                 held = {number: [o for o, _ in batch] for number, batch in batches.items()}
                 with self.condition:
                     self._refused += self.holdings.reconcile(step.number, held)
-                    self.dead_letters.clear()  # the server assigns those that it still has again
+                    self.dead_letters.clear()  # the server reassigns those that it still has
             except MeteorError as error:
                 if not isinstance(error, ConnectionFailed) or error.answered:
                     with self.condition:
@@ -464,7 +468,7 @@ class Deliveries:
             truncated = self._delivered.enter(epochs, end)
             if truncated is not None:
                 self._truncated.append(truncated)
-                # This error also covers their settlements: they will not be delivered again.
+                # The error about this loss also covers the settlements of the lost records.
                 self._refused = [o for o in self._refused if o < truncated[0]]
                 self._unknown = [o for o in self._unknown if o < truncated[0]]
             self.dead_letters.clear()  # their offsets may now refer to other records
@@ -497,8 +501,8 @@ class Deliveries:
             except ConsumerGone:
                 break  # the lease has expired, which the next step finds out and handles
             with self.condition:
-                # The server assigns a dead letter again if it is not published within lease_ttl.
-                # Publish it only once.
+                # If a dead letter is not published within lease_ttl, the server assigns it again.
+                # List it only once.
                 self.dead_letters += [
                     letter for letter in done.dead_letters if letter not in self.dead_letters
                 ]

@@ -69,7 +69,7 @@ class FrameCache:
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
-        """Store the stream's ``large`` field, read no earlier than the offsets to fetch next."""
+        """Store the stream's ``large`` field. It must not be older than the offsets to fetch."""
         self._large = large
 
     def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
@@ -81,7 +81,7 @@ class FrameCache:
                 is fetched whatever its size.
 
         Raises:
-            ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
+            ConnectionFailed, StoreUnavailable: The server or the store cannot be reached.
         """
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # offsets that the ring has dropped
@@ -286,7 +286,10 @@ class FrameCache:
         self._frames[start], self._bytes[start] = chunk, size
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop frames without wanted records: the oldest beyond the limits, and single records."""
+        """Drop frames that have no wanted records.
+
+        These are the oldest ones, until the limits are met, and all frames with a single record.
+        """
         needed = {
             first
             for first, chunk in self._frames.items()
@@ -323,13 +326,13 @@ def entry_from_store(
 
     Args:
         reply: The reply to the step that reached these records.
-        before: The entry that was sent with that step. Part of it may be unused.
+        before: The entry that was sent with that step, if any. Part of it may be unused.
 
     Returns:
         The entry. It has no strings if neither the ring nor the store has the records.
 
     Raises:
-        ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
+        ConnectionFailed, StoreUnavailable: The server or the store cannot be reached.
         CorruptSegment: The records are damaged.
     """
     if before is not None and before.covers(reply.next):

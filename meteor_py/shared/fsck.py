@@ -59,7 +59,8 @@ def find_flaws(protocol: SharedProtocol) -> list[str]:
     """Return one sentence for each contradiction and each unreadable value.
 
     Raises:
-        GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+        GroupNotFound, StreamNotFound: The group or the stream was deleted.
+        LogTruncated: The stream was deleted and recreated.
     """
     return _Check(protocol).run()
 

@@ -10,7 +10,8 @@ from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, 
 from meteor_py.shared.record import SharedRecord, Standing
 
 #: Maximum numbers per step: records in the batches to acknowledge, other settlements, and batches
-#: that these other settlements refer to. The server runs nothing else during a step.
+#: that these other settlements refer to. Steps must be short, because the server runs nothing else
+#: during a step.
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 _OTHER_BATCHES_MAX = 32
@@ -62,8 +63,8 @@ class Holdings:
         self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
         self._held: dict[int, SharedRecord] = {}
         self._receipts = 0  # records ever added to _held
-        # The records in _held by ordering key, when _receipts was _indexed. Only rewinds need it,
-        # so a rewind builds it. Records that are no longer held may remain in it.
+        # An index of _held by ordering key, built when _receipts had the value _indexed. Only
+        # rewinds need it, so a rewind builds it. Records that are no longer held may remain in it.
         self._by_key: dict[bytes, list[SharedRecord]] = {}
         self._indexed = 0
         self._dirty: dict[DeliveryBatch, None] = {}  # batches with unsent acknowledgements
@@ -394,7 +395,7 @@ class Holdings:
         ]
 
     def drop_letters(self) -> None:
-        """Drop all settlements of dead letters. The server assigns those that it has again."""
+        """Drop all settlements of dead letters. The server reassigns the letters that it has."""
         self._others = [other for other in self._others if other.kind not in "DL"]
 
     # -- internals -----------------------------------------------------------------------------

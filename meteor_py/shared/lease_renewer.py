@@ -130,7 +130,7 @@ class LeaseRenewer:
     def _has_unsent(self) -> bool:
         """Whether there are settlements to send, or a poll has ended without the reply to a step.
 
-        The server may have registered this consumer for wake-ups with such a step.
+        In that step, the server may have registered this consumer for wake-ups.
         """
         holdings = self._deliveries.holdings
         return holdings.unsent or (not self._polling and holdings.request is not None)

@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 #: First and longest pause between retries, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
-#: The maximum number of records to claim in one step. The server runs nothing else during a step.
+#: The maximum number of records to claim in one step. Steps must be short, because the server runs
+#: nothing else during a step.
 _CLAIM_MAX = 512
 #: A poll whose timeout has expired still makes up to this many rounds in total, as long as each
 #: round makes progress but finds no records for this consumer. The next poll continues from there.
@@ -264,10 +265,10 @@ class Prefetcher:
             deliveries.waits_for_room = False
 
     def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
-        """Take records from the buffer and deliver them, unless ``limit`` is None.
+        """Take records from the buffer, and deliver them with a time limit.
 
-        In that case, the caller delivers them later. If a Ctrl-C interrupts this method, the
-        records stay in the buffer.
+        If ``limit`` is None, the caller delivers them later. If a Ctrl-C interrupts this method,
+        the records stay in the buffer.
         """
         taken = list(islice(self._buffer, max_records))
         records = [record for record in taken if record.standing is _HELD]
@@ -288,7 +289,10 @@ class Prefetcher:
         self._buffer = deque(sorted(kept, key=_OFFSET))
 
     def raise_refusals(self) -> None:
-        """Raise an error for lost records, and for settlements refused or in doubt, each once."""
+        """Raise an error about lost records, or about settlements that were refused or in doubt.
+
+        Each of them is reported once. With ``on_gap="skip"``, gaps are only logged.
+        """
         truncated = self.deliveries.take_truncated()
         if truncated is not None:
             raise reply_errors.delivered_records_lost(self.stream.name, self.group, *truncated)

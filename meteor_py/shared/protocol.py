@@ -1,4 +1,4 @@
-"""Runs the Lua scripts of a shared group: join, step, maintain and convert."""
+"""Calls to a shared group's Lua scripts: join, step, maintain and convert."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ class UnknownStep(Exception):
 
 
 class Entry(NamedTuple):
-    """An index entry that the index has dropped. It was rebuilt from the store or declared lost."""
+    """A replacement for an index entry that the index has dropped.
+
+    It was rebuilt from the store, or it declares the records lost.
+    """
 
     first: int
     #: The output of ``OrderingRule.index_rows``; empty if the records are lost or unreadable.
     strings: tuple[bytes, ...]
     #: The offset after the last record.
     stop: int
-    #: Why records that exist are unreadable.
+    #: Why the records cannot be read, if they exist but are unreadable; otherwise None.
     cause: MeteorError | None = None
 
     def covers(self, offset: int) -> bool:
@@ -125,6 +128,7 @@ class StepReport(NamedTuple):
     failures: dict[int, int]
     #: Offsets whose settlements were refused, because the batch no longer has them.
     refused: list[int]
+    #: First and last offset of each range of lost or unreadable records.
     lost: list[tuple[int, int]]
     #: Offset and failure count of records that were discarded without a dead letter.
     dropped: list[tuple[int, int]]
@@ -234,7 +238,8 @@ class SharedProtocol:
         """Raise an error if the group does not exist. Tolerates flaws in the group's state.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         self.ensure_converted()
         call = self.stream.connector.call
@@ -268,7 +273,8 @@ class SharedProtocol:
         """Join the group; return False if another consumer has that id. Safe to repeat.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         names = [self.meta, *self.keys(f"meta members leases batches:{consumer}")]
         reply = connection.run(SHARED_JOIN, names, [self.incarnation, consumer, name])
@@ -280,7 +286,8 @@ class SharedProtocol:
         Raises:
             ConsumerGone: The consumer's lease has expired.
             UnknownStep: The server expects another number.
-            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            GroupNotFound, StreamNotFound: The group or the stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         number, want, mode, acks, settlements, entry, skipped = request
         names, args = self._call(consumer)
@@ -300,7 +307,8 @@ class SharedProtocol:
         """Return the stream's epoch table and its end.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: The stream was deleted and recreated.
         """
         fields = ("incarnation", "epochs", "next")
         incarnation, epochs, end = connection.call("HMGET", self.meta, *fields)

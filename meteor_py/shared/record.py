@@ -69,8 +69,9 @@ class SharedRecord(msgspec.Struct, eq=False):
             Rewound: This consumer returned the record with an earlier record of its ordering key.
             AckTimeout: The record was not settled within ``ack_timeout``, or within
                 ``max_poll_interval`` in a ``run()`` handler, so this consumer returned it.
-            Fenced: This consumer no longer holds the record, because the lease expired or the
-                subscriber was closed. Also the base class of the other two errors.
+            Fenced: This consumer no longer holds the record, because the lease expired, the
+                subscriber was closed, or a failover lost the delivery. Also the base class of the
+                other two errors.
             ValueError: The record was settled before.
         """
         self._deliveries.ack(self)

@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that iteration waits for an unreachable server before it raises an error.
 _RECONNECT_S = 30.0
-#: Seconds that the exiting interpreter waits for settlements to be sent.
+#: At interpreter exit, the timeout in seconds for closing each subscriber, and then for any threads
+#: that are still running.
 _EXIT_S = 5.0
 
 
@@ -165,8 +166,9 @@ class SharedSubscriber(Closeable):
         is released with a delay that grows with each failure. A handler may also settle the record
         itself.
 
-        The consumer holds only about as many records as its handlers process in 0.1 seconds, and
-        never more than ``prefetch``, so that consumers that join later get their share.
+        The consumer holds about as many records as its handlers process in 0.1 seconds: at least
+        two per thread, but never more than ``prefetch``. Consumers that join later therefore get
+        their share.
 
         >>> sub.run(handle, concurrency=8)    # doctest: +SKIP
 
@@ -264,7 +266,7 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer no longer held some of the records.
-            LogTruncated: As for ``poll()``.
+            MeteorError: As for ``poll()``, for example ``LogTruncated`` or ``OutcomeUnknown``.
             ConnectionFailed: The server did not reply. It may or may not have received the
                 acknowledgements. The next exchange finds out, and sends them again if necessary.
         """
@@ -328,7 +330,7 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer settled records that it no longer held.
-            LogTruncated: As for ``poll()``.
+            MeteorError: As for ``poll()``, for example ``LogTruncated`` or ``OutcomeUnknown``.
             ConnectionFailed: The server did not reply.
         """
         check_seconds("timeout", timeout, zero=True)

@@ -1,4 +1,4 @@
-"""Decides how many records ``run()`` buffers ahead of its worker threads."""
+"""The limit on how many records ``run()`` buffers ahead of its worker threads."""
 
 from __future__ import annotations
 

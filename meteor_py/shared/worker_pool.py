@@ -74,7 +74,7 @@ class WorkerPool:
 
     def run(self) -> None:
         """Fetch records and distribute them, until stopped or closed."""
-        # The application must still settle the records that it polled before run().
+        # The application polled these records before run(), and must settle them itself.
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
         for thread in self._threads:
             thread.start()
