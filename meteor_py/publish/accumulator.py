@@ -8,8 +8,8 @@ or its totals first count the records that the fast path has appended. If no rec
 sender is idle, a record takes the direct line instead (direct_line.py).
 
 A signal handler may flush or close the publisher while the thread that it interrupts holds the
-lock, in the middle of adding records. The handler's wait releases the lock, and other threads add
-and take records. So a method that adds records first reads ``_edition`` and prepares everything.
+lock, in the middle of adding records. The handler's wait releases the lock, and other threads may
+add and take records. So a method that adds records first reads ``_edition`` and prepares all data.
 Then it compares the edition and adds the records in statements that contain no calls, because
 Python runs no handler between such statements. If the edition has changed, the method starts over.
 """
@@ -129,9 +129,9 @@ class Accumulator:
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Accept many records, as columns of lists, and return their locations.
 
-        Raise like ``put`` if there is no room for the first record. If there is no room for a later
-        record, that record and all after it go into a failed batch. The failed batch is the first
-        part of the result, because the acknowledgement waits for the last part.
+        Raises the same errors as ``put`` if the first record cannot be accepted. If a later record
+        cannot be accepted, that record and all after it go into a failed batch. The failed batch is
+        the first part of the result, because the acknowledgement waits for the last part.
         """
         self._fast.check_reentry()
         parts: Parts = []
@@ -241,7 +241,7 @@ class Accumulator:
         return batches
 
     def take_failure(self) -> Exception | None:
-        """Return an error that the application has not seen; each error is returned once."""
+        """Return an error that the application has not seen, or None. Each is returned once."""
         with self._lock:
             failures, self._failures = self._failures, []
             error = next((batch.error for batch in failures if not batch.observed), None)
@@ -434,7 +434,7 @@ class Accumulator:
     def _admit(self, size: int) -> int:
         """Wait until ``size`` bytes fit, and return the value of ``_edition`` at that moment.
 
-        Raise if the wait times out or the publisher is closed.
+        Raises the same errors as ``put``.
         """
         deadline: float | None = None
         while True:

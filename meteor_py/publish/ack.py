@@ -38,6 +38,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             TimeoutError: The outcome is not known yet.
             MeteorError: The record was not published, or the offset was not confirmed.
             OutcomeUnknown: The record may or may not have been published.
+            NotReplicated: The record was published, but too few replicas confirmed it in time.
         """
         error = self.exception(timeout)
         if error is not None:

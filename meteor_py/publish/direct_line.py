@@ -135,7 +135,7 @@ class DirectLine:
         self._settling: Batch | None = None  # settled, but waiting threads may not be awake yet
         self._uncalled: deque[Batch] = deque()  # settled batches with callbacks still to be called
         self._next_sequence = 0
-        #: The offset after the last record acknowledged since the line was lent; 0 if there is none
+        #: The offset after the last record acknowledged since the line was lent; 0 if none was.
         self.end_offset = 0
         #: The time of the last acknowledgement on the line; 0 before the first.
         self.acknowledged_at = 0.0
@@ -255,7 +255,7 @@ class DirectLine:
     # -- for publishing threads, which hold the lock -------------------------------------------
 
     def is_free(self) -> bool:
-        """Return whether the next record may be sent on the line. No other is then in flight."""
+        """Return whether the next record may be sent on the line. If so, no other is in flight."""
         if self.state is _SENT:
             self._settle_if_replied()
         else:
@@ -382,7 +382,7 @@ class DirectLine:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Take the line from a READING thread. It wakes when the sender closes the connection."""
+        """Take the line from a READING thread. The thread wakes when the sender disconnects."""
         if self.state is _READING:
             self._reader = 0
             self.state = _BROKEN
@@ -397,7 +397,7 @@ class DirectLine:
                 self._settle_if_replied()
 
     def leave_to_sender(self, batch: Batch) -> None:
-        """Let the sender read the reply to ``batch`` without delay and call the callbacks."""
+        """Have the sender read the reply to ``batch`` without delay and call the callbacks."""
         with self._lock:
             if self.state is _SENT and self.batch is batch:
                 self.state = _RETURNED

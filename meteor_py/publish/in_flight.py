@@ -18,7 +18,7 @@ from itertools import islice
 
 from meteor_py.publish.batch import Batch
 
-#: Maximum number of batches in flight. The server remembers each producer's last eight.
+#: Maximum number of batches in flight. The server remembers each producer's last eight batches.
 WINDOW_BATCHES = 5
 
 

@@ -1,4 +1,4 @@
-"""Warns if the ring drops records that a group has not confirmed yet."""
+"""Warnings about records that the ring drops before a group has confirmed them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
 #: Seconds to wait for the server.
 _TIMEOUT_S = 1.0
-#: Maximum number of groups that one check examines.
+#: Maximum number of groups of each kind (shared or not) that one check examines.
 _GROUPS_MAX = 500
 
 
 class OverrunWatch:
-    """Warns once about each group whose unconfirmed records the ring has dropped.
+    """A publisher's check for groups whose unconfirmed records the ring has dropped.
 
-    The group's members also get ``RecordsLost``, but perhaps much later. The publisher is running
-    when the ring drops the records, so it can warn in time.
+    It warns about each group once. The group's members also get ``RecordsLost``, but perhaps much
+    later. The publisher is running when the ring drops the records, so it can warn in time.
     """
 
     def __init__(self, stream: StreamHandle) -> None:

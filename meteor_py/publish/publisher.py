@@ -120,10 +120,11 @@ class Publisher(Closeable):
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
             ValueError: The timestamp has no time zone, is not from 1970 to 9999, or looks like
-                seconds instead of ms; or the record's ordering key is longer than 256 bytes.
+                seconds instead of ms. Or the record has too many headers, text that cannot be
+                encoded as UTF-8, or an ordering key of more than 256 bytes.
             RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (default 1 MiB).
-            PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
-                seconds.
+            PublisherFull: ``max_pending_bytes`` left no room for the record, and no room became
+                available within ``delivery_timeout`` seconds.
             PublisherClosed: The publisher is closed.
             LogTruncated: The server has lost this publisher's acknowledged records; raised once.
         """

@@ -6,7 +6,7 @@ is lost, the sender sends the batch again under the same number, and the reply s
 
 * A reply from the script proves whether the batch is in the log. An error reply, or no reply,
   proves nothing about an *earlier* attempt: the batch stays ``in_doubt`` until the script replies.
-  There is one exception: after the reply "full", like after the error "out of memory", the batch
+  There is one exception: after the reply "full", as after the error "out of memory", the batch
   stays in doubt, because an earlier attempt may arrive late and find room.
 * A batch cannot be in the log unless the one before it is. So if a batch is refused and was never
   in doubt, the batches after it may be renumbered, in the next producer epoch. But a batch that is
@@ -230,7 +230,7 @@ class Sender:
             self._pause()
         except ServerRefused as error:  # the server refused a command other than publish
             self.window.doubt_sent()
-            self._reason = error  # of a batch in doubt, too
+            self._reason = error  # also for the errors of batches in doubt
             self._refuse(error)
         self._expire()
 
@@ -293,7 +293,7 @@ class Sender:
             self._drain()
             self._refuse(error)
         else:
-            if type(reply) is int:  # in the epoch that the request named
+            if type(reply) is int:  # a bare offset, in the epoch that the request named
                 self._acknowledge(reply, self.window.next_to_reply.stream_epoch)
             elif reply[0] == b"OK":
                 self._acknowledge(reply[1], reply[2])
@@ -332,7 +332,7 @@ class Sender:
         self._acked = Position(self._incarnation, self._stream_epoch, offset, self._path)
 
     def _missing_replicas(self) -> str | None:
-        """Wait for the replicas. Return None if enough confirmed in time, else what happened."""
+        """Wait for the replicas. Return None if enough confirmed in time, else the problem."""
         left_ms = max(int((self.window.oldest.deadline - time.monotonic()) * 1000), 1)
         timeout_s = left_ms / 1000 + self._connection.timeout_s
         wanted = self._acks
@@ -415,7 +415,7 @@ class Sender:
     def must_check(self) -> bool:
         """Whether acknowledged records might have been lost since the last acknowledgement.
 
-        Within a second, and on the same connection, an acknowledgement proves that its records
+        For one second, and on the same connection, an acknowledgement proves that its records
         still exist. If the connection is readable although no reply is due, the server has
         probably closed it.
         """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
 
-#: Seconds until a stage expires: before it becomes part of a plan, and after.
+#: Seconds until a stage expires, before and after it becomes part of a plan.
 STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
 #: Maximum number of fences that one call to ``let_expire`` deletes.
@@ -50,7 +50,7 @@ _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
 #: Maximum number of attempts to move frames while the server's replication id keeps changing.
 _EPOCHS_MAX = 5
-#: Stored instead of a record count by older releases, which did not count records.
+#: The record count of a version that an older release committed without storing the count.
 _UNCOUNTED = -1
 
 
@@ -236,7 +236,8 @@ def commit(
         PublishError: Staged frames are gone, or the server lost the ``begun`` version.
         NotReplicated: The version is in the log, but too few replicas confirmed it in time.
         StreamFull: The stream is full, and its archiver did not make room in time.
-        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        StreamNotFound: The stream was deleted.
+        LogTruncated: The stream was deleted and recreated.
     """
     staged = [stage for stage in stages if stage.frames]
     names = [stage.name for stage in staged]
