@@ -1,4 +1,4 @@
-"""Creates, finds and lists the streams on a server."""
+"""The streams on a server: create, find and list them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import store_fields
 from meteor_py.store.state import StreamState
 
-#: Maximum number of names that one pipeline checks.
+#: Maximum number of names to check in one pipeline.
 _NAMES = 1000
 
 

@@ -1,4 +1,4 @@
-"""Starts a new stream epoch on a server whose replication id has changed."""
+"""The start of a new stream epoch after a server's replication id has changed."""
 
 from __future__ import annotations
 

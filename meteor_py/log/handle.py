@@ -142,7 +142,9 @@ class StreamHandle:
         return LogReader(connection, self.name, position, ahead, reply[3].decode())
 
     def offset_at(self, time: datetime) -> int:
-        """Return the offset of the first record appended at ``time`` or later, or the end offset.
+        """Return the offset of the first record appended at ``time`` or later.
+
+        If there is no such record, return the end offset.
 
         Raises:
             ValueError: The datetime has no time zone.

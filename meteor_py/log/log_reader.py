@@ -1,4 +1,4 @@
-"""Reads a stream as one log: newer records from the ring, and older records from the store.
+"""The log reader: reads newer records from the ring and older ones from the store, as one log.
 
 A fetch first asks for frames. In the same pipeline it then asks for the stream's incarnation, epoch
 and end, and in a group for the owner's nonce. A new epoch begins before any record is written in
@@ -50,7 +50,8 @@ class LogReader:
         self._ring = RingReader(connection, stream, fields)
         #: The epoch in which the records fetched so far are valid.
         self.epoch = at.epoch
-        self._epochs = epochs  # up to that one, in the format of the meta hash; empty if unknown
+        # All epochs up to that one, in the format of the meta hash; empty if unknown.
+        self._epochs = epochs
         #: The same epochs, in the form used in positions.
         self.path = path_of(epochs)
         # Incarnation and epoch in replies that need no further check; empty if unknown.

@@ -1,4 +1,4 @@
-"""Repairs a log that another program has written to.
+"""Repair of a log that another program has written to.
 
 An entry beyond the end of the log blocks publishing permanently: IDs only increase, and deleting an
 entry does not lower the highest ID. The repair therefore copies the frames to a new key and

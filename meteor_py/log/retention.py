@@ -1,4 +1,4 @@
-"""Changes a stream's settings, and applies new limits to the records in its ring.
+"""Changes to a stream's settings. New limits also apply to the records already in its ring.
 
 ``redis/lua/log/_append.lua`` enforces the limits with marks, which it sets as it appends. Frames
 that were published without limits have no marks. So when the limits change, this module measures

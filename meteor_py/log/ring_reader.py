@@ -1,4 +1,4 @@
-"""Reads frames from a stream's ring.
+"""The ring reader: fetches frames from a stream's ring.
 
 The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
 32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.

@@ -1,4 +1,4 @@
-"""Reads records from the stream's store after the ring has dropped them."""
+"""The store reader: reads records from the stream's store after the ring has dropped them."""
 
 from __future__ import annotations
 

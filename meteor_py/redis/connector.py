@@ -40,7 +40,7 @@ _ATTEMPT_MIN_S = 0.05
 #: Minimum number of seconds to wait for one of several primaries, if there is that much time.
 _NODE_S = 1.0
 
-#: Number of forks that led to this process. Comparing it is cheaper than a call of ``getpid()``.
+#: Number of forks that led to this process. Comparing it is cheaper than calling ``getpid()``.
 _forks = 0
 
 
@@ -74,7 +74,7 @@ class Connector:
         self._topology = _topology(address, timeout_s)
         self._topology.on_departure(self._keep_only)
         self._single: SharedConnection | None = None  # to a single server
-        # Without a reference to this object, so that a client that is dropped ends at once.
+        # The factory holds no reference to this object, so that a dropped client is freed at once.
         self._nodes = NodeConnections(partial(Connection, address, timeout_s, self._topology, None))
         self._redis: redis.Redis | None = None
         self._checked: set[Node | None] = set()
@@ -142,7 +142,7 @@ class Connector:
         return self.use(lambda connection: connection.run(script, script_keys, args), tag)
 
     def use(self, work: Callable[[Connection], _T], tag: str | None) -> _T:
-        """Call ``work`` with the shared connection to the server that holds the keys of a tag.
+        """Call ``work`` with a shared connection to the server that holds a tag's keys.
 
         ``work`` may be called several times. It must not use the connector.
         """
@@ -181,7 +181,7 @@ class Connector:
             rest = [node for node in nodes if node not in results]
             for others, node in zip(reversed(range(len(rest))), rest, strict=True):
                 share_s = self.timeout_s
-                if unreachable is not None:  # frozen primaries together delay it by one timeout
+                if unreachable is not None:  # all frozen primaries share one timeout
                     share_s = search.share_s(others, _NODE_S)
                 try:
                     results[node] = self._use_at(node, Search(share_s), work)

@@ -94,7 +94,7 @@ class Sentinels(RefreshedTopology):
             watcher.stop()
 
     def check(self, search: Search) -> None:
-        """Ask the sentinels now. If the primary has changed, make all connections leave it."""
+        """Ask the sentinels now. If there is a new primary, make connections leave the old one."""
         try:
             search.run_locked(
                 self._lock, search.timeout_s, lambda: self._refresh(search, force=True)
@@ -179,7 +179,7 @@ class Sentinels(RefreshedTopology):
                 for gone in self._silent_until.keys() - self._sentinels:
                     self._silent_until.pop(gone, None)
             if found[0] > self._epoch >= 0:
-                break  # There is a new primary: do not wait for sentinels that may not reply.
+                break  # there is a new primary: do not wait for sentinels that may not reply
         return best, replied, failure
 
     def _adopt(self, epoch: int, node: Node) -> None:
@@ -211,8 +211,8 @@ class Sentinels(RefreshedTopology):
     def _peers_of(self, connection: Connection) -> list[Node] | None:
         """Return the other sentinels that a sentinel knows.
 
-        The client needs them because the seeds may disappear one day. Returns None if the user is
-        not allowed to list them.
+        The client needs them because the seeds may be removed over time. Returns None if the user
+        is not allowed to list them.
         """
         try:
             rows: list[Any] = connection.call("SENTINEL", "SENTINELS", self._address.service)

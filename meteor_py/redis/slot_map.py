@@ -15,7 +15,7 @@ from meteor_py.redis.address import Address, Node
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.topology import RefreshedTopology, Search, slot_of
 
-#: How often to ask again for a map that contradicts a MOVED reply.
+#: Maximum number of times to ask again while the map contradicts a MOVED reply.
 _CONTRADICTIONS = 10
 #: Seconds to wait for one node's reply before asking the next node.
 _ASK_S = 1.0

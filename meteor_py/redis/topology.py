@@ -1,8 +1,9 @@
-"""Finds the server that holds a stream's keys: a single server, a cluster node, or a primary.
+"""Topologies, which find the server that holds a stream's keys.
 
-Whenever a connection connects, it asks its topology for a node. If that node turns out to be the
-wrong one, the connection reports it to the topology. Callers therefore treat a "not here" reply
-(MOVED, READONLY) like a lost connection: they retry, and the retry connects to another node.
+The server is a single server, a cluster node, or the primary that sentinels name. Whenever a
+connection connects, it asks its topology for a node. If that node turns out to be the wrong one,
+the connection reports it to the topology. Callers therefore treat a "not here" reply (MOVED,
+READONLY) like a lost connection: they retry, and the retry connects to another node.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _CACHED = 8_192
 #: Minimum number of seconds between two refreshes, even if many connections fail: at first, and
 #: in a long outage.
 _REFRESH_S, _REFRESH_MAX_S = 0.1, 1.0
-#: Pauses between attempts in seconds while a slot moves or a primary changes. They double up to the
-#: second, and then grow slowly up to the third.
+#: Pauses between attempts in seconds while a slot moves or a primary changes. They start at the
+#: first value, double up to the second, and then grow slowly up to the third.
 _FIRST_S, _STEADY_S, _LONGEST_S = 0.005, 0.1, 1.0
 #: Factor by which pauses grow in a long outage. A pause is then about a sixth of the time that the
 #: outage has lasted, so clients notice its end soon, but do not flood the servers meanwhile.
@@ -83,10 +84,10 @@ class Search:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def share_s(self, others: int, least_s: float) -> float:
-        """Return how long to wait for one server, if ``others`` can be asked after it.
+        """Return the seconds to wait for one server, if ``others`` can be asked after it.
 
-        It is at least ``least_s`` if the caller has that much time, but leaves half of the time to
-        the others.
+        The result is at least ``least_s``, but at most half of the time left, so that the others
+        can still be asked. If there are no others, it is all of the time left.
         """
         left_s = self.left_s
         return min(max(least_s, left_s / (others + 1)), left_s / 2) if others else left_s
@@ -159,7 +160,7 @@ class Topology:
         return {tag: self.locate(tag, search) for tag in tags}
 
     def primaries(self, search: Search) -> Sequence[Node]:
-        """Return all primary nodes. A single server has none."""
+        """Return all primary nodes; for a single server, an empty sequence."""
         return ()
 
     def on_departure(self, keep_only: Callable[[Collection[Node]], None]) -> None:
@@ -321,7 +322,7 @@ def redirect_pause_s(failures: int) -> float:
 def pause_after_s(error: Exception | None, failures: int, others_s: tuple[float, float]) -> float:
     """Return the seconds to wait after consecutive failures, of which ``error`` was the last.
 
-    ``others_s`` are the first and the longest pause after errors that are no redirects.
+    ``others_s`` are the first and the longest pause after errors other than redirects.
     """
     if getattr(error, "redirected", False):
         return redirect_pause_s(failures)

@@ -47,7 +47,7 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Maximum UTF-8 bytes in a reason. Longer ones are truncated: an error may quote a whole record.
+#: Maximum length of a reason in UTF-8 bytes. Longer reasons are cut: an error may quote a record.
 REASON_BYTES_MAX = 1024
 
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
@@ -196,8 +196,8 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
         begin_epoch(connection, target.name, target.incarnation, reply[1].decode())
     history, replicas = connection.history, 0
     if acks and reply[0] == b"OK":
-        # WAIT must use this connection: it covers only the connection's own writes. Even a refused
-        # duplicate writes.
+        # WAIT must use this connection: it covers only the connection's own writes. A refused
+        # duplicate also causes a write.
         wait = ("WAIT", acks, int(_REPLICAS_S * 1000))
         replicas = int(connection.call(*wait, timeout_s=_REPLICAS_S + connection.timeout_s))
     return _Sent(reply, history, replicas)

@@ -1,4 +1,4 @@
-"""Fetches records into a subscriber's read buffer; in a group, only while holding the lease."""
+"""The fetcher: fills a subscriber's read buffer; in a group, only while it holds the lease."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Fetcher:
         self._config = config
         self._member = member
         self._on_assigned = on_assigned
-        self._failures = 0  # consecutive ones, also of several polls
+        self._failures = 0  # consecutive failures, counted across polls
         self._announced: Term | None = None  # the last term whose ``on_assigned`` has returned
         try:
             if config.group is not None:
@@ -328,7 +328,7 @@ class Fetcher:
             self.session.start_closing(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Send the last confirm, release the lease, close the connections."""
+        """Send the last confirm, release the lease, and close the connections."""
         self.interrupted = True
         try:
             if self.session is not None:

@@ -1,4 +1,4 @@
-"""Creates, lists, moves and deletes subscriber groups."""
+"""Administration of subscriber groups: create, list, move and delete them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meteor_py.records.descriptions import GroupDescription
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import DELETE_GROUP, OPEN_GROUP, SEEK_GROUP, Script
 
-#: Maximum number of groups that one pipeline describes.
+#: Maximum number of groups to read in one pipeline.
 _LIST = 500
 
 
@@ -111,7 +111,8 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
     Raises:
         GroupActive: A member holds the lease, and ``force`` is False.
         GroupNotFound: There is no such group.
-        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        StreamNotFound: The stream was deleted.
+        LogTruncated: The stream was deleted and recreated.
     """
     existed = stream.connector.call("EXISTS", keys.group(stream.name, group))
     args = ["force" if force else ""]

@@ -4,13 +4,13 @@ The application's thread acquires the lease, in ``hold``, so only members that p
 A background thread renews it while the application shows that it is alive, and sends the newest
 confirmed offset. Two locks guard the state that the threads share. A thread holds the
 ``connection`` while it calls the server, and the ``condition`` while it reads or changes the
-state. A thread that needs both takes the connection first. Beware that a signal handler may
-interrupt any method and call another.
+state. A thread that needs both takes the connection first. A signal handler may interrupt any
+method and call another.
 
 The lease is ``Vacant``, ``Held`` or ``Lapsed``; the session is active, inactive or closed. The
 owner trusts a held lease until ``valid_until``, which is before it expires on the server (see
-``lease.TRUSTED_FRACTION``). After that the lease is not lost: the next ``hold`` asks the server,
-and if no other member has taken the lease, the term continues.
+``lease.TRUSTED_FRACTION``). After that, the lease is not necessarily lost: the next ``hold`` asks
+the server, and if no other member has taken the lease, the term continues.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class GroupSession:
             self.valid_until = 0.0
 
     def check_process(self) -> None:
-        """Raise in a forked child."""
+        """Raise an error in a forked child."""
         if self._pid != os.getpid():
             raise self._opened_before_fork()
 
@@ -384,7 +384,7 @@ class GroupSession:
             self.condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Send the last confirm, release the lease, end the thread. Idempotent.
+        """Send the last confirm, release the lease, and end the thread. Idempotent.
 
         Raises:
             TimeoutError: The thread did not end in time.

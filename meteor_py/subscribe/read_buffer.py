@@ -71,6 +71,7 @@ class ReadBuffer:
 
         Raises:
             RecordsLost, LogTruncated: Records are missing. Also sets ``gap``.
+            CorruptSegment: Records are damaged in the store. Also sets ``gap``.
             OwnerChanged: The group has a new owner; see ``LogReader.fetch``.
         """
         block_s = min(block_s, self._log.block_max_s)

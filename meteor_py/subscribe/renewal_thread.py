@@ -75,7 +75,7 @@ class RenewalThread(JoinableThread):
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
             if not self._failures:  # log once per outage
-                _log.warning("Cannot renew the lease for %s; retrying: %s", session.lease, error)
+                _log.warning("The server for %s is unavailable; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # the group is gone, or access denied: a retry will not help

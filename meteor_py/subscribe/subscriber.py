@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds that interpreter exit waits for receivers, and then for the leases to be released.
+#: At interpreter exit, seconds to wait for receivers, and then for the leases to be released.
 _EXIT_S = 1.0
 
 
@@ -131,8 +131,10 @@ class Subscriber(Closeable):
             LeaseLost, OutcomeUnknown: A confirm was, or may have been, refused, and its Ack was
                 never checked. Raised once.
             CorruptFrame, UnsupportedFrame, CorruptStream: The next frame is unreadable.
+            CorruptSegment: The next records are damaged in the store. ``skip_gap()`` skips them.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
-            ConnectionFailed: The server could not be reached within the timeout.
+            ConnectionFailed, StoreUnavailable: The server or the store could not be reached within
+                the timeout.
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
@@ -149,7 +151,7 @@ class Subscriber(Closeable):
         """Yield records one by one until the subscriber is closed.
 
         ``position`` is always the offset after the last yielded record. If the server is
-        unreachable, retry for 30 seconds before raising ``ConnectionFailed``.
+        unreachable, the iterator retries for 30 seconds before it raises ``ConnectionFailed``.
         """
         if not self._closed:
             self._check_reader()
