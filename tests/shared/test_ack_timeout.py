@@ -69,7 +69,7 @@ def test_expired_record_becomes_a_dead_letter_that_names_the_timeout(url: str) -
         c1 = queue.consumer(ack_timeout=0.05)
 
         def is_dead() -> bool:
-            c1.poll(0.1)  # and never settle its records
+            c1.poll(0.1)  # its records are never settled
             return queue.shared.describe().dead == 1
 
         eventually(is_dead)
@@ -108,7 +108,7 @@ def test_extended_record_keeps_a_silent_consumers_lease(url: str) -> None:
         (record, _) = busy.poll(5)
         record.extend(3600)
         renewed = busy._deliveries.spoke_at
-        eventually(lambda: busy._deliveries.spoke_at > renewed + 1)  # longer than three leases
+        eventually(lambda: busy._deliveries.spoke_at > renewed + 1)  # more than three TTLs
         assert other.poll(0) == []
         busy.commit()
         assert queue.shared.confirmed == 2

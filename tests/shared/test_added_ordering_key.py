@@ -179,7 +179,7 @@ def test_frames_staged_earlier_are_moved_and_indexed_by_consumers(client: meteor
     transaction.commit(stream._handle, "w", 0, stages)
     assert indexed(client) == logged(client)[1:]
     assert processed(stream) == [(0, b"a"), (1, b"b"), (2, b"a")]
-    # A committer that does not know about the ordering key yet.
+    # The next committer does not know about the ordering key yet.
     stage = Stage(stream._handle, "w.1.0")
     stage.write(Columns([b"4"], [b"c"]))
     transaction.commit(old, "w", 1, [stage.finish()])
@@ -199,7 +199,7 @@ def test_stage_that_lost_frames_is_refused(client: meteor.Client) -> None:
     assert stream.end().offset == 0
 
 
-def test_dead_letter_stream_gets_an_ordering_key_while_consumers_use_it(any_url: str) -> None:
+def test_dead_letter_stream_can_get_an_ordering_key_while_in_use(any_url: str) -> None:
     with Queue(any_url, "AB", dead_letter="dead") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)

@@ -80,7 +80,7 @@ def failover(private_server: ServerFactory) -> Iterator[Failover]:
 
 
 def error_of(call: Callable[[], object]) -> meteor.MeteorError | None:
-    """Return the error of a call, which is repeated until the server replies."""
+    """Repeat a call until the server replies; return the error that the call raised, or None."""
     errors: list[meteor.MeteorError | None] = []
 
     def replied() -> bool:

@@ -1,4 +1,4 @@
-"""Consistency check of shared groups: every flaw is reported, and none raises."""
+"""Consistency check of shared groups: every flaw is reported, and none raises an error."""
 
 from __future__ import annotations
 
@@ -244,10 +244,10 @@ def test_keyless_records_and_dropped_index_entries_are_not_flaws(
         assert len(held) == 20
         queue.publish("ABABABABAB", frame=5)
         queue.keys()
-        assert queue.shared.fsck() == []  # the index has dropped five of them
+        assert queue.shared.fsck() == []  # the index has dropped some of the held records
 
 
-def test_deleted_group_or_stream_raises(url: str) -> None:
+def test_check_of_a_deleted_group_or_stream_raises(url: str) -> None:
     with Queue(url, "A") as queue:
         queue.consumer().close()
         shared = queue.shared

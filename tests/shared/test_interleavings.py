@@ -57,7 +57,7 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
-        # Wait far less than a third of the lease: the idle consumer would then ask by itself.
+        # Wait for less than a third of the lease TTL: after that, the idle consumer asks by itself.
         waiting.join(LONG_S / 4)
         assert offsets(received) == [1]
 
@@ -83,6 +83,6 @@ def test_consumer_can_be_fenced_after_a_partly_applied_reply(step: int) -> None:
     holdings._batches[1] = batch
     holdings._acknowledge(batch, [5])
     request, _ = holdings.begin_step(10)
-    holdings._close_sent(request)  # as if Ctrl-C followed
+    holdings._close_sent(request)  # as if a Ctrl-C had interrupted apply() after this call
     assert holdings.fence(step, StepReport.parse(b"")) == ([], [])
     assert holdings.request is None

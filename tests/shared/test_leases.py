@@ -83,7 +83,7 @@ def test_ack_in_doubt_is_reported_as_unknown_if_the_server_forgot_the_consumer(
             late.flush()
 
 
-def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
+def test_expired_consumer_is_forgotten_after_ten_lease_ttls(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         late, other = queue.consumers(2)
         expire(late)
@@ -93,7 +93,7 @@ def test_expired_consumer_is_forgotten_after_ten_leases(any_url: str) -> None:
             "the expired consumer was forgotten before it learned its last step's outcome"
         )
         protocol = other._shared._protocol
-        for _ in range(25):  # each call ages the leases by at most half a lease
+        for _ in range(25):  # each call ages the leases by at most half a TTL
             change_progress(queue.client._connector, protocol, last=-120_000)
             other.flush()
         assert queue.client._connector.call(*members) == 1
@@ -116,12 +116,12 @@ def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_ur
 
 
 @pytest.mark.parametrize("hour", [-1, 1])
-def test_delay_is_not_prolonged_when_the_clock_is_set(any_url: str, hour: int) -> None:
+def test_delay_is_not_prolonged_when_the_clock_jumps(any_url: str, hour: int) -> None:
     with Queue(any_url, "A") as queue:
         consumer = queue.consumer()
         consumer.poll(5)[0].release(delay=0.3)
         consumer.flush()
-        # As if the server's clock had been set by an hour since the last call.
+        # As if the server's clock had been moved by an hour since the last call.
         change_progress(queue.client._connector, queue.shared._protocol, last=-hour * 3_600_000)
         eventually(lambda: offsets(consumer.poll(0.2)) == [0], 10)
         consumer.commit()

@@ -121,7 +121,7 @@ def test_each_record_is_processed_once_despite_lost_requests_and_replies(
 
 
 @pytest.mark.parametrize("lost_s", ["nothing", "a part"])
-def test_failover_leaves_nothing_stuck_and_lost_settlements_are_redelivered(
+def test_failover_leaves_no_record_stuck_and_redelivers_those_with_lost_settlements(
     private_server: ServerFactory, lost_s: str
 ) -> None:
     with ExitStack() as stack:

@@ -24,7 +24,7 @@ def during_step(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run a function once, before or after the server executes the next step that claims."""
+    """Run functions once, before and after the server executes the next step with a claim."""
     protocol = consumer._deliveries.protocol
     real = protocol.step
     left = [1]

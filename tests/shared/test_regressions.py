@@ -88,7 +88,7 @@ def test_groupmq_14_crash_leaves_no_key_locked(any_url: str) -> None:
         queue.check()
         assert {group.owner for group in queue.keys().values()} == {None}
         found: list[str] = []
-        while names := rest(queue, c2):  # its records are granted one per key at a time
+        while names := rest(queue, c2):  # c1's records are granted one per key at a time
             found += names
             queue.ack(c2)
         assert sorted(found) == ["A-0", "A-1", "B-2", "B-3", "C-4", "C-5"]

@@ -339,7 +339,8 @@ def test_poisoned_key_is_parked_until_resumed(any_url: str, dead_letter: str | N
         assert offsets(c1.poll(5)) == [5]
         assert c2.poll(0) == []
         state = queue.keys()["A"]
-        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # without it, 0 keeps its place
+        # Without a dead-letter stream, record 0 keeps its place.
+        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]
         assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
         queue.check()
         assert queue.shared.resume("A")

@@ -79,7 +79,7 @@ def queue_of(url: str) -> Queue:
 
 
 def work(consumer: meteor.SharedSubscriber) -> None:
-    """Work until interrupted or closed."""
+    """Poll and acknowledge records until interrupted or closed."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for record in consumer.poll(1.0, 1):
