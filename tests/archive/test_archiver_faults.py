@@ -147,7 +147,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     stored.archive()
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
+    with pytest.raises(Refused, match=r"StoreMismatch.*There is no store"):
         stored.process(bind={str(stored.root): str(other)}).ready()
     with meteor.connect("fake://") as elsewhere:  # its stream claims the folder
         elsewhere.stream(STREAM, store=other, archive=False)
