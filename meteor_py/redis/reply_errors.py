@@ -109,6 +109,18 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
     )
 
 
+def delivered_records_lost(stream: str, group: str, first: int, last: int) -> LogTruncated:
+    return LogTruncated(
+        f"The server has lost records {first} to {last} of stream {stream!r}, some of which this "
+        f"consumer of shared group {group!r} may have processed: it failed over to a lagging "
+        "replica, or restarted without its last writes. Undo the effects of these records. The "
+        "next poll continues with the records that the server still has.",
+        stream=stream,
+        first=first,
+        last=last,
+    )
+
+
 def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
         f"Records {first} to {last} of stream {stream!r} are in neither its ring nor its store: "

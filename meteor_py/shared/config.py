@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -127,7 +128,7 @@ class ConsumerConfig:
     #: None = no limit.
     ack_timeout: float | None = ACK_TIMEOUT_S
     #: What to do if records were dropped before they were delivered, or cannot be read: "raise" an
-    #: error once per gap (see ``poll()``), or "skip" the gap.
+    #: error once per gap (see ``poll()``), or "skip" the gap. Does not apply to ``LogTruncated``.
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
@@ -145,14 +146,12 @@ class ConsumerConfig:
             )
 
     @property
-    def poll_limit(self) -> TimeLimit | None:
+    def poll_limit(self) -> TimeLimit:
         """The time limit for records that ``poll()`` returns."""
-        return None if self.ack_timeout is None else TimeLimit("ack_timeout", self.ack_timeout)
+        return TimeLimit("ack_timeout", math.inf if self.ack_timeout is None else self.ack_timeout)
 
     @property
     def handler_limit(self) -> TimeLimit:
         """The time limit for records that ``run()`` passes to the handler."""
-        limits = [TimeLimit("max_poll_interval", self.max_poll_interval)]
-        if self.poll_limit is not None:
-            limits.append(self.poll_limit)
+        limits = (TimeLimit("max_poll_interval", self.max_poll_interval), self.poll_limit)
         return min(limits, key=lambda limit: limit.seconds)

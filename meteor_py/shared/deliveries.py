@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
 from meteor_py.records.config import check_seconds
 from meteor_py.records.ordering_index import OrderingRule
+from meteor_py.records.position import newest_epoch
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.shared.ack_timeouts import AckTimeouts, TimeLimit
 from meteor_py.shared.config import SharedConfig
+from meteor_py.shared.delivered_position import DeliveredPosition
 from meteor_py.shared.gaps import Gap, Gaps, Unreadable
 from meteor_py.shared.holdings import Holdings
 from meteor_py.shared.protocol import (
@@ -100,6 +102,8 @@ class Deliveries:
         self._refused: list[int] = []
         self._unknown: list[int] = []  # settlements that may have counted
         self._lost = Gaps()
+        self._delivered = DeliveredPosition(protocol.stream.incarnation, protocol.stream.epochs)
+        self._truncated: list[tuple[int, int]] = []  # first and last offset of each loss
         #: The last reply, if the server will wake this consumer when there are records; otherwise
         #: None.
         self.idle: StepReply | None = None
@@ -216,11 +220,23 @@ class Deliveries:
                 others.append(record)
         return others
 
-    def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
-        """Start the time limit for records that the application is about to get."""
+    def deliver(self, records: Sequence[SharedRecord], limit: TimeLimit) -> list[SharedRecord]:
+        """Start the time limit for records that the application is about to get.
+
+        Args:
+            records: In the order of their offsets.
+            limit: Their time limit.
+
+        Returns:
+            The records that are still held. The caller must not pass others to the application.
+        """
         with self.condition:
-            if self._ack_timeouts.start(records, limit):
+            held = [record for record in records if record.standing is _HELD]
+            if held:
+                self._delivered.advance(held[-1].offset)
+            if self._ack_timeouts.start(held, limit):
                 self.condition.notify_all()  # the lease renewer must not wait past the deadline
+        return held
 
     def expire_records(self) -> float:
         """Give records back to the group if their time limit has expired.
@@ -276,7 +292,7 @@ class Deliveries:
         return received
 
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
-        """Settle a dead letter.
+        """Settle a dead letter, unless a failover has withdrawn it from this consumer.
 
         ``history`` is the server's history in which the dead letter was published, or '' if that
         was on another node. It is None if the record is lost or unreadable.
@@ -284,8 +300,10 @@ class Deliveries:
         lost = history is None
         detail = b"" if history is None else history.encode()
         with self.condition:
-            self.holdings.add(Settlement("L" if lost else "D", 0, (letter.offset,), detail))
-            self._notify()
+            if letter in self.dead_letters:
+                self.dead_letters.remove(letter)
+                self.holdings.add(Settlement("L" if lost else "D", 0, (letter.offset,), detail))
+                self._notify()
 
     def raise_failure(self) -> None:
         """Raise the lease renewer's error, if any, once."""
@@ -309,6 +327,11 @@ class Deliveries:
         """Remove and return the first unreported gap."""
         with self.condition:
             return self._lost.take()
+
+    def take_truncated(self) -> tuple[int, int] | None:
+        """Remove and return the first unreported loss of delivered records."""
+        with self.condition:
+            return self._truncated.pop(0) if self._truncated else None
 
     def note_lost(self, offset: int, cause: Unreadable | None) -> None:
         with self.condition:
@@ -385,12 +408,14 @@ class Deliveries:
                 held = {number: [o for o, _ in batch] for number, batch in batches.items()}
                 with self.condition:
                     self._refused += self.holdings.reconcile(step.number, held)
+                    self.dead_letters.clear()  # the server assigns those that it still has again
             except MeteorError as error:
                 if not isinstance(error, ConnectionFailed) or error.answered:
                     with self.condition:
                         self.holdings.withdraw_step()  # the server changed nothing
                 raise
             else:
+                self._check_delivered(connection, reply)
                 self._apply(reply, request, started)
                 if not last:
                     want = max(want - reply.granted, 0)  # a repeated step may have granted records
@@ -405,6 +430,31 @@ class Deliveries:
             f"The server refused {_ROUNDS} requests from this consumer in shared group "
             f"{self.protocol.group!r}. Try again, or open another consumer."
         )
+
+    def _check_delivered(self, connection: Connection, reply: StepReply) -> None:
+        """Note the delivered records that the server has lost, before the reply is applied.
+
+        All records that the consumer still holds exist on this server. It has either granted them
+        itself, or replicated the steps that granted them. A failover that loses a record also loses
+        the step that granted it, and ``reconcile`` or ``_fence`` then drops the record.
+        """
+        with self.condition:
+            if self._delivered.is_valid(reply.epoch, reply.end):
+                return
+        epochs, end = self.protocol.read_epochs(connection)
+        if newest_epoch(epochs) != reply.epoch:  # the next exchange repeats the step
+            raise ConnectionFailed(
+                f"The server of stream {self.protocol.stream.name!r} is failing over."
+            )
+        with self.condition:
+            truncated = self._delivered.enter(epochs, end)
+            if truncated is not None:
+                self._truncated.append(truncated)
+                # This error also covers their settlements: they will not be delivered again.
+                self._refused = [o for o in self._refused if o < truncated[0]]
+                self._unknown = [o for o in self._unknown if o < truncated[0]]
+            self.dead_letters.clear()  # their offsets may now refer to other records
+            self.holdings.drop_letters()
 
     def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
         report, entry = reply.report, request.entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 
@@ -13,6 +14,8 @@ from meteor_py.shared.record import SharedRecord, Standing
 _ACKS_MAX = 512
 _OTHERS_MAX = 128
 _OTHER_BATCHES_MAX = 32
+#: The maximum number of step numbers to leave out after a failover. Numbers go up to 2**53.
+_SKIP_MAX = 2**32
 
 
 _SETTLED = Standing.SETTLED  # looking up an enum member is slower
@@ -46,6 +49,9 @@ class Holdings:
         """
         #: Number of the last step that the server is known to have taken.
         self.number = 0
+        # How many numbers the next step leaves out. If two servers continue the group after a
+        # failover, they must not assign the same numbers to different steps and batches.
+        self._skip = 0
         #: The step whose reply has not been applied yet; set during each step, and after a lost
         #: reply.
         self.request: StepRequest | None = None
@@ -201,12 +207,13 @@ class Holdings:
         others = self._next_others() if last else []
         last = last and len(others) == len(self._others)
         request = StepRequest(
-            self.number + 1,
+            self.number + 1 + self._skip,
             want if last else 0,
             mode if last else "",
             tuple(acks),
             (*partial, *others),
             entry if last else None,
+            self._skip,
         )
         self.request = request  # after a Ctrl-C from here on, the step is sent again
         self._clear_sent(request)
@@ -261,7 +268,7 @@ class Holdings:
         """End the step, after its reply was applied here and in ``Deliveries``."""
         if self.request is not None:
             self.number = self.request.number
-            self.request = None
+            self.request, self._skip = None, 0
 
     def withdraw_step(self) -> None:
         """Put the settlements of a step that changed nothing back at the front of the queue."""
@@ -279,19 +286,20 @@ class Holdings:
 
     def start(self) -> None:
         """Start over as a new consumer."""
-        self.number, self.request = 0, None
+        self.number, self.request, self._skip = 0, None, 0
 
     def reconcile(self, number: int, theirs: Mapping[int, list[int]]) -> list[int]:
         """Adopt the server's view of this consumer, after a failover has lost steps.
 
         Records that only this consumer lists are marked as taken. Records that only the server
-        lists are granted again.
+        lists are granted again. Settlements of dead letters are dropped, because their offsets may
+        now refer to other records.
 
         Returns:
             The offsets whose settlements are void.
         """
         self.withdraw_step()
-        self.number = number
+        self.number, self._skip = number, 1 + secrets.randbelow(_SKIP_MAX)
         known = {(batch, offset) for batch, offsets in theirs.items() for offset in offsets}
         void: list[int] = []
         for batch in list(self._batches.values()):
@@ -307,7 +315,7 @@ class Holdings:
                 self._batches.pop(batch.number, None)
         kept: list[Settlement] = []
         for other in self._others:
-            if other.kind in "DL" or (other.batch, other.offsets[0]) in known:
+            if (other.batch, other.offsets[0]) in known:
                 kept.append(other)
             else:
                 void += other.asked
@@ -371,6 +379,10 @@ class Holdings:
             for other in self._others
             if other.kind != "D" or b"" in (other.detail, history) or other.detail == history
         ]
+
+    def drop_letters(self) -> None:
+        """Drop all settlements of dead letters. The server assigns those that it has again."""
+        self._others = [other for other in self._others if other.kind not in "DL"]
 
     # -- internals -----------------------------------------------------------------------------
 

@@ -263,9 +263,10 @@ class Prefetcher:
             deliveries.waits_for_room = False
 
     def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
-        """Take records from the buffer and start their time limits.
+        """Take records from the buffer and deliver them, unless ``limit`` is None.
 
-        If a Ctrl-C interrupts this method, the records stay in the buffer.
+        In that case, the caller delivers them later. If a Ctrl-C interrupts this method, the
+        records stay in the buffer.
         """
         records = list(islice(self._buffer, max_records))
         try:
@@ -274,9 +275,7 @@ class Prefetcher:
             self.handed += records
             for _ in records:
                 self._buffer.popleft()
-            if limit is not None:
-                self.deliveries.start_time_limit(records, limit)
-            return records
+            return records if limit is None else self.deliveries.deliver(records, limit)
         except BaseException:
             self.keep(records)
             raise
@@ -288,6 +287,9 @@ class Prefetcher:
 
     def raise_refusals(self) -> None:
         """Raise an error for lost records, and for settlements refused or in doubt, each once."""
+        truncated = self.deliveries.take_truncated()
+        if truncated is not None:
+            raise reply_errors.delivered_records_lost(self.stream.name, self.group, *truncated)
         while (gap := self.deliveries.take_lost()) is not None:
             error = gap.error(self.stream.name, self.group)
             if self.config.on_gap == "raise":
@@ -309,8 +311,8 @@ class Prefetcher:
         records.
         """
         deliveries = self.deliveries
-        while deliveries.dead_letters:
-            letter = deliveries.dead_letters[0]
+        # The lease renewer may clear the list at any time.
+        while (letter := next(iter(deliveries.dead_letters), None)) is not None:
             opened = self._dead_letter_stream is not None
             try:
                 history = self._publish_dead_letter(letter)
@@ -324,7 +326,6 @@ class Prefetcher:
                 if opened and isinstance(error, (StreamNotFound, LogTruncated)):
                     continue
                 raise
-            deliveries.dead_letters.pop(0)
             deliveries.dead_letter_settled(letter, history)
 
     def _publish_dead_letter(self, letter: DeadLetter) -> str | None:

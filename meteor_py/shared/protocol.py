@@ -107,6 +107,7 @@ class Settlement(NamedTuple):
 class StepRequest(NamedTuple):
     """One step. After a lost reply, the consumer repeats it, and the server takes it only once."""
 
+    #: The number of this step. It is one higher than the last one, unless numbers are ``skipped``.
     number: int
     want: int = 0
     #: "wait" if the consumer will wait for a wake-up in case it gets no records, "busy" if it no
@@ -117,6 +118,8 @@ class StepRequest(NamedTuple):
     #: Other settlements, partial acknowledgements first.
     settlements: tuple[Settlement, ...] = ()
     entry: Entry | None = None
+    #: How many numbers were left out between the last step and this one.
+    skipped: int = 0
 
 
 class StepReport(NamedTuple):
@@ -283,9 +286,10 @@ class SharedProtocol:
             UnknownStep: The server expects another number.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        number, want, mode, acks, settlements, entry = request
+        number, want, mode, acks, settlements, entry, skipped = request
         names, args = self._call(consumer)
-        args += [number, mode, want, ",".join(map(str, acks))]
+        args.append(f"{number}:{number - skipped - 1}" if skipped else number)
+        args += [mode, want, ",".join(map(str, acks))]
         if entry is None:
             args += ["", "", ""]
         elif entry.strings:
@@ -295,6 +299,17 @@ class SharedProtocol:
         for settlement in settlements:
             args += settlement.arguments()
         return _parse_reply(self.check(connection.run(SHARED_STEP, names, args)))
+
+    def read_epochs(self, connection: Connection) -> tuple[str, int]:
+        """Return the stream's epoch table and its end.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted.
+        """
+        fields = ("incarnation", "epochs", "next")
+        incarnation, epochs, end = connection.call("HMGET", self.meta, *fields)
+        reply_errors.check_incarnation(self.stream.name, self.stream.incarnation, incarnation)
+        return epochs.decode(), int(end)
 
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False

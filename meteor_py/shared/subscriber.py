@@ -110,7 +110,9 @@ class SharedSubscriber(Closeable):
                 Raised once per gap; the next poll continues after the gap.
             CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read. Also
                 raised once per gap.
-            StreamNotFound, LogTruncated, GroupNotFound: The stream or the group was deleted.
+            LogTruncated: The server lost records after this consumer had received some of them.
+                Raised once per loss. Also raised if the stream was recreated.
+            StreamNotFound, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed: The server was unreachable until the timeout expired.
             MeteorError: Another thread is in ``run()``, or the subscriber is closed.
         """
@@ -262,6 +264,7 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer no longer held some of the records.
+            LogTruncated: As for ``poll()``.
             ConnectionFailed: The server did not reply. It may or may not have received the
                 acknowledgements. The next exchange finds out, and sends them again if necessary.
         """
@@ -325,6 +328,7 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: This consumer settled records that it no longer held.
+            LogTruncated: As for ``poll()``.
             ConnectionFailed: The server did not reply.
         """
         check_seconds("timeout", timeout, zero=True)

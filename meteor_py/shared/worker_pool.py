@@ -184,8 +184,8 @@ class WorkerPool:
                 with self._condition:
                     self._begun.add(record)
                 try:
-                    self._prefetcher.deliveries.start_time_limit([record], self._limit)
-                    self._process(record)
+                    if self._prefetcher.deliveries.deliver([record], self._limit):
+                        self._process(record)
                 except BaseException as error:  # such as SystemExit, which run() raises again
                     self._failure = error
                     # Without this, later records with the same key would overtake this one.

@@ -435,7 +435,7 @@ class StoreContract:
     # Concurrency
 
     def test_readers_see_consistent_records_while_terms_change(
-        self, store: RingbufferStore, open_store: OpenStore, rng: random.Random
+        self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         end = 0
         over = threading.Event()
@@ -464,7 +464,7 @@ class StoreContract:
             return rounds
 
         with ThreadPoolExecutor(READERS + 1) as pool:
-            readers = [pool.submit(consume, rng.getrandbits(32)) for _ in range(READERS)]
+            readers = [pool.submit(consume, seed) for seed in range(READERS)]
             pool.submit(archive).result()
             assert all(reader.result() > 0 for reader in readers)
         check(store, 0, end)

@@ -3,8 +3,8 @@
 A ring drops its oldest records. A reader that is too slow gets ``RecordsLost`` with the first and
 last offset that it missed. A server that crashes may restart without the records that it
 acknowledged last. A client that has seen them gets ``LogTruncated`` with the first and last offset
-that the server has lost. A reader's calls raise the error until ``skip_gap()`` is called; no record
-is skipped silently.
+that the server has lost. A reader's calls raise the error until ``skip_gap()`` is called, and a
+shared consumer raises it once; no record is skipped silently.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import meteor_py as meteor
 from tests.conftest import ServerFactory
 from tests.fundamentals.reading import numbers, publish
+from tests.support.servers import Server
 
 
 def test_slow_reader_learns_which_records_the_ring_has_dropped(m: meteor.Client) -> None:
@@ -57,6 +58,13 @@ def test_shared_group_learns_which_records_the_ring_has_dropped(m: meteor.Client
         assert [record.offset for record in sub.poll(5)] == list(range(10, 20))
 
 
+def crash(server: Server, stream: meteor.Stream) -> None:
+    """Restart a server with the records 0 to 9, which it has saved; add others after them."""
+    server.kill()
+    server.restart()
+    publish(stream, range(110, 115))  # these records get the offsets 10 to 14
+
+
 def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
     private_server: ServerFactory,
 ) -> None:
@@ -68,14 +76,34 @@ def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
         publish(stream, range(10, 20))
         with stream.subscriber(initial_offset="earliest") as sub:
             assert [next(iter(sub)).offset for _ in range(20)] == list(range(20))
-            server.kill()
-            server.restart()  # with the records that it had saved: 0 to 9
-            publish(stream, range(110, 115))  # other records get the offsets 10 to 14
+            crash(server, stream)
             with pytest.raises(meteor.LogTruncated) as lost:
                 sub.poll(5)
             assert (lost.value.first, lost.value.last) == (10, 19)
             sub.skip_gap()
             assert sub.poll(5).values() == [b"110", b"111", b"112", b"113", b"114"]
+
+
+def test_shared_consumer_learns_which_records_a_server_has_lost_in_a_crash(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with meteor.connect(server.url) as m:
+        stream = m.stream("orders", ordering_key="key")
+        publish(stream, range(10))
+        with stream.shared_subscriber("billing") as sub:
+            sub.ack(sub.poll(5))
+            sub.flush()
+            server.client().save()
+            publish(stream, range(10, 20))
+            assert [record.offset for record in sub.poll(5)] == list(range(10, 20))
+            sub.commit()
+            crash(server, stream)
+            with pytest.raises(meteor.LogTruncated) as lost:
+                sub.poll(5)
+            assert (lost.value.first, lost.value.last) == (10, 19)
+            values = [record.value for record in sub.poll(5)]  # the error is raised only once
+            assert values == [b"110", b"111", b"112", b"113", b"114"]
 
 
 def test_publisher_learns_which_of_its_records_a_server_has_lost_in_a_crash(

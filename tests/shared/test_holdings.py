@@ -298,6 +298,16 @@ def test_records_that_a_failover_gave_back_are_granted_again(held: Holdings) -> 
     assert held.granted == {0: 0, 1: 0}
 
 
+def test_first_step_after_a_failover_lost_steps_leaves_out_numbers(held: Holdings) -> None:
+    held.reconcile(7, {})
+    request, _ = held.begin_step(0)
+    assert request.number == 8 + request.skipped > 8
+    held.withdraw_step()  # not taken, so the next step leaves them out instead
+    assert held.begin_step(0)[0].skipped == request.skipped
+    held.end_step()
+    assert held.begin_step(0)[0] == StepRequest(request.number + 1)
+
+
 @pytest.mark.parametrize(
     ("step_known", "void", "unknown"), [(2, [1], []), (1, [0, 1], []), (-1, [1], [0])]
 )

@@ -372,13 +372,13 @@ class Walk(Model):
         self.hand = None
         self.detect_the_dead()
         letters = list(hand.deliveries.dead_letters)
-        hand.deliveries.dead_letters.clear()
         for letter in letters:
             assert letter.offset in self.dying
             assert letter.ordering_key == self.key_of[letter.offset]
             assert letter.failures == self.failures[letter.offset]
         if bury_letters:
             self.bury(hand, letters)
+        hand.deliveries.dead_letters.clear()
         found, lost, unreadable = hand.frames.fetch(sorted(hand.deliveries.holdings.granted))
         assert not unreadable
         for record in hand.deliveries.receive(found, lost):

@@ -2,7 +2,9 @@
 -- One step of a consumer in a shared group: renew its lease, settle records, and claim others.
 --
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
--- ARGV  4 number of this step, one higher than the last
+-- ARGV  4 number of this step, one higher than the last; or 'number:last' after a failover has lost
+--         steps. The number is then higher by a random amount, and so are the numbers of later batches.
+--         In this way, a server that did not lose these steps recognises that they are other steps.
 --       5 'wait' if the consumer will wait for a wake-up if it gets no records; 'busy' if it no longer
 --         waits; else ''
 --       6 number of records wanted  7 batches to acknowledge: 'n,n,...'
@@ -32,7 +34,10 @@
 -- most one owner.
 
 local REPLY = '<dddddddd'
-local number, mode = tonumber(ARGV[4]), ARGV[5]
+local number, last = match(ARGV[4], '^(%d+):?(%d*)$')
+number = tonumber(number)
+last = tonumber(last) or number - 1
+local mode = ARGV[5]
 local want = max(min(tonumber(ARGV[6]), 512), 0) -- limited, because other clients wait meanwhile
 if number == c.step then
   local lines = {}
@@ -43,9 +48,10 @@ if number == c.step then
   local idle = c.idle and (p.watcher == me and 2 or 1) or 0
   return {'AGAIN', pack(REPLY, p.next, stream_end, c.first, 0, 1, idle, 0, tonumber(stream[3])), lines,
           c.report, stream[4]}
-elseif number ~= c.step + 1 then
+elseif last ~= c.step then
   return {'REPEAT', c.step}
 end
+c.last = c.last + number - last - 1
 
 -- Read the batches first: a step that asks for too much must change nothing.
 local whole, raw_batches, size = {}, {}, 0

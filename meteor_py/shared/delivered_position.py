@@ -1,0 +1,56 @@
+"""How far the application has received records, to detect a failover that lost some of them.
+
+A failover to a lagging replica loses the newest records together with the newest changes to the
+group's state. So the server no longer knows that it granted these records, and only the consumers
+that received them can tell that they existed. Each consumer therefore remembers the end of the
+records that it has delivered, and the epoch in which these records exist.
+"""
+
+from __future__ import annotations
+
+from meteor_py.records.position import Position, diverged_at, newest_epoch, path_of
+
+
+class DeliveredPosition:
+    """The position after the highest record that a consumer has delivered to the application.
+
+    ``Deliveries`` guards it with its lock.
+    """
+
+    def __init__(self, incarnation: str, epochs: str) -> None:
+        """Start with no delivered record.
+
+        Args:
+            incarnation: The stream's incarnation.
+            epochs: The stream's epoch table when the consumer opened it.
+        """
+        self._position = Position(incarnation, newest_epoch(epochs), 0, path_of(epochs))
+
+    def advance(self, offset: int) -> None:
+        """Note that the record at ``offset`` is being delivered. It exists in this epoch."""
+        if offset >= self._position.offset:
+            self._position = self._position._replace(offset=offset + 1)
+
+    def is_valid(self, epoch: int, end: int) -> bool:
+        """Whether the server still has all delivered records.
+
+        If false, the server may have lost some of them: call ``enter`` to find out.
+        """
+        return epoch == self._position.epoch and end >= self._position.offset
+
+    def enter(self, epochs: str, end: int) -> tuple[int, int] | None:
+        """Move to the server's epoch. After a loss, continue at the first lost offset.
+
+        Args:
+            epochs: The stream's epoch table on the server.
+            end: The end of the stream on the server.
+
+        Returns:
+            The first offset that the server has lost, and the highest offset that this consumer has
+            delivered. None if the server still has all delivered records.
+        """
+        before = self._position
+        first = diverged_at(before, epochs, end)
+        kept = before.offset if first is None else first
+        self._position = Position(before.incarnation, newest_epoch(epochs), kept, path_of(epochs))
+        return None if first is None else (first, before.offset - 1)
