@@ -41,18 +41,18 @@ class OwnerChanged(Exception):
 class RingReader:
     """Fetches frames, and meta fields in the same pipeline. Not thread-safe.
 
-    The first two fields are the stream's incarnation and epoch. The reader's owner closes
+    The first three fields are the stream's incarnation, epoch and end. The reader's owner closes
     ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
     """
 
     def __init__(self, connection: Connection, stream: str, meta_fields: Sequence[str]) -> None:
         self.connection = connection
-        self._log = keys.log(stream)
+        self._log = keys.log(stream).encode()
         self._meta = keys.meta(stream)
-        self._meta_fields = (*meta_fields, "next", "large")
+        self._meta_fields = (*meta_fields, "large")
         self._nonce: bytes | None = None
         # Commands that every fetch sends, and parts of them, encoded once.
-        self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log.encode())
+        self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log)
         self._look = self._encode_look()
         self._frames = 16  # number of frames to ask for; adapts to their sizes
         self._next = 0  # the end of the log, as of the last reply
@@ -119,7 +119,7 @@ class RingReader:
         """Return the entries in a reply to XREAD, which groups them by key, or to XRANGE."""
         if not read:
             return []
-        entries: list[Any] = read[0][1] if read[0][0] == self._log.encode() else read
+        entries: list[Any] = read[0][1] if read[0][0] == self._log else read
         return entries
 
     def read_meta(self, *, guarded: bool) -> list[Any]:
@@ -213,7 +213,7 @@ class RingReader:
     def _note_sizes(self, meta: list[Any]) -> list[Any]:
         """Note how far frame sizes are known; return the fields for the caller."""
         large = meta.pop()
-        self._next = int(meta.pop() or 0)
+        self._next = int(meta[2] or 0)
         # If only older releases have written to the stream, the field is missing.
         self._end_offset = 0 if large is None else self._next
         if large is not None and large != self._large_field:
@@ -250,4 +250,8 @@ class RingReader:
 
 
 def _size(entries: list[Any]) -> int:
-    return sum(len(fields[3]) for _, fields in entries if len(fields) > 3) + len(entries)
+    size = len(entries)
+    for _, fields in entries:
+        if len(fields) > 3:
+            size += len(fields[3])
+    return size

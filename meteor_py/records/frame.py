@@ -329,7 +329,7 @@ def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) ->
     if "c" in letters:
         check_ms_column(batch.column("timestamp"))
     chunk = ArrowChunk(first, batch, time)
-    return _to_lists(chunk) if n <= _SMALL else chunk
+    return chunk.to_lists() if n <= _SMALL else chunk  # lists can be merged with their neighbours
 
 
 def _refuse_compression_inside(message: bytes) -> None:
@@ -377,23 +377,6 @@ def _unpack(compression: str, payload: bytes) -> bytes:
     else:  # a zstd block declares its size, which pyarrow verifies
         unpacked = pa.decompress(block, decompressed_size=size, codec="zstd", asbytes=True)
     return unpacked
-
-
-def _to_lists(chunk: ArrowChunk) -> ListChunk:
-    """Convert a small frame to lists, so that it can be merged with its neighbours."""
-    names = chunk.columns.schema.names
-    columns = {name: chunk.columns.column(name).to_pylist() for name in names}
-    headers: list[Headers | None] | None = None
-    if "headers" in columns:
-        headers = [None if pairs is None else dict(pairs) for pairs in columns["headers"]]
-    return ListChunk(
-        chunk.first,
-        columns["value"],
-        columns.get("key"),
-        headers,
-        columns.get("timestamp"),
-        [chunk.appended] * len(chunk),
-    )
 
 
 def _merge(into: ListChunk, chunk: ListChunk) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain, repeat
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import msgspec
 import pyarrow as pa
@@ -20,6 +20,7 @@ from meteor_py.records.codec import Codec
 from meteor_py.records.times import EPOCH
 
 Headers = dict[str, bytes]
+_T = TypeVar("_T")
 
 _MILLISECONDS = pa.timestamp("ms", tz="UTC")
 _HEADERS = pa.map_(pa.string(), pa.binary())
@@ -83,9 +84,28 @@ class ListChunk:
         )
 
     def rows(self) -> Iterator[Record]:
+        return self._records(range(self.first, self.first + len(self)))
+
+    def pick(self, offsets: Sequence[int]) -> list[Record]:
+        """Return the records at some of this chunk's offsets, without creating the others."""
+        rows = [offset - self.first for offset in offsets]
+        picked = ListChunk(
+            self.first,
+            _items(self.values, rows),
+            self.keys and _items(self.keys, rows),
+            self.headers and _items(self.headers, rows),
+            self.timestamps and _items(self.timestamps, rows),
+            _items(self.appended, rows),
+        )
+        return list(picked._records(offsets))
+
+    def to_lists(self) -> ListChunk:
+        return self
+
+    def _records(self, offsets: Iterable[int]) -> Iterator[Record]:
         return map(
             Record,
-            range(self.first, self.first + len(self)),
+            offsets,
             self.values,
             self.keys or repeat(None),
             self.headers or repeat(None),
@@ -149,6 +169,18 @@ class ArrowChunk:
             repeat(self.appended),
         )
 
+    def to_lists(self) -> ListChunk:
+        key, times = self._column("key"), self._column("timestamp")
+        headers = self._column("headers")
+        return ListChunk(
+            self.first,
+            self.value_list(),
+            None if key is None else key.to_pylist(),
+            None if headers is None else _dict_list(headers),
+            None if times is None else times.to_pylist(),
+            [self.appended] * len(self),
+        )
+
     def value_list(self) -> list[bytes]:
         values: list[bytes] = self.columns.column("value").to_pylist()
         return values
@@ -199,6 +231,17 @@ class TableChunk:
             self.value_list(),
             self.key_list(),
             _dicts(self.columns.column("headers")),
+            self.columns.column("timestamp").view(pa.int64()).to_pylist(),
+            self.columns.column("appended").view(pa.int64()).to_pylist(),
+        )
+
+    def to_lists(self) -> ListChunk:
+        headers = self.columns.column("headers")
+        return ListChunk(
+            self.first,
+            self.value_list(),
+            self.key_list(),
+            None if headers.null_count == len(self) else _dict_list(headers),
             self.columns.column("timestamp").view(pa.int64()).to_pylist(),
             self.columns.column("appended").view(pa.int64()).to_pylist(),
         )
@@ -354,4 +397,13 @@ def _dicts(headers: Any) -> Iterable[Headers | None]:
     """Convert an Arrow column of headers, which may be None, to one dict or None per record."""
     if headers is None or headers.null_count == len(headers):
         return repeat(None)
+    return _dict_list(headers)
+
+
+def _dict_list(headers: Any) -> list[Headers | None]:
+    """Convert an Arrow column of headers to one dict or None per record."""
     return [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()]
+
+
+def _items(column: list[_T], rows: Iterable[int]) -> list[_T]:
+    return [column[row] for row in rows]

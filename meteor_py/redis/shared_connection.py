@@ -72,6 +72,11 @@ class SharedConnection:
         return self._user == threading.get_ident()
 
     @property
+    def busy(self) -> bool:
+        """Whether a thread is in the middle of a call."""
+        return self._user is not None
+
+    @property
     def connected(self) -> bool:
         return self._connection.connected
 

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,10 @@ class Deliveries:
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
         self._ack_timeouts = AckTimeouts()
-        self._notified = False  # whether _notify() was called since the last step began
+        #: The time of the first settlement since the last step began; None if there was none.
+        self.unsent_since: float | None = None
+        #: Whether the lease renewer has nothing to do until the next settlement notifies it.
+        self.renewer_waits = False
         #: Whether a thread is waiting until fewer records are held.
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
@@ -128,8 +132,8 @@ class Deliveries:
     def ack(self, record: SharedRecord) -> None:
         with self.condition:
             self._check_held(record)
-            self.holdings.ack(record)
-            if not self._notified or self.waits_for_room:
+            self.holdings.ack((record,))
+            if self.unsent_since is None or self.renewer_waits or self.waits_for_room:
                 self._notify()
 
     def release(
@@ -194,10 +198,7 @@ class Deliveries:
         """
         with self.condition:
             others = self._check_batch(records)
-            ack = self.holdings.ack
-            for record in records:
-                if record.standing is _HELD:
-                    ack(record)
+            self.holdings.ack(records)
             self.alive_at = now()
             self._notify()
         return others
@@ -277,13 +278,12 @@ class Deliveries:
         with self.condition:
             # Use a copy: a signal handler may close the subscriber, which clears the original.
             granted = self.holdings.granted.copy()
-            key_of, codec = self._key_of, self._codec
+            failures = map(granted.get, records, repeat(0))
             received = self.holdings.receive(
-                [
-                    SharedRecord(self, record, key_of(record), granted[offset], codec)
-                    for offset, record in records.items()
-                    if offset in granted
-                ]
+                map(
+                    SharedRecord,
+                    *(repeat(self), repeat(self._codec), records.values(), records, failures),
+                )
             )
             causes: dict[int, Unreadable | None] = {**dict.fromkeys(lost), **(unreadable or {})}
             for offset, cause in causes.items():
@@ -358,7 +358,10 @@ class Deliveries:
                 the step.
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        exchange = partial(self._exchange, want=want, leave=leave, mode=mode, entry=entry)
+        most = want + len(self.holdings)
+        exchange = partial(
+            self._exchange, want=want, most=most, leave=leave, mode=mode, entry=entry
+        )
 
         def work(connection: Connection) -> StepReply:
             return connection.retry_redirected(exchange, connection)
@@ -378,6 +381,11 @@ class Deliveries:
         """Whether the caller is a signal handler that interrupted an exchange in this thread."""
         return self._connection.is_mine()
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether a thread is in the middle of an exchange."""
+        return self._connection.busy
+
     def close(self) -> None:
         self._connection.close()
 
@@ -388,7 +396,13 @@ class Deliveries:
         self._stage = _Stage.FORKED
 
     def _exchange(
-        self, connection: Connection, want: int, leave: bool, mode: str, entry: Entry | None
+        self,
+        connection: Connection,
+        want: int,
+        most: int,
+        leave: bool,
+        mode: str,
+        entry: Entry | None,
     ) -> StepReply:
         refusals_left, maintained = _ROUNDS, False
         # The loop ends, because no step claims records until all settlements are sent.
@@ -396,8 +410,10 @@ class Deliveries:
             self._join(connection)
             self._drop_lost_letters(connection)
             with self.condition:
-                request, last = self.holdings.begin_step(want, mode, entry)
-                self._notified = False
+                # A repeated step, perhaps in another thread, may have granted records meanwhile.
+                room = max(most - len(self.holdings), 0)
+                request, last = self.holdings.begin_step(min(want, room), mode, entry)
+                self.unsent_since = None
             started = now()
             try:
                 reply = self.protocol.step(connection, self._consumer, request)
@@ -417,9 +433,7 @@ class Deliveries:
             else:
                 self._check_delivered(connection, reply)
                 self._apply(reply, request, started)
-                if not last:
-                    want = max(want - reply.granted, 0)  # a repeated step may have granted records
-                else:
+                if last:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
                     if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
                         return reply
@@ -568,11 +582,14 @@ class Deliveries:
 
     def _notify(self) -> None:
         """Wake the lease renewer, and threads that wait for room. The caller holds the lock."""
-        if not self._notified or self.waits_for_room:
-            self._notified = True
+        if self.unsent_since is None:
+            self.unsent_since = now()
+        if self.renewer_waits or self.waits_for_room:
+            self.renewer_waits = False
             self.condition.notify_all()
 
-    def _key_of(self, record: Record) -> bytes:
+    def ordering_key(self, record: Record) -> bytes:
+        """Return the ordering key of a record, or the key that a keyless record gets."""
         key = self._ordering_rule.key_of(record)
         if key:
             return key

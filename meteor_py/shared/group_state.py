@@ -124,7 +124,13 @@ def read_line(line: bytes) -> list[int]:
     """Parse offsets of seven bytes each. Raises ``ValueError`` if any bytes are left over."""
     if len(line) % 7:
         raise ValueError("Its offsets are cut off.")
-    return [int.from_bytes(line[at : at + 7], "little") for at in range(0, len(line), 7)]
+    count = len(line) // 7
+    if count < 16:
+        return [int.from_bytes(line[at : at + 7], "little") for at in range(0, len(line), 7)]
+    wide = bytearray(8 * count)  # for longer lines, it is faster to insert a zero after each offset
+    for at in range(7):
+        wide[at::8] = line[at::7]
+    return list(struct.unpack(f"<{count}Q", wide))
 
 
 def read_batch(raw: bytes) -> list[tuple[int, bytes]]:

@@ -18,7 +18,7 @@ _OTHER_BATCHES_MAX = 32
 _SKIP_MAX = 2**32
 
 
-_SETTLED = Standing.SETTLED  # looking up an enum member is slower
+_HELD, _SETTLED = Standing.HELD, Standing.SETTLED  # looking up an enum member is slower
 
 
 class DeliveryBatch:
@@ -77,12 +77,15 @@ class Holdings:
         return len(self._held) + len(self.granted)
 
     @property
+    def queued(self) -> bool:
+        """Whether there are settlements that no step has sent."""
+        return bool(self._dirty or self._others)
+
+    @property
     def unsent(self) -> bool:
         """Whether there are settlements that may not have reached the server."""
         request = self.request
-        return bool(
-            self._dirty or self._others or (request and (request.acks or request.settlements))
-        )
+        return self.queued or bool(request and (request.acks or request.settlements))
 
     def held(self) -> Collection[SharedRecord]:
         """Return the records that are held and fetched."""
@@ -97,19 +100,20 @@ class Holdings:
         were rewound with an earlier record of their key.
         """
         received: list[SharedRecord] = []
+        granted, batch_of, held = self.granted, self._batch_of, self._held
         for record in fetched:
             offset = record.offset
-            if self.granted.pop(offset, None) is None:
+            if granted.pop(offset, None) is None:
                 continue
-            if offset not in self._batch_of:
+            if offset not in batch_of:
                 continue  # a signal handler's close() has returned it
             if self._rewound and self._was_rewound(record):
                 self._return(offset)
                 continue
-            self._held[offset] = record
+            held[offset] = record
             self._receipts += 1
             received.append(record)
-        if not self.granted:
+        if not granted:
             self._rewound.clear()
         return received
 
@@ -127,16 +131,20 @@ class Holdings:
         self._others.append(Settlement("G", batch.number, (offset,)))
         return True
 
-    def ack(self, record: SharedRecord) -> None:
-        """Acknowledge a held record."""
+    def ack(self, records: Iterable[SharedRecord]) -> None:
+        """Acknowledge those of the records that are held."""
         # This repeats the code of _drop, because a call for every record would take longer.
-        offset = record.offset
-        record.standing = _SETTLED
-        self._held.pop(offset, None)
-        batch = self._batch_of.pop(offset, None)
-        if batch is not None:  # else a signal handler's close() has returned it
-            batch.acked.append(offset)
-            self._dirty[batch] = None
+        held, batch_of, dirty = self._held, self._batch_of, self._dirty
+        for record in records:
+            if record.standing is not _HELD:
+                continue
+            offset = record.offset
+            record.standing = _SETTLED
+            held.pop(offset, None)
+            batch = batch_of.pop(offset, None)
+            if batch is not None:  # else a signal handler's close() has returned it
+                batch.acked.append(offset)
+                dirty[batch] = None
 
     def settle(
         self, record: SharedRecord, kind: str, detail: bytes, *, alone: bool = False
@@ -249,13 +257,17 @@ class Holdings:
         if request is None or self.request is not request:
             return  # a signal handler has sent the step again and applied the reply
         self._close_sent(request)
+        batch_of, granted = self._batch_of, self.granted
         for number, offsets in reply.batches.items():
             if number not in self._batches:
                 batch = DeliveryBatch(number, offsets)
                 for offset in offsets:
-                    self._batch_of[offset] = batch
-                    self.granted[offset] = reply.report.failures.get(offset, 0)
+                    batch_of[offset] = batch
+                    granted[offset] = 0
                 self._batches[number] = batch
+        for offset, failures in reply.report.failures.items():
+            if offset in granted:
+                granted[offset] = failures
         if self._rewound:
             last = max(self._batches, default=0)
             # These settlements were made after the step was sent, so they also rewind the records
@@ -362,8 +374,9 @@ class Holdings:
         """Mark all records as taken: this consumer no longer holds them."""
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
-        self.granted.clear()
-        self._batches, self._batch_of, self._dirty, self._rewound = {}, {}, {}, {}
+        # Empty the dicts and keep them: a signal handler may interrupt a loop that uses them.
+        for each in (self.granted, self._batches, self._batch_of, self._dirty, self._rewound):
+            each.clear()
 
     # -- dead letters --------------------------------------------------------------------------
 

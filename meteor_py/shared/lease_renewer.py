@@ -152,13 +152,27 @@ class LeaseRenewer:
                 if self.hung:
                     left = renewal  # do not renew the lease: other consumers must get the records
                 elif self._has_unsent() and deliveries.spoke_at:
-                    gather = _HURRY_S if self.polling else _GATHER_S
-                    if deliveries.condition.wait_for(lambda: self._stopped, gather):
-                        return False
-                    if self._has_unsent():
+                    if self._gather():
                         return True
-                    continue  # a poll has already sent them
+                    continue
                 elif left <= 0 and deliveries.spoke_at:
                     return True
+                deliveries.renewer_waits = True
                 deliveries.condition.wait(max(min(left, renewal, due), 0.01))
+                deliveries.renewer_waits = False
             return False
+
+    def _gather(self) -> bool:
+        """Wait for more settlements; return whether this thread should send them.
+
+        It should not if another thread, usually a poll, has sent them or is sending them.
+        """
+        deliveries = self._deliveries
+        gather = _HURRY_S if self.polling and deliveries.holdings.queued else _GATHER_S
+        since = deliveries.unsent_since
+        left = gather if since is None or deliveries.exchanging else since + gather - now()
+        if deliveries.condition.wait_for(lambda: self._stopped, left):
+            return False
+        since = deliveries.unsent_since
+        waited = since is None or now() - since >= gather
+        return waited and self._has_unsent() and not deliveries.exchanging

@@ -50,6 +50,7 @@ _ROUNDS_MIN = 8
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
 _OFFSET = attrgetter("offset")
+_HELD = Standing.HELD  # looking up an enum member is slower
 
 
 class Prefetcher:
@@ -117,8 +118,8 @@ class Prefetcher:
         while not self.halted:
             self.raise_refusals()
             self.deliveries.raise_failure()
-            if any(record.standing is not Standing.HELD for record in self._buffer):
-                self._buffer = deque(r for r in self._buffer if r.standing is Standing.HELD)
+            while self._buffer and self._buffer[0].standing is not _HELD:
+                self._buffer.popleft()
             if self._buffer and now() < self.deliveries.valid_until:
                 return
             left = max(deadline - time.monotonic(), 0.0)
@@ -268,12 +269,13 @@ class Prefetcher:
         In that case, the caller delivers them later. If a Ctrl-C interrupts this method, the
         records stay in the buffer.
         """
-        records = list(islice(self._buffer, max_records))
+        taken = list(islice(self._buffer, max_records))
+        records = [record for record in taken if record.standing is _HELD]
         try:
             if len(self.handed) + len(records) > 2 * self.config.prefetch:
-                self.handed = [r for r in self.handed if r.standing is Standing.HELD]
+                self.handed = [r for r in self.handed if r.standing is _HELD]
             self.handed += records
-            for _ in records:
+            for _ in taken:
                 self._buffer.popleft()
             return records if limit is None else self.deliveries.deliver(records, limit)
         except BaseException:

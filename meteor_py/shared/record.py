@@ -7,6 +7,8 @@ import math
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from meteor_py.records.record import Headers, Record, decode_record
 
 if TYPE_CHECKING:
@@ -31,11 +33,7 @@ class Standing(enum.Enum):
     TAKEN = "taken"
 
 
-# Module-level names are faster to look up, and a record is created for every delivery.
-_HELD, _NEVER = Standing.HELD, math.inf
-
-
-class SharedRecord:
+class SharedRecord(msgspec.Struct, eq=False):
     """A ``Record`` that this consumer must settle with ``ack``, ``release`` or ``reject``.
 
     >>> for record in sub.poll():    # doctest: +SKIP
@@ -49,35 +47,20 @@ class SharedRecord:
     poll or within 50 ms.
     """
 
-    __slots__ = (
-        "_codec", "_deliveries", "deadline", "extended_until", "failures", "offset", "ordering_key",
-        "record", "standing", "time_limit",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        deliveries: Deliveries,
-        record: Record,
-        ordering_key: bytes,
-        failures: int,
-        codec: Codec | None = None,
-    ) -> None:
-        self._deliveries = deliveries
-        self._codec = codec
-        #: The record as published; its value is not decoded.
-        self.record = record
-        self.offset = record.offset
-        #: The key or header value that orders the record (see the stream's ``ordering_key``).
-        self.ordering_key = ordering_key
-        #: Number of earlier deliveries that failed.
-        self.failures = failures
-        self.standing = _HELD
-        #: The time at which the record's time limit expires, on the ``clock.now()`` clock, and that
-        #: limit.
-        self.deadline = _NEVER
-        self.time_limit: TimeLimit | None = None
-        #: The time until which ``extend()`` keeps the consumer's lease, on the same clock.
-        self.extended_until = 0.0
+    _deliveries: Deliveries
+    _codec: Codec | None
+    #: The record as published; its value is not decoded.
+    record: Record
+    offset: int
+    #: Number of earlier deliveries that failed.
+    failures: int
+    standing: Standing = Standing.HELD
+    #: The time at which the record's time limit expires, on the ``clock.now()`` clock, and that
+    #: limit.
+    deadline: float = math.inf
+    time_limit: TimeLimit | None = None
+    #: The time until which ``extend()`` keeps the consumer's lease, on the same clock.
+    extended_until: float = 0.0
 
     def ack(self) -> None:
         """Acknowledge the record, so that the group never delivers it again.
@@ -142,6 +125,11 @@ class SharedRecord:
             Rewound, AckTimeout, Fenced, ValueError: As for ``ack``.
         """
         self._deliveries.reject(self, reason)
+
+    @property
+    def ordering_key(self) -> bytes:
+        """The key or header value that orders the record (see the stream's ``ordering_key``)."""
+        return self._deliveries.ordering_key(self.record)
 
     @property
     def value(self) -> Any:

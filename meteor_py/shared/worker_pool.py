@@ -145,13 +145,14 @@ class WorkerPool:
         with self._condition:
             hung = self._hung()
             for record in records:
-                if record.ordering_key in hung:
+                key = record.ordering_key
+                if key in hung:
                     self._return_unstarted(record)
                     continue
-                queue = self._queues.get(record.ordering_key)
+                queue = self._queues.get(key)
                 if queue is None:
-                    queue = self._queues[record.ordering_key] = deque()
-                    self._ready.append(record.ordering_key)
+                    queue = self._queues[key] = deque()
+                    self._ready.append(key)
                 queue.append(record)
                 self._unfinished += 1
             self._condition.notify_all()

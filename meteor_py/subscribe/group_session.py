@@ -374,7 +374,7 @@ class GroupSession:
             return
         self._enter(_Mode.INACTIVE)
         self.interrupt()
-        self.confirms.hurry()
+        self.confirms.drain()
         with self.condition:
             self._leave_by = now() + timeout_s
             if self._thread is None and self._state.to_release is not None:
@@ -454,7 +454,7 @@ class GroupSession:
 
     def _give_up(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        self.confirms.hurry()
+        self.confirms.drain()
         with self.condition:
             self.condition.wait_for(
                 lambda: self._state.term is None or self.confirms.due is None, timeout_s

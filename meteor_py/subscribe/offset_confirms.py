@@ -93,11 +93,13 @@ class OffsetConfirms:
         self._urgent = False
         self._send_at = 0.0
         self._watched_until = 0.0  # until then, the background thread need not be woken
+        self._draining = False  # whether a thread waits until no confirm is pending
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
 
     def start(self, confirmed: int) -> None:
         """Start a term at ``confirmed``."""
         self.confirmed = self.wanted = confirmed
+        self._draining = False
 
     def add(self, offset: int) -> Ack:
         """Confirm all records below ``offset``. The caller holds the lock."""
@@ -133,6 +135,11 @@ class OffsetConfirms:
         with self._state:
             self._urgent = True
             self._state.notify_all()
+
+    def drain(self) -> None:
+        """Like ``hurry``, but also wake the threads that wait until no confirm is pending."""
+        self._draining = True
+        self.hurry()
 
     @property
     def due(self) -> float | None:
@@ -178,7 +185,8 @@ class OffsetConfirms:
             done = [c for c in self._waiting if c.offset <= self.confirmed]
             self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
             self._overdue = [c for c in self._overdue if c.offset > self.confirmed]
-            self._state.notify_all()
+            if self._draining:  # otherwise wake no thread: that would delay the caller
+                self._state.notify_all()
         for confirmation in done:
             confirmation.settle()
 

@@ -81,7 +81,7 @@ MUTANTS = {
     "greedy-trim": Mutant(
         "trimming removes one record too many from the ring",
         "PUBLISH",
-        (("math.max(floor, 0)", "math.max(floor + 1, 0)"),),
+        (("format('%d', floor)", "format('%d', floor + 1)"),),
         frozenset({ViolationKind.OVERTRIMMED}),
         {"small_ring": True, "kinds": ("cut",), "batch_pause_s": 0.02, "groups": 2, "seconds": 3.0},
     ),

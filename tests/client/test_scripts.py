@@ -262,6 +262,19 @@ def test_the_append_time_comes_from_the_server_and_never_decreases(lua: StreamSc
     assert lua.meta_field("appended") == str(ahead)
 
 
+def test_the_append_time_is_the_servers_time_in_milliseconds(lua: StreamScripts) -> None:
+    lua.create()
+    for seq in range(100):  # the microseconds have one to six digits, and often leading zeros
+        earliest = _server_ms(lua)
+        lua.publish(seq)
+        assert earliest <= int(lua.entries()[-1][1][b"t"]) <= _server_ms(lua)
+
+
+def _server_ms(lua: StreamScripts) -> int:
+    seconds, microseconds = lua.plain.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
 def test_offsets_are_exact_up_to_the_maximum(lua: StreamScripts) -> None:
     end = OFFSET_MAX - 10
     lua.create(capacity=6, next=end, appended=1000)

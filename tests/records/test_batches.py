@@ -17,7 +17,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.codec import Codec, find_codec
 from meteor_py.records.frame import Columns, decode, encode
-from meteor_py.records.record import Record, RecordBatch
+from meteor_py.records.record import Record, RecordBatch, TableChunk
 from meteor_py.records.times import to_ms
 
 FIRST = 1000
@@ -90,6 +90,17 @@ def batch(request: pytest.FixtureRequest) -> RecordBatch:
 def test_iterating_yields_every_record_once_in_order(batch: RecordBatch) -> None:
     assert list(batch) == [expected(offset) for offset in batch.offsets]
     assert list(batch) == list(batch)  # a batch can be iterated again
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_scattered_records_of_a_chunk_equal_those_that_iterating_yields(
+    batch: RecordBatch, table: bool
+) -> None:
+    for each in batch._chunks:
+        chunk = TableChunk(each.first, each.to_arrow()) if table else each
+        for step in (1, 2, 7):
+            offsets = range(chunk.first, chunk.first + len(chunk), step)
+            assert chunk.to_lists().pick(offsets) == [expected(offset) for offset in offsets]
 
 
 def test_length_truth_and_offsets_agree(batch: RecordBatch) -> None:

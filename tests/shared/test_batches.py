@@ -24,6 +24,22 @@ def test_batch_is_acknowledged_in_one_call(any_url: str, monkeypatch: pytest.Mon
         assert c1.confirmed == 4
 
 
+def test_application_that_acks_and_polls_sends_both_in_one_step(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, settings={"capacity": 100_000}) as queue:
+        queue.publish([str(number % 500) for number in range(40_000)], frame=4_000)
+        consumer, polls = queue.consumer(prefetch=256), 0
+        steps = Steps(monkeypatch, consumer)
+        while records := consumer.poll(1):
+            consumer.ack(records)
+            polls += 1
+        assert polls > 150
+        # The lease renewer, which wants no records, sends acks only if this thread pauses for long
+        # between an ack and the next poll.
+        assert steps.wants.count(0) < polls / 10
+
+
 def test_batch_with_a_settled_record_changes_nothing(url: str) -> None:
     with Queue(url, "ABC") as queue:
         c1 = queue.consumer()

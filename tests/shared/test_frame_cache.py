@@ -65,6 +65,20 @@ def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> Non
         assert fetches == [1, 1]
 
 
+@pytest.mark.parametrize("size", [20, 200])  # a chunk of lists, and one in Arrow format
+@pytest.mark.parametrize("step", [1, 3])
+def test_fetch_stops_at_its_limit_in_bytes_within_a_frame(url: str, size: int, step: int) -> None:
+    with Queue(url) as queue:
+        queue.publish(["0123456789"] * size, frame=size)
+        frames = queue.consumer()._prefetcher._frame_cache
+        wanted = [*range(0, size, step)]
+        for limit, count in ((1, 1), (30, 3), (31, 4)):
+            found = frames.fetch(wanted, limit).found
+            assert [*found] == wanted[:count]
+            assert [record.offset for record in found.values()] == wanted[:count]
+        assert [*frames.fetch(wanted).found] == wanted
+
+
 def test_one_record_frames_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
     with Queue(url, "AB" * 25) as queue:
         assert offsets(queue.consumer().poll(5)) == [*range(50)]

@@ -68,8 +68,7 @@ def settle(held: Holdings, record: Any, kind: str, *, alone: bool = False) -> No
 
 
 def ack(held: Holdings, *records: Any) -> None:
-    for record in records:
-        held.ack(record)
+    held.ack(records)
 
 
 @pytest.fixture
@@ -183,7 +182,7 @@ def test_rewind_leaves_out_a_record_that_a_handler_acks_at_the_same_time(held: H
         def values(self) -> Any:
             found = list(super().values())
             if records[1].standing is Standing.HELD:
-                held.ack(records[1])
+                held.ack([records[1]])
             return found
 
     records = receive(held, "AAA")

@@ -13,6 +13,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.runtime.completion import SESSION_PREFIX
 from meteor_py.subscribe import offset_confirms
+from meteor_py.subscribe.group_session import GroupSession
 from meteor_py.subscribe.lease import Lease
 from tests.support.group_members import GROUP, GroupHarness
 from tests.support.proxied_stream import ProxiedStream
@@ -145,6 +146,39 @@ def test_confirm_with_a_waiter_is_sent_at_once(
     for offset in range(10):
         sub.poll(5, max_records=1)
         assert sub.confirm().result(10) == offset + 1
+
+
+def test_confirm_that_its_caller_sends_does_not_wake_the_renewal_thread(
+    harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.fill(500)
+    sub = harness.subscriber(lease_ttl=60)
+    sub.poll(5)
+    sub.confirm(0).result(30)  # from now on, the thread checks for confirms every MERGE_S seconds
+    wakes: list[float] = []
+    next_job = GroupSession.next_job
+
+    def counted(self: GroupSession, retry_at: float) -> Any:
+        wakes.append(time.monotonic())
+        return next_job(self, retry_at)
+
+    monkeypatch.setattr(GroupSession, "next_job", counted)
+    began = time.monotonic()
+    for offset in range(1, 500):
+        assert sub.confirm(offset).result(30) == offset + 1
+    elapsed_s = time.monotonic() - began
+    assert len(wakes) <= 2 * elapsed_s / offset_confirms.MERGE_S + 10
+
+
+def test_deactivating_ends_as_soon_as_the_last_confirm_is_sent(harness: GroupHarness) -> None:
+    harness.fill(10)
+    sub = harness.subscriber(lease_ttl=60)
+    for end in range(1, 11):
+        sub.poll(5, max_records=1)
+        sub.confirm()
+        sub.deactivate(timeout=600)  # the test's own timeout is shorter
+        assert (harness.confirmed, harness.owner) == (end, None)
+        sub.reactivate()
 
 
 def test_thread_that_waits_for_a_confirm_sends_it_if_its_timeout_is_long_enough(

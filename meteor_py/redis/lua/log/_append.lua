@@ -11,27 +11,24 @@ local m = call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'app
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 
--- Return the append time in ms. It never decreases, even if the server's clock does.
-local function append_time()
-  local clock, last = call('TIME'), m[5]
-  -- Join the seconds and the first three microsecond digits: arithmetic would take longer.
-  local now = clock[1] .. string.sub(clock[2] + 1000000, 2, 4)
-  if #now < #last or (#now == #last and now < last) then return last end
-  return now
-end
+-- The append time in ms. It never decreases, even if the server's clock does. Join the seconds and the
+-- first three of six microsecond digits: arithmetic would take longer.
+local clock = call('TIME')
+local now = clock[1] .. string.sub('00000' .. clock[2], -6, -4)
+if #now < #m[5] or (#now == #m[5] and now < m[5]) then now = m[5] end
 
 -- Append a frame of n records (n is a string) to the log at the offset `first`. If there is an index,
--- append the index entries (...) to it. Trim both, and advance meta. If there is no crc, pass ''.
+-- append the index entries in the list `entries`, from number `start`, to it. Trim both, and advance meta.
+-- If there is no crc, pass ''.
 -- Return nil on success. If the frame must be refused, write nothing and return the reply to send.
-local function append_frame(first, n, now, name, payload, crc, index, ...)
-  local count, entries = tonumber(n) or 0, 0
-  if count < 1 or count > 99999 or format('%d', count) ~= n then return {'INVALID'} end
+local function append_frame(first, n, name, payload, crc, index, entries, start)
+  local count = tonumber(n) or 0
+  if n ~= '1' and (count < 1 or count > 99999 or format('%d', count) ~= n) then return {'INVALID'} end
   if index then -- records/ordering_index.py describes its entries
-    entries = select('#', ...)
-    if entries ~= 2 * math.ceil(count / 64) then return {'INVALID'} end
-    for i = 1, entries, 2 do
-      local numbers, keys = select(i, ...)
-      if #numbers ~= math.min(count - 32 * (i - 1), 64) or #keys > 17000 then return {'INVALID'} end
+    if #entries - start + 1 ~= 2 * math.ceil(count / 64) then return {'INVALID'} end
+    for i = start, #entries, 2 do
+      local numbers, keys = entries[i], entries[i + 1]
+      if #numbers ~= math.min(count - 32 * (i - start), 64) or #keys > 17000 then return {'INVALID'} end
     end
   end
   local after = first + count
@@ -83,8 +80,8 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     m[5] = now
   end
 
-  local minid = format('%d', math.max(floor, 0))
-  local id = format('%d-%s', after - 1, n)
+  local minid = floor > 0 and format('%d', floor) or '0'
+  local id = format('%d', after - 1) .. '-' .. n
   if crc ~= '' then
     call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, name, payload, 'crc', crc)
   elseif floor > 0 then
@@ -95,10 +92,10 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   if index then
     -- Do not trim the index beyond `first`: the log keeps the whole new frame.
     if floor > 0 then minid = index_floor(index, math.min(floor, first)) end
-    for i = 1, entries, 2 do
-      local numbers, keys = select(i, ...)
-      local up_to = 32 * (i - 1) + #numbers
-      call('XADD', index, 'MINID', '=', minid, format('%d-%d', first + up_to - 1, up_to), numbers, keys)
+    for i = start, #entries, 2 do
+      local up_to = 32 * (i - start) + #entries[i]
+      call('XADD', index, 'MINID', '=', minid, format('%d-%d', first + up_to - 1, up_to),
+           entries[i], entries[i + 1])
     end
   end
   call('HSET', KEYS[2], 'next', format('%d', after), 'appended', now)

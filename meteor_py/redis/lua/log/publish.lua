@@ -19,17 +19,13 @@
 -- a server, a retry gets the original reply again. A new frame fails at XADD, the first write, and
 -- changes nothing.
 
-local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
+local seq = tonumber(ARGV[4])
 local slot = format('%d', seq % 8)
 local p = call('HMGET', KEYS[3], 'epoch', 'last', slot)
-local known = p[1] and tonumber(p[1])
-if not known then
-  if seq ~= 0 then return {'NOPRODUCER'} end
-  if ARGV[7] == '' then return {'INVALID'} end
-elseif epoch < known then
-  return {'STALEPRODUCER', known}
-elseif epoch > known then
-  if seq ~= 0 then return {'OUTOFSEQ', 0} end
+local known = p[1]
+if known ~= ARGV[3] then
+  if known and tonumber(ARGV[3]) <= tonumber(known) then return {'STALEPRODUCER', tonumber(known)} end
+  if seq ~= 0 then return known and {'OUTOFSEQ', 0} or {'NOPRODUCER'} end
   if ARGV[7] == '' then return {'INVALID'} end
 elseif seq ~= tonumber(p[2]) + 1 then
   local s, first, count, fingerprint = string.match(p[3] or '', '^(%d+):(%d+):(%d+):(%d+)$')
@@ -44,11 +40,10 @@ end
 
 if m[11] and not KEYS[4] then return {'ORDERED', m[11]} end
 local first = tonumber(m[4])
-local refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
-                             unpack(ARGV, 12))
+local refusal = append_frame(first, ARGV[5], ARGV[8], ARGV[9], ARGV[10], KEYS[4], ARGV, 12)
 if refusal then return refusal end
-local batch = format('%s:%d:%s:%s', ARGV[4], first, ARGV[5], ARGV[6])
-if epoch == known then
+local batch = ARGV[4] .. ':' .. m[4] .. ':' .. ARGV[5] .. ':' .. ARGV[6]
+if known == ARGV[3] then
   call('HSET', KEYS[3], 'last', ARGV[4], slot, batch)
 else
   if known then call('DEL', KEYS[3]) end

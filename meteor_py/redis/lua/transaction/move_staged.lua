@@ -53,7 +53,7 @@ local function renewed(found, n)
   return entries
 end
 
-local next_offset, now = tonumber(m[4]), append_time()
+local next_offset = tonumber(m[4])
 -- All other clients wait during this call, so it stops after 16 MiB, whatever the caller asks for.
 local bytes, limit = 0, math.min(tonumber(ARGV[8]), 16777216)
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
@@ -66,8 +66,7 @@ for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local entry = KEYS[6] and s[5] and strings(s[5])
   if KEYS[6] and s[5] and not entry then return {'LOST'} end
   if entry then entry = renewed(entry, tonumber(s[1]) or 0) end
-  local refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], entry and KEYS[6],
-                               unpack(entry or {}))
+  local refusal = append_frame(next_offset, s[1], s[2], s[3], s[4], entry and KEYS[6], entry, 1)
   if refusal then
     if refusal[1] == 'FULL' and bytes > 0 then break end
     return refusal
