@@ -130,7 +130,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 group = stream.shared_group("carts")
                 with stream.shared_subscriber("carts") as other:
                     while (found := group.describe()).scanned < end + 10_001:
-                        other.poll(0)  # scans records, and gets none
+                        other.poll(0)  # scans records but gets none
                     busy = sum(usage(server, part) for part in parts)
                     yield "record that waits for its key, one key", (busy - before) / found.waiting
 

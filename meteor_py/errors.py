@@ -200,7 +200,7 @@ class CorruptStream(StreamError):
 
 
 class StreamFull(StreamError):
-    """``max_unarchived`` records are not archived yet; publishing waits for the archiver."""
+    """The stream has reached its limit ``max_unarchived``; publishing waits for the archiver."""
 
     retriable = True
 

@@ -59,7 +59,7 @@ class Stream:
         self._opened = handle
 
     def _at(self, handle: StreamHandle) -> Stream:
-        """Return the same stream with another handle, for example after it was recreated."""
+        """Return a ``Stream`` with another handle, for example after the stream was recreated."""
         return Stream(self.client, self._name, handle)
 
     @property

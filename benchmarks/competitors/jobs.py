@@ -75,7 +75,9 @@ def read(ready: Ready, system: System, count: int, from_start: bool) -> tuple[fl
         if values and len(values[-1]) != RECORD_BYTES:
             raise ValueError(f"A record has {len(values[-1])} bytes, not {RECORD_BYTES}.")
         if time.monotonic() - began > _READ_S:
-            raise TimeoutError(f"{received} of {count} records arrived in {_READ_S:g} seconds.")
+            raise TimeoutError(
+                f"Only {received} of {count} records arrived in {_READ_S:g} seconds."
+            )
     ended = time.monotonic()
     consumer.close()
     if received > count:

@@ -224,5 +224,5 @@ class Heartbeat(JoinableThread):
         if not member.active:  # the member has just left, perhaps under its previous session
             member.withdraw(self._connection)
             return
-        _log.warning("The server had dropped %r. The member has rejoined.", member)
+        _log.warning("The server dropped %r, and the member has rejoined.", member)
         member.rejoined()

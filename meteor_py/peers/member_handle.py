@@ -304,7 +304,7 @@ class MemberHandle:
         default = "expelled, or joined again elsewhere" if self.active else "left"
         return MembershipLost(
             f"Member {self.id!r} is no longer in group {self.group.name!r} "
-            f"({self.reason or default}). Join again if it should be a member.",
+            f"({self.reason or default}). Join again if it should still be a member.",
             group=self.group.name,
         )
 

@@ -75,7 +75,8 @@ class StreamConfig:
     """A stream's settings, stored on the server and shared by all clients."""
 
     #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
-    #: one frame more. Without a store, older records are lost when the ring drops them.
+    #: one frame more, and keeps records until they are archived. Without a store, older records are
+    #: lost when the ring drops them.
     capacity: int = DEFAULT_CAPACITY
     #: Compression for frames of 512 bytes or more. A publisher can override it.
     compression: Compression = "none"
@@ -278,11 +279,11 @@ class SubscriberConfig:
 
 
 def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
-    """Return ``start``, with a word converted to an ``InitialOffset``.
+    """Return ``start``. Convert a word to an ``InitialOffset``.
 
     Raises:
         ValueError: The word is unknown, the offset is out of range, or the datetime has no time
-            zone or is not from 1970 to 9999.
+            zone or is outside the years 1970 to 9999.
     """
     if isinstance(start, datetime):
         to_ms(start)

@@ -337,7 +337,8 @@ def _refuse_compression_inside(message: bytes) -> None:
 
     Parses the flatbuffer directly. The message table's ``header`` (field 2) is a record batch
     table, whose field 3 is ``compression``. pyarrow also reads older formats, which lack the marker
-    at the start or declare the compression elsewhere. Frames never use those formats.
+    at the start or declare the compression elsewhere. Frames never use those formats,
+    so they are refused, too.
     """
     if message[:4] != b"\xff\xff\xff\xff":
         raise ValueError("the message does not begin with Arrow's marker")

@@ -368,7 +368,8 @@ class Connection:
     def block_max_s(self) -> float:
         """Maximum seconds for one blocking read. It is short, so that the client soon notices a
         dead connection."""
-        return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
+        # A blocking read on a fake server cannot be interrupted.
+        return 0.05 if self.address.scheme == "fake" else 2.0
 
     @property
     def connected(self) -> bool:

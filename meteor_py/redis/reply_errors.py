@@ -174,8 +174,8 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
         problem = "whose address is not recorded, so this client cannot open it by itself"
     else:
         problem = (
-            "whose address this client does not trust, because publishers can write the key that "
-            "holds it"
+            "whose address this client does not trust, because publishers can write to the key "
+            "that holds it"
         )
         hint += (
             " Or have an administrator open the stream once with this release, and allow this user "

@@ -2,9 +2,10 @@
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
 header states its purpose, keys, arguments and replies, and why it must be atomic. Libraries, whose
-names start with ``_``, are inserted before the scripts that use them. If a script refuses a
-request, it never replies with an error, but with a list whose first item is a fixed code. An error
-reply therefore means that the server did not run the script, or stopped it.
+names start with ``_``, are inserted before the scripts that use them, or in place of a line
+``-- Library <name> is inserted here.`` If a script refuses a request, it never replies with an
+error, but with a list whose first item is a fixed code. An error reply therefore means that the
+server did not run the script, or stopped it.
 
 ``shared/step`` is far longer than the others. It settles records, claims records and scans the
 index. All three change the same ordering keys, and every client must see them as one change. As
@@ -23,6 +24,7 @@ The guarded text drops it in its first statement, because scripts count their ke
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -30,6 +32,8 @@ from typing import NamedTuple
 _DROP_GUARD = b"KEYS[#KEYS] = nil "
 #: Number of guarded texts to remember: more than there are scripts.
 _CACHED = 256
+#: The line that a library replaces.
+_INSERTED = re.compile(rb"^ *-- Library (\S+) is inserted here\.$", re.MULTILINE)
 
 
 class GuardedText(NamedTuple):
@@ -83,10 +87,12 @@ def _sha(source: bytes) -> str:
 def _read(name: str) -> bytes:
     lua = files("meteor_py.redis").joinpath("lua")
     folder = lua.joinpath(*name.split("/"))
-    if not folder.is_dir():
-        return lua.joinpath(*f"{name}.lua".split("/")).read_bytes()
-    parts = sorted(folder.iterdir(), key=lambda part: part.name)
-    return b"\n".join(part.read_bytes() for part in parts)
+    if folder.is_dir():
+        parts = sorted(folder.iterdir(), key=lambda part: part.name)
+        text = b"\n".join(part.read_bytes() for part in parts)
+    else:
+        text = lua.joinpath(*f"{name}.lua".split("/")).read_bytes()
+    return _INSERTED.sub(lambda found: _read(found[1].decode()), text)
 
 
 _APPEND = "log/_append"
@@ -97,7 +103,7 @@ _PEER_STATE = (_PEER_MESSAGES, "peers/_group_state")
 _SETTINGS = "log/_settings"
 _SHARED_ADMIN = "shared/_admin"
 _SHARED_NEW = "shared/_new_group"
-_SHARED_STATE = ("shared/_group", "shared/_keys", "shared/_returns", "shared/_write")
+_SHARED_STATE = ("shared/_group", "shared/_keys")
 
 APPLY_LIMITS = Script("log/apply_limits", _INDEX)
 CONFIGURE_STREAM = Script("log/configure_stream", _INDEX, _SETTINGS)

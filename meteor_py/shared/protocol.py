@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,9 @@ _PARTS = (
 
 #: Number of elements to read from a collection with one command.
 PORTION = 200
+
+#: The numbers in the reply of ``shared/step``.
+_NUMBERS = struct.Struct("<8d")
 
 
 class ConsumerGone(Exception):
@@ -384,10 +388,11 @@ class SharedProtocol:
 
 
 def _parse_reply(raw: list[Any]) -> StepReply:
-    _, nxt, end, first, lines, report, stored_stop, due, idle, wait, epoch, large = raw
+    _, numbers, lines, report, large = raw
+    nxt, end, first, stored_stop, due, idle, wait, epoch = map(int, _NUMBERS.unpack(numbers))
     return StepReply(
-        next=int(nxt),
-        end=int(end),
+        next=nxt,
+        end=end,
         batches={number: read_line(line) for number, line in enumerate(lines, first) if line},
         report=StepReport.parse(report),
         stored_stop=stored_stop,

@@ -38,10 +38,11 @@ def check_endpoint(uri: str, stream: str) -> None:
     allowed = [each.strip() for each in os.environ.get(ENDPOINTS_VARIABLE, "").split(",")]
     if overrides and not (named and all(endpoint in allowed for endpoint in named)):
         endpoint = ", ".join(named) or "a transport that is not the default"
+        allow = f"set {ENDPOINTS_VARIABLE}={','.join(named)}, or " if named else ""
         raise StoreMismatch(
             f"The store address for stream {stream!r}, {mask(uri)}, was read from Redis and uses "
             f"{endpoint}. This may be an attempt to steal your credentials.",
             stream=stream,
-            hint=f"If you trust it, set {ENDPOINTS_VARIABLE}=host:port, or open the stream with "
+            hint=f"If you trust this address, {allow}open the stream with "
             "client.stream(name, store=...).",
         )

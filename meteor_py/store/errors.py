@@ -21,10 +21,12 @@ def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str)
 
 
 def store_mismatch(stream: str, location: str, found: str | None) -> StoreMismatch:
-    problem = "there is no store" if found is None else "it holds the history of another stream"
+    problem = f"There is no store for stream {stream!r} at {location}."
+    if found is not None:
+        problem = f"The store at {location} holds another stream's history, not that of {stream!r}."
     return StoreMismatch(
-        f"The store at {location} does not belong to stream {stream!r}: {problem}. Nothing was "
-        "read or written. Check the address, and that the right disk is mounted there.",
+        f"{problem} No records were read or written. Check the address, and that the right disk is "
+        "mounted there.",
         stream=stream,
     )
 

@@ -124,7 +124,7 @@ class ParquetStore(StatefulStore, ColumnStore):
         except (ValueError, KeyError, TypeError):
             raise StoreMismatch(
                 f"The file {IDENTITY_FILE} for stream {self.stream!r} at {self._location} is "
-                "damaged. Restore it from a copy, or use another folder.",
+                "damaged. Restore it from a backup, or use another folder.",
                 stream=self.stream,
             ) from None
         if stream != self.stream:

@@ -159,7 +159,7 @@ class SegmentLog:
                 start += len(batch)
 
     def row_group_ends(self, offsets: Sequence[int], end: int) -> list[int]:
-        """Return the end of each offset's row group; the offset itself if no row group holds it.
+        """Return the end of each offset's row group, or the offset itself if none can be found.
 
         Raises:
             StoreUnavailable: A file cannot be read.

@@ -10,7 +10,7 @@ from meteor_py.errors import ServerStartFailed
 from meteor_py.testing.server import Server
 from meteor_py.testing.waiting import eventually
 
-#: Number of attempts to start. Another process may take a free port before the server does.
+#: Number of attempts to start the servers. One fails if another process takes a port first.
 START_TRIES = 3
 
 #: Seconds that all servers have to start or to recover from a change.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LEASE_S = 10.0
-#: Maximum duration of a batch in seconds. It is long, because the driver counts as alive while its
-#: process runs.
+#: Maximum seconds for a batch before the lease lapses. It is long, so that the driver keeps the
+#: lease as long as its process runs.
 _BUSY_S = 7 * 86_400.0
 #: Seconds to wait for the last confirm when a query ends.
 _CLOSE_S = 2.0

@@ -147,12 +147,12 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     stored.archive()
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
+    with pytest.raises(Refused, match=r"StoreMismatch.*There is no store"):
         stored.process(bind={str(stored.root): str(other)}).ready()
     with meteor.connect("fake://") as elsewhere:  # its stream claims the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
-    with pytest.raises(Refused, match=r"StoreMismatch.*history of another"):
+    with pytest.raises(Refused, match=r"StoreMismatch.*holds another stream"):
         stored.process(bind={str(stored.root): str(other)}, background=True).ready()
     assert files_in(other) == claimed
     stored.archiver()

@@ -442,7 +442,7 @@ def test_missing_store_is_an_error_and_the_store_option_finds_a_moved_store(
     name, *options = command
     done = run_meteor(stored.url, "archive", name, STREAM, *options)
     assert (done.code, done.out) == (1, b"")
-    assert "there is no store" in done.err
+    assert "There is no store" in done.err
     assert not stored.root.exists()
     options += ["--once"] if name == "run" else []
     succeed(stored.url, "archive", name, STREAM, *options, "--store", str(moved))

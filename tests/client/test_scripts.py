@@ -123,7 +123,7 @@ def test_publish_remembers_a_producer_for_its_ttl(lua: StreamScripts) -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "another incarnation": ({"incarnation": "second"}, ("INCARNATION",)),
     "another history": ({"history": "g" * 40}, ("HISTORY", HISTORY)),
-    "a producer in a former epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
+    "a producer in an earlier epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
     "a later epoch that does not begin at 0": ({"epoch": 4, "seq": 2}, ("OUTOFSEQ", 0)),
     "an unknown producer that does not begin at 0": ({"producer": "q"}, ("NOPRODUCER",)),
     "a sequence number that is too high": ({"seq": 3}, ("OUTOFSEQ", 2)),

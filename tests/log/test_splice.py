@@ -368,7 +368,7 @@ def test_only_readers_of_archived_records_notice_that_the_store_is_gone(
             assert drain(sub) == list(range(18, 28))
             sub.seek(17)
             for _ in range(2):
-                with pytest.raises(meteor.StoreMismatch, match="there is no store"):
+                with pytest.raises(meteor.StoreMismatch, match="There is no store"):
                     sub.poll()
             assert sub.position == 17
             with pytest.raises(meteor.StoreMismatch):
@@ -392,6 +392,6 @@ def test_in_memory_store_in_another_process_cannot_be_found(url: str) -> None:
                 sub.poll()
             sub.seek(10)
             assert drain(sub) == list(range(10, 20))
-        with pytest.raises(meteor.StoreMismatch, match="does not belong to stream"):
+        with pytest.raises(meteor.StoreMismatch, match="There is no store for stream"):
             other.stream(NAME, store=meteor.MemoryStore(NAME))
         assert read_all(other.stream(NAME, store=store, archive=False)) == list(range(20))

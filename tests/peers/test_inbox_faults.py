@@ -1,4 +1,4 @@
-"""Messages in an inbox are handled even if their member dies or the server fails."""
+"""Messages in an inbox are handled even if the receiving member dies or the server fails."""
 
 from __future__ import annotations
 

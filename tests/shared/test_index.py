@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from meteor_py.publish.transaction import Stage
 from meteor_py.records.frame import Columns
 from meteor_py.records.ordering_index import read_entry
 from meteor_py.redis import keys
+from meteor_py.shared.admin import open_shared
+from meteor_py.shared.deliveries import Deliveries
 from tests.support.sharing import GROUP, Queue, check, drain
 from tests.support.waiting import eventually
 
@@ -60,6 +63,47 @@ def test_index_entries_have_at_most_64_records_and_no_payload(
     ]
     assert log_ids(client) == [b"3-4", b"133-130"]
     assert keys_of(stream)[-2:] == [b"a", b"c"]
+
+
+def claimed(stream: meteor.Stream, group: str, want: int) -> list[tuple[int, bytes]]:
+    """Claim up to 64 records, ``want`` per step; return their offsets and the keys in batches."""
+    asked = {"lease_ttl": 60.0, "keyless": "free"}
+    shared, settings = open_shared(
+        stream, stream._handle, group, asked, meteor.InitialOffset.EARLIEST
+    )
+    rule = stream.config.ordering_rule
+    assert rule is not None
+    with closing(Deliveries(shared._protocol, settings, rule, None, "c")) as consumer:
+        for _ in range(64 // want):
+            consumer.exchange(want)
+        found = shared._protocol.batches(consumer.consumer).values()
+        return sorted(each for batch in found for each in batch)
+
+
+def test_one_record_is_claimed_with_the_same_key_as_many(stream: meteor.Stream) -> None:
+    """A step that claims one record skips other keys without unpacking them."""
+    short = [b"%d" % 7**n for n in range(20)]
+    long = [b"a" * 31, b"b" * 32, b"c", b"d" * 255, b"e" * 256, b"f"]
+    sent = [*short, None, *short[5:9], *long, b"g", None, b"\xa1", b"\0"]
+    for frame in (sent[:8], sent, [None] * 3):
+        with stream.publisher() as pub:
+            pub.publish_many([b""] * len(frame), keys=frame).result(5)
+    wanted = list(enumerate(key or b"" for key in (*sent[:8], *sent, None, None, None)))
+    assert claimed(stream, "many", 64) == wanted
+    assert claimed(stream, "one", 1) == wanted
+
+
+def test_step_reads_an_index_entry_with_more_keys_than_lua_can_unpack(
+    client: meteor.Client, stream: meteor.Stream
+) -> None:
+    """Any publisher can write to the index, also entries that no client writes."""
+    call = client._connector.call
+    names = [b"%d" % n for n in range(9_001)]
+    with stream.publisher() as pub:
+        pub.publish(b"", key=b"a").result(5)
+    call("XADD", keys.index("s"), "2-2", b"\0\0\1\0", *names)
+    call("HSET", keys.meta("s"), "next", 3)
+    assert claimed(stream, "g", 1) == [(0, b"a"), (1, b"0"), (2, b"1")]
 
 
 def indexed(client: meteor.Client) -> list[int]:

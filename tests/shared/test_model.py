@@ -19,13 +19,13 @@ FAULTS = {
     "a freed key is not offered": (b"place and raw ~= before", b"place == 8 and raw ~= before"),
     "returned records are put at the end": (
         b"set_line(k, t, insert(t.line, offsets))",
-        b"set_line(k, t, t.line .. to_line(offsets))",
+        b"set_line(k, t, t.line .. to_line(offsets, 1, #offsets))",
     ),
     "a key exceeds its limit by one record": (
         b"cap - t.held, #t.line / 7",
         b"cap - t.held + 1, #t.line / 7",
     ),
-    "suspects are delivered together": (b"    count = 1\n  elseif x and", b"  elseif x and"),
+    "suspects are delivered together": (b"      count = 1\n    elseif x and", b"    elseif x and"),
     "a last try is not delivered alone": (b"if got > 0 or c.holding > 0 then", b"if false then"),
     "no record is blamed for a death": (b"t.extended.blame >= 0 and t.held == 0", b"false"),
     "an acknowledged record keeps its failures": (
@@ -36,16 +36,22 @@ FAULTS = {
     "a delay ends at once": (b"t.extended.stop, p.due = DELAYED, min(p.due, due)", b"local _"),
     "a chunk is forgotten": (b"if x.far > 0 then pull_chunk(k, t) elseif", b"if"),
     "a step is taken twice": (b"if number == c.step then", b"if number == c.step and false then"),
-    "a stopped key is claimed": (b"x.stop == DELAYED or x.stop == PARKED))\nend", b"false))\nend"),
+    "a stopped key is claimed": (
+        b"x.stop == DELAYED or x.stop == PARKED))\n  end",
+        b"false))\n  end",
+    ),
     "a key has two owners": (
         b"if owner ~= me and owner ~= NOBODY and not whole then return raw end",
         b"if owner ~= me then owner = NOBODY end",
     ),
     "scanned records overtake waiting ones": (
-        b"if t.line ~= '' or pushed[k] or t.held",
-        b"if t.held",
+        b"t.line == '' and not pushed[k] and t.held",
+        b"t.held",
     ),
-    "waiting records are not counted": (b"p.waiting - count\n  if x and", b"p.waiting\n  if x and"),
+    "waiting records are not counted": (
+        b"p.waiting - count\n    if x and",
+        b"p.waiting\n    if x and",
+    ),
 }
 
 

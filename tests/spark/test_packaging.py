@@ -51,7 +51,7 @@ spark.stop()
 
 
 def count(python: Path, folder: Path) -> tuple[int, Path]:
-    """Count records with Spark under a given Python; return the count and the connector's file."""
+    """Count records with Spark and a given Python; return the count and the connector's path."""
     url = f"embedded://{folder}/server"
     settings = SPARK_ENVIRONMENT | SPARK_PYTHON | {"METEOR_TEST_PYTHON": str(python)}
     with meteor.connect(url) as m:

@@ -233,7 +233,7 @@ def test_password_in_the_drivers_environment_is_not_passed_on(
     assert SECRET not in str(caught.value)
 
 
-# Servers that may delete keys
+# Servers that may evict keys
 
 
 @pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")

@@ -182,7 +182,7 @@ def test_only_the_attempt_that_spark_commits_is_written(
     assert contents(target) == "counted counted"
     assert m.redis.keys("*stage*") == []
     again = sink.attempt("again")
-    assert (again.stages, again.counted) == ({}, 2)  # a committed batch is not staged
+    assert (again.stages, again.counted) == ({}, 2)  # a committed batch is not staged again
     sink.writer.commit([again], 0)
     sink.writer.commit([sink.attempt("next", 1)], 1)
     assert contents(target) == "counted counted next next"

@@ -26,8 +26,10 @@ def test_endpoint_that_the_reader_does_not_allow_is_refused(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENDPOINTS_VARIABLE, "good:9000")
-    with pytest.raises(meteor.StoreMismatch, match=ENDPOINTS_VARIABLE):
+    with pytest.raises(meteor.StoreMismatch, match="steal your credentials") as caught:
         check_endpoint(uri, "orders")
+    # The variable lists endpoints, so it cannot allow a changed transport.
+    assert (f"{ENDPOINTS_VARIABLE}=" in str(caught.value)) is ("evil" in uri)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_files_on_an_unmounted_disk_raise_store_unavailable(stored: StoredStream
     before = archive.files()
     away = stored.root.with_name("away")
     stored.root.rename(away)
-    with pytest.raises(meteor.StoreUnavailable, match="there is no store"):
+    with pytest.raises(meteor.StoreUnavailable, match="There is no store"):
         archive.files()
     away.rename(stored.root)
     assert archive.files() == before
@@ -97,7 +97,7 @@ def test_segments_skip_a_missing_file_but_not_a_missing_disk(stored: StoredStrea
     Path(archive.files()[1]).unlink()
     assert [segment.first for segment in archive.segments()] == [0, 120]
     stored.root.rename(stored.root.with_name("away"))
-    with pytest.raises(meteor.StoreUnavailable, match="there is no store"):
+    with pytest.raises(meteor.StoreUnavailable, match="There is no store"):
         archive.segments()
 
 

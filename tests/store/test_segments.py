@@ -283,7 +283,7 @@ class Archiving(RuleBasedStateMachine):
 
     @rule(ahead=some)
     def tidy_in_vain(self, ahead: int) -> None:
-        """Tidy as a replaced archiver, which must notice that its end is outdated."""
+        """Tidy as an archiver that was replaced and has an outdated end. It must do no harm."""
         maintenance.mend(self.store, self.archived + ahead)
         maintenance.sweep(self.store, NEWEST, self.archived + ahead, lambda: False)
 

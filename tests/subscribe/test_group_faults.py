@@ -464,7 +464,7 @@ def test_members_of_a_closed_client_leave_concurrently_if_the_server_hangs(
         client.close()
     except meteor.ConnectionFailed:
         assert kind != "in doubt"
-    # Leaving in turn, each member would take 5 seconds to confirm or half a second to release.
+    # One after another, the members would take 5 seconds each to confirm, or 0.5 each to release.
     assert time.monotonic() - started < (3.0 if kind == "in doubt" else 12.0)
     server.resume()
 

@@ -158,7 +158,7 @@ def test_skipped_record_is_confirmed_if_all_earlier_records_are_confirmed(
     with stream.subscriber(group="g") as sub:
         receiver = sub.attach_receiver(fails_for(0, 2), on_error="skip")
         eventually(lambda: receiver.failed == 2)
-    assert confirmed(stream) == 1  # record 2 stays open, because record 1 is not confirmed
+    assert confirmed(stream) == 1  # record 2 stays unconfirmed, because record 1 does
 
 
 # Retry

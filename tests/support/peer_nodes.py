@@ -39,7 +39,7 @@ from tests.support.peering import Peer, step_clocks
 BOX = "box"
 #: Timeout of a request in seconds. No test should need all of it.
 PATIENCE_S = 30.0
-#: Targets of requests under load.
+#: Kinds of targets for the requests that nodes send under load.
 TARGETS = ("leader", "any", "all", "member")
 #: Seconds to wait for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0

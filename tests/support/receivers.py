@@ -1,4 +1,4 @@
-"""Helpers for receiver tests: recording handlers, and programs that die."""
+"""Helpers for receiver tests: handlers that record their calls, and programs that die."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def fill(m: meteor.Client, count: int, first: int = 0) -> None:
 
 
 class Copy:
-    """The program in a separate process, with its Java process."""
+    """The Spark program in a separate process, which has its own Java process."""
 
     def __init__(
         self, url: str, folder: Path, *, python: Path | None = None, **orders: Any

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meteor_py import ManyAck
 
 _MAX_BYTES = 1024 * 1024
-#: Maximum time to retry a record, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to retry a record, as a multiple of ``--timeout``. By default, this is 30 s.
 _PATIENCE = 6
 
 

@@ -137,7 +137,8 @@ _settings = options.together(
     ),
     options.duration(
         "--retain",
-        help="How long the store keeps a confirmed record, such as 30d. Default: 0, no limit.",
+        help="How long the store keeps records, such as 30d. Unconfirmed records stay longer. "
+        "Default: 0, no limit.",
     ),
     options.size(
         "--retain-bytes",

@@ -13,7 +13,8 @@ from meteor_cli.live.top import FIRST_S, Display, Gauge, open_console
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.session import Session
 
-#: Maximum time to wait for a lost server, as a multiple of ``--timeout``: 30 s by default.
+#: Maximum time to wait for an unreachable server, as a multiple of ``--timeout``. By default, this
+#: is 30 s.
 _PATIENCE = 6
 
 

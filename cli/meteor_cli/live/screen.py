@@ -146,7 +146,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
     stream, waiting = seen.stream, seen.unarchived
     is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
     return Row(
-        name=Cell("  (store)", "dim"),  # not a valid group name
+        name=Cell("  (store)", "dim"),  # cannot be the name of a group
         rate=_rate(rates.archived),
         ring=Cell(f"{show_count(stream.archived or 0)} stored"),
         lag=_lag(waiting, alarming=is_full),

@@ -23,7 +23,7 @@ class StreamSnapshot:
 
     @property
     def unarchived(self) -> int:
-        """Number of records that wait for the archiver; 0 without a store."""
+        """Number of records waiting for the archiver; 0 without a store."""
         archived = self.stream.archived
         return 0 if archived is None else max(self.stream.next - archived, 0)
 

@@ -54,10 +54,12 @@ class CallQueue:
         return not self._has_turn
 
     def send(self, *, here: bool) -> None:
-        """Send the waiting items: in this thread, if ``here`` and no other thread has the turn.
+        """Send the waiting items.
 
-        The main thread never takes the turn: a signal handler may interrupt it at any point, and
-        must not wait for a call that it has interrupted.
+        This thread sends them if ``here`` is true, no other thread has the turn, and no pause is in
+        effect. Otherwise, the queue's thread does. The main thread never takes the turn: a signal
+        handler may interrupt it at any point, and the handler must not wait for a call that it has
+        interrupted.
         """
         if not here or threading.current_thread() is threading.main_thread():
             with self._state:

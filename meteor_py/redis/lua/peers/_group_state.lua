@@ -1,6 +1,6 @@
--- Peer group state: reads the clock, drops overdue members, and elects a leader. Scripts that do more
--- than send or settle messages continue with this file after _messages.lua, so every live client acts
--- as a failure detector for the group.
+-- Peer group state: reads the clock, drops overdue members, and elects a leader. Every script
+-- that includes this file therefore also detects failed members. Only open.lua and the scripts that
+-- send and settle messages do not include it.
 
 local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'

@@ -1,6 +1,6 @@
 -- Peer group messages: writes inboxes, replies and dead letters. The scripts that send and settle
--- messages load only this file, because they run for every message. All other scripts, except
--- open.lua, continue with _group_state.lua.
+-- messages include only this file, because they run for every message. All other scripts, except
+-- open.lua, also include _group_state.lua.
 --
 -- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
 -- keys.py describes the keys.

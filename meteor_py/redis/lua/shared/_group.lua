@@ -27,22 +27,21 @@
 -- outage nor a jump of the server's time can end a lease that was just renewed, and consumers that
 -- come and go cannot prolong the leases of others.
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
-local byte, sub, match, gmatch = string.byte, string.sub, string.match, string.gmatch
+local byte, sub, match, gmatch, rep = string.byte, string.sub, string.match, string.gmatch, string.rep
 local pack, unpack_struct, concat = struct.pack, struct.unpack, table.concat
 local type, pairs, ipairs, unpack, tonumber = type, pairs, ipairs, unpack, tonumber -- faster as locals
+local KEYS, ARGV = KEYS, ARGV
 local prefix, me = ARGV[1], ARGV[3]
 local NOBODY, NEVER = '......', 2 ^ 52
 local BATCH = 32 -- maximum number of records in a delivery batch
 local LOADS = 400 -- a call that has read this many key entries starts no more work
 
-local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large', 'unindexed')
+local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'epoch', 'large')
 if stream[1] ~= match(ARGV[2], '^[^.]*') then return {stream[1] and 'INCARNATION' or 'NOSTREAM'} end
-local s = call('HMGET', KEYS[3], 'incarnation', 'progress', 'group_cap', 'max_deliveries', 'lease_ms',
-               'dead_letter', 'on_poison', 'default_group', 'ungrouped', 'max_waiting')
+local s = call('HMGET', KEYS[3], 'incarnation', 'progress', 'group_cap', 'lease_ms', 'max_waiting')
 if s[1] ~= ARGV[2] then return {'NOGROUP'} end
 local stream_end = tonumber(stream[2])
-local cap, tries, lease, room = tonumber(s[3]), tonumber(s[4]), tonumber(s[5]), tonumber(s[10])
-local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
+local cap, lease, room = tonumber(s[3]), tonumber(s[4]), tonumber(s[5])
 
 -- The group's progress: the next offset to scan; the number of waiting records; both clocks; the
 -- server's time at the last call; when to check for expired leases; when to check for due delays and
@@ -50,14 +49,15 @@ local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 
 -- marks in `purges`; counters; the consumer whose records are being taken back; and the watcher, which
 -- is the consumer that watches the index on behalf of all idle consumers.
 local PROGRESS = '<ddddddddddddddddc6c6'
-local function read_progress(next, waiting, clock, tick, last, reap_at, due, watch_until, failing, purging,
-                             acked, dead, lost, purged, returned, reaped, reaping, watcher)
-  return {next = next, waiting = waiting, clock = clock, tick = tick, last = last, reap_at = reap_at,
-          due = due, watch_until = watch_until, failing = failing, purging = purging, acked = acked,
-          dead = dead, lost = lost, purged = purged, returned = returned, reaped = reaped,
-          reaping = reaping, watcher = watcher}
+local p
+do
+  local next, waiting, clock, tick, last, reap_at, due, watch_until, failing, purging, acked, dead, lost,
+    purged, returned, reaped, reaping, watcher = unpack_struct(PROGRESS, s[2])
+  p = {next = next, waiting = waiting, clock = clock, tick = tick, last = last, reap_at = reap_at,
+       due = due, watch_until = watch_until, failing = failing, purging = purging, acked = acked,
+       dead = dead, lost = lost, purged = purged, returned = returned, reaped = reaped,
+       reaping = reaping, watcher = watcher}
 end
-local p = read_progress(unpack_struct(PROGRESS, s[2]))
 
 -- A consumer: the number of its last step; the end of its lease, in ticks; the number of records held;
 -- the numbers of the first and last batch that its last step granted; three flags; the key that it
@@ -92,12 +92,4 @@ local function many(command, key, arguments)
   for low = 1, #arguments, 1000 do
     call(command, key, unpack(arguments, low, min(low + 999, #arguments)))
   end
-end
-local function write_progress()
-  call('HSET', KEYS[3], 'progress', pack(PROGRESS, p.next, p.waiting, p.clock, p.tick, p.last, p.reap_at,
-       p.due, p.watch_until, p.failing, p.purging, p.acked, p.dead, p.lost, p.purged, p.returned,
-       p.reaped, p.reaping, p.watcher))
-end
-local function maintenance_due()
-  return (p.reaping ~= NOBODY or p.reap_at <= p.tick or p.due <= p.clock) and 1 or 0
 end

@@ -17,37 +17,12 @@ local entries, stored, loaded = {}, {}, 0
 local own_one = me .. '\1\0'
 local told, freed = {}, {} -- keys to add to `more`, by owner; keys that this call has freed
 
-local patterns = {}
-local function seven(n)
-  local pattern = patterns[n]
-  if not pattern then
-    pattern = '<' .. string.rep('I7', n)
-    patterns[n] = pattern
-  end
-  return pattern
-end
 local function to_line(offsets, low, high)
-  low, high = low or 1, high or #offsets
-  if high < low then return '' end
-  if high - low < 256 then return pack(seven(high - low + 1), unpack(offsets, low, high)) end
-  local parts = {}
-  for from = low, high, 256 do
-    local to = min(from + 255, high)
-    parts[#parts + 1] = pack(seven(to - from + 1), unpack(offsets, from, to))
-  end
-  return concat(parts)
+  return pack('<' .. rep('I7', high - low + 1), unpack(offsets, low, high))
 end
 local function from_line(line)
-  if #line <= 1792 then
-    local offsets = {unpack_struct(seven(#line / 7), line)}
-    offsets[#offsets] = nil -- unpack also returns the position after the last offset
-    return offsets
-  end
-  local offsets = {}
-  for low = 1, #line, 1792 do
-    local found = {unpack_struct(seven(min(256, (#line + 1 - low) / 7)), line, low)}
-    for i = 1, #found - 1 do offsets[#offsets + 1] = found[i] end
-  end
+  local offsets = {unpack_struct('<' .. rep('I7', #line / 7), line)}
+  offsets[#offsets] = nil -- unpack also returns the position after the last offset
   return offsets
 end
 -- A batch consists of the number of its records (one byte), the line of their offsets, and their keys
@@ -59,15 +34,15 @@ end
 local function write_batch(names, line)
   return string.char(#names) .. line .. cmsgpack.pack(names)
 end
-local function first_of(t) return (unpack_struct('<I7', t.line)) end
 
 local function parse(raw, whole)
   if byte(raw) ~= 255 then
-    local owner, low, high = sub(raw, 1, 6), byte(raw, 7, 8)
+    local owner = sub(raw, 1, 6)
+    if owner ~= me and owner ~= NOBODY and not whole then return raw end
+    local low, high = byte(raw, 7, 8)
     local held = low + 256 * high
     if owner == me and #raw == 8 then return held end
-    if owner ~= me and owner ~= NOBODY and not whole then return raw end
-    return {owner = owner, held = held, line = sub(raw, 9), set = owner == NOBODY and 7, extended = false}
+    return {owner = owner, held = held, line = sub(raw, 9), set = owner == NOBODY and 7}
   end
   local x, t = {}, {}
   local _, at
@@ -80,18 +55,6 @@ local function parse(raw, whole)
   t.set = t.line ~= '' and (x.stop ~= FREE and 8 or t.owner == NOBODY and 7)
   return t
 end
-local function compose(t)
-  local x = t.extended
-  if t.held == 0 and t.line == '' and not (x and (x.stop == DELAYED or x.stop == PARKED)) then
-    return false
-  end
-  if x and (x.stop ~= FREE or x.suspect >= 0 or x.blame >= 0 or x.far > 0) then
-    return pack(EXTENDED, 255, t.owner, t.held, x.stop, x.suspect, x.blame, x.top, x.first, x.last,
-                x.far) .. t.line
-  end
-  return t.owner .. pack('<H', t.held) .. t.line
-end
-
 local function load(names)
   local asked, n = {}, 0
   for i = 1, #names do
@@ -121,7 +84,7 @@ local function as_table(k)
   if type(t) == 'table' then return t end
   if not t then stored[k], t = false, 0 end -- a keyless record gets an entry when it is returned
   t = type(t) == 'string' and parse(t, true) or
-    {owner = t > 0 and me or NOBODY, held = t, line = '', set = false, extended = false}
+    {owner = t > 0 and me or NOBODY, held = t, line = '', set = false}
   entries[k] = t
   return t
 end

@@ -13,7 +13,7 @@
 
 local RETURN = 64 -- a call that has taken back this many records takes back no further batch
 local waits = call('ZCARD', KEYS[11])
-local put_back, give_up, count_failure, fail, is_waiting, take_out = make_returns()
+-- Library shared/_returns is inserted here.
 
 -- A consumer died. `blame` was the first record of this key that it held, and `top` the last. Any
 -- record in between may have killed it, so from now on these records are delivered one at a time. The
@@ -66,7 +66,7 @@ local function free_kept(k)
   disown(k, as_table(k))
 end
 local function forget(id)
-  told[id] = nil -- otherwise write_changes would create the `more` list again
+  told[id] = nil -- otherwise shared/_write would create the `more` list again
   call('UNLINK', prefix .. 'more:' .. id, prefix .. 'wake:' .. id)
 end
 
@@ -82,7 +82,7 @@ if ARGV[4] == 'leave' then
     call('HDEL', KEYS[4], me)
     call('ZREM', KEYS[10], me)
     call('ZREM', KEYS[11], me)
-    if p.watcher == me then p.watcher = NOBODY end -- write_changes wakes another consumer to watch
+    if p.watcher == me then p.watcher = NOBODY end -- shared/_write wakes another consumer to watch
     forget(me)
   end
 end
@@ -145,7 +145,7 @@ if p.due <= p.clock then
   end
 end
 
-write_changes('maintain', 0, 0, false, false, 0, waits)
+local mode, want, got, stop, cut, stored_stop = 'maintain', 0, 0, false, false, 0
+-- Library shared/_write is inserted here.
 if not left then write_member(me, c) end
-write_progress()
-return {'OK', maintenance_due(), letters_out, left and 0 or 1, concat(dropped, ',')}
+return {'OK', maintenance_due, letters_out, left and 0 or 1, concat(dropped, ',')}

@@ -16,13 +16,14 @@
 --         failure. 'X' n 'o:reason' rejects a record. 'G' n 'o': the record is gone. 'D' '' 'o': the
 --         record's dead letter was published. 'L' '' 'o': the record of a dead letter was lost.
 --         To keep a key's records in order, a client also returns the later records that it holds.
--- Returns {'OK', or 'AGAIN' with the same reply if this step was already done; next offset to scan; end
---   of the stream; number of the first batch granted; {offsets of each batch, seven bytes each};
---   report; end of the next records if the index lacks them but the store or the ring may have them,
---   else 0; 1 if maintenance is due, else 0; what to do if nothing was granted: 0 claim again, 1 wait
---   for a wake-up, 2 wait for a wake-up or a new index entry; with 2, ms until maintenance is due (-1
---   without 2, or if it is never due; 0 in an 'AGAIN' reply, after which the consumer must claim before
---   it waits); epoch of the stream; the stream's field 'large'}
+-- Returns {'OK', or 'AGAIN' with the same reply if this step was already done; eight numbers, eight bytes
+--   each; {offsets of each batch, seven bytes each}; report; the stream's field 'large'}
+--   The numbers: next offset to scan; end of the stream; number of the first batch granted; end of the
+--   next records if the index lacks them but the store or the ring may have them, else 0; 1 if
+--   maintenance is due, else 0; what to do if nothing was granted: 0 claim again, 1 wait for a wake-up, 2
+--   wait for a wake-up or a new index entry; with 2, ms until maintenance is due (-1 without 2, or if it
+--   is never due; 0 in an 'AGAIN' reply, after which the consumer must claim before it waits); epoch of
+--   the stream. As one string, they cost less than as eight items of the reply.
 --   A report is '' or 'failed;refused;lost;dropped'. failed: 'o:failures,...' of granted records that
 --   have failed before. refused: 'o,...' not settled, because the batch no longer has them. lost:
 --   'first:last,...'. dropped: 'o:failures,...' of records discarded without a dead letter
@@ -32,6 +33,7 @@
 -- Atomic because each record is held by one consumer, waiting, or settled, and each ordering key has at
 -- most one owner.
 
+local REPLY = '<dddddddd'
 local number, last = match(ARGV[4], '^(%d+):?(%d*)$')
 number = tonumber(number)
 last = tonumber(last) or number - 1
@@ -44,21 +46,26 @@ if number == c.step then
     lines[#lines + 1] = raw and select(2, read_batch(raw)) or ''
   end
   local idle = c.idle and (p.watcher == me and 2 or 1) or 0
-  return {'AGAIN', text(p.next), text(stream_end), c.first, lines, c.report, 0, 1, idle, 0,
-          tonumber(stream[4]), stream[5]}
+  return {'AGAIN', pack(REPLY, p.next, stream_end, c.first, 0, 1, idle, 0, tonumber(stream[3])), lines,
+          c.report, stream[4]}
 elseif last ~= c.step then
   return {'REPEAT', c.step}
 end
 c.last = c.last + number - last - 1
 
 -- Read the batches first: a step that asks for too much must change nothing.
-local whole, asked, raw_batches, size = {}, {}, {}, 0
-for n in gmatch(ARGV[7], '%d+') do whole[#whole + 1], asked[#asked + 1] = n, n end
-for i = 12, #ARGV, 3 do
-  local n = ARGV[i]
-  if n ~= '' and raw_batches[n] == nil then raw_batches[n], asked[#asked + 1] = false, n end
+local whole, raw_batches, size = {}, {}, 0
+for n in gmatch(ARGV[7], '%d+') do whole[#whole + 1] = n end
+if #whole > 512 or #ARGV > 2000 then return {'INVALID'} end
+local asked = whole
+if ARGV[11] then
+  asked = {unpack(whole)}
+  for i = 12, #ARGV, 3 do
+    local n = ARGV[i]
+    if n ~= '' and raw_batches[n] == nil then raw_batches[n], asked[#asked + 1] = false, n end
+  end
+  if #asked > 1024 then return {'INVALID'} end
 end
-if #whole > 512 or #asked > 1024 or #ARGV > 2000 then return {'INVALID'} end
 if #asked > 0 then
   local found = call('HMGET', KEYS[17], unpack(asked))
   for i = 1, #asked do
@@ -80,89 +87,67 @@ if c.idle and (want > 0 or mode == 'busy') then
   if want == 0 then call('XADD', prefix .. 'wake:' .. me, 'MAXLEN', '=', 1, '*', 'w', 1) end
 end
 
--- 1. Acknowledge whole batches, then some records of other batches.
-local function keep_batch(n, names, offsets)
-  local mark = me .. ':' .. n
-  if #offsets == 0 then
-    call('HDEL', KEYS[17], n)
-    raw_batches[n], marks[mark] = false, false
-    return
-  end
-  local lowest = offsets[1]
-  for i = 2, #offsets do if offsets[i] < lowest then lowest = offsets[i] end end
-  raw_batches[n], marks[mark] = write_batch(names, to_line(offsets)), lowest
-  call('HSET', KEYS[17], n, raw_batches[n])
-end
-local function acknowledge(k)
-  local t = entries[k]
-  if t == 1 then
-    entries[k] = 0
-  elseif type(t) == 'number' then
-    entries[k] = t - 1
-  elseif t then
-    let_go(k, t, 1)
-    disown(k, t)
-  end
-end
+-- 1. Acknowledge whole batches.
+local acked = {} -- the key of each record that is acknowledged
 for i = 1, #whole do
   local n = whole[i]
   if raw_batches[n] then
     local names, line = read_batch(raw_batches[n])
-    load(names)
-    for j = 1, #names do acknowledge(names[j]) end
+    for j = 1, #names do acked[#acked + 1] = names[j] end
     if p.failing > 0 then
       for _, o in ipairs(from_line(line)) do healed[#healed + 1] = text(o) end
     end
-    p.acked, c.holding = p.acked + #names, c.holding - #names
     raw_batches[n], marks[me .. ':' .. n] = false, false
   end
 end
 if #whole > 0 then call('HDEL', KEYS[17], unpack(whole)) end
 
-local at = 11
-while ARGV[at] == 'A' do
-  local n, done = ARGV[at + 1], {}
-  local raw = raw_batches[n]
-  for o in gmatch(ARGV[at + 2], '%d+') do done[tonumber(o)] = o end
-  if raw then
-    local names, line = read_batch(raw)
-    local kept, left, acked = {}, {}, {}
-    for i, o in ipairs(from_line(line)) do
-      if done[o] then
-        acked[#acked + 1] = names[i]
-        p.acked, c.holding = p.acked + 1, c.holding - 1
-        if p.failing > 0 then healed[#healed + 1] = done[o] end
-        done[o] = nil
-      else
-        kept[#kept + 1], left[#left + 1] = names[i], o
-      end
-    end
-    load(acked)
-    for i = 1, #acked do acknowledge(acked[i]) end
-    keep_batch(n, kept, left)
-  end
-  for _, o in pairs(done) do refused[#refused + 1] = o end
-  at = at + 3
-end
-
--- 2. Settle other records one by one.
+-- 2. Acknowledge some records of other batches.
+local at, opened = 11, {}
 if ARGV[at] then
-  local put_back, give_up, count_failure, fail = make_returns()
-  local opened, back, delays, touched = {}, {}, {}, {}
-  local function open_batch(n)
-    if opened[n] == nil then
-      opened[n] = false
-      if raw_batches[n] then
-        local names, line = read_batch(raw_batches[n])
-        local batch = {names = names, offsets = from_line(line), key = {}}
-        for i, o in ipairs(batch.offsets) do
-          batch.key[o] = names[i] == '' and '\0' .. text(o) or names[i]
-        end
-        opened[n] = batch
+  for i = 12, #ARGV, 3 do
+    local n = ARGV[i]
+    if raw_batches[n] and not opened[n] then
+      local names, line = read_batch(raw_batches[n])
+      local batch = {names = names, offsets = from_line(line), key = {}} -- key: that of each offset
+      for j, o in ipairs(batch.offsets) do batch.key[o] = names[j] end
+      opened[n] = batch
+    end
+  end
+  while ARGV[at] == 'A' do
+    local batch = opened[ARGV[at + 1]]
+    for listed in gmatch(ARGV[at + 2], '%d+') do
+      local o = tonumber(listed)
+      local k = batch and batch.key[o]
+      if k then
+        batch.key[o], acked[#acked + 1] = nil, k
+        if p.failing > 0 then healed[#healed + 1] = listed end
+      else
+        refused[#refused + 1] = listed
       end
     end
-    return opened[n]
+    at = at + 3
   end
+end
+load(acked)
+for i = 1, #acked do
+  local k = acked[i]
+  local t = entries[k]
+  if t == 1 then
+    entries[k] = 0
+  elseif type(t) == 'number' then
+    entries[k] = t - 1
+  elseif t then -- a keyless record has no entry
+    let_go(k, t, 1)
+    disown(k, t)
+  end
+end
+p.acked, c.holding = p.acked + #acked, c.holding - #acked
+
+-- 3. Settle other records one by one.
+if ARGV[at] then
+  -- Library shared/_returns is inserted here.
+  local back, delays, touched = {}, {}, {}
   local function settle(kind, k, o, rest)
     local t, leaves = as_table(k), true
     c.holding, touched[k] = c.holding - 1, true
@@ -195,10 +180,11 @@ if ARGV[at] then
     elseif kind == 'L' then
       settle_letter(o, 'lost')
     elseif o then
-      local batch = open_batch(ARGV[i + 1])
+      local batch = opened[ARGV[i + 1]]
       local k = batch and batch.key[tonumber(o)]
       if k then
         batch.key[tonumber(o)] = nil
+        if k == '' then k = '\0' .. o end -- a keyless record gets a key of its own
         names[#names + 1], settled[#settled + 1] = k, {kind, k, tonumber(o), rest}
       else
         refused[#refused + 1] = o
@@ -220,13 +206,19 @@ if ARGV[at] then
     end
     disown(k, t)
   end
-  for n, batch in pairs(opened) do
-    if batch then
-      local kept, left = {}, {}
-      for i, o in ipairs(batch.offsets) do
-        if batch.key[o] then kept[#kept + 1], left[#left + 1] = batch.names[i], o end
-      end
-      keep_batch(n, kept, left)
+end
+for n, batch in pairs(opened) do
+  local names, left, lowest = {}, {}, nil
+  for i, o in ipairs(batch.offsets) do
+    if batch.key[o] then
+      names[#names + 1], left[#left + 1], lowest = batch.names[i], o, min(lowest or o, o)
     end
+  end
+  if #left > 0 then
+    marks[me .. ':' .. n] = lowest
+    call('HSET', KEYS[17], n, write_batch(names, to_line(left, 1, #left)))
+  else
+    marks[me .. ':' .. n] = false
+    call('HDEL', KEYS[17], n)
   end
 end

@@ -1,138 +1,162 @@
--- 4. Scan new records, each once. Grant the record, let it wait, or settle it if it is to be purged.
+-- 5. Scan new records, each once. Grant the record, let it wait, or settle it if it is to be purged.
 local SCAN = 512 -- maximum number of records that one call scans, or slightly more
-local nxt, stored_stop = p.next, 0
-local function lose(to)
-  lost[#lost + 1] = text(nxt) .. ':' .. text(to - 1)
-  p.lost, nxt = p.lost + to - nxt, to
-  call('HSET', KEYS[3], 'lost_last', lost[#lost])
-end
-local keyless = free and '' or default
+local nxt, stored_stop, pushed = p.next, 0, {} -- pushed: by key, the line of offsets to append
+local scan_until, keyless = nxt + SCAN, nil -- keyless: what stands for a missing key
 
--- Publishers write the index, and a publisher may be hostile. Therefore, the records of a malformed
--- entry count as keyless, and an entry never reaches beyond the end of the stream. An entry has one of
--- two forms (see records/ordering_index.py); the older form has two bytes per record.
-local function unpack_keys(packed)
-  if #packed > 66500 then return {} end
-  local ok, names = pcall(cmsgpack.unpack, packed)
-  return ok and type(names) == 'table' and names or {}
-end
-local function read_entry(id, strings)
-  local last, up_to = match(id, '^(%d+)-(%d+)$')
-  last, up_to = tonumber(last), max(tonumber(up_to), 1)
-  local numbers = strings[1] or ''
-  local found = {size = up_to, numbers = numbers, names = {}, width = 1}
-  if #strings == 2 and #numbers == (up_to - 1) % 64 + 1 then
-    found.size, found.names = #numbers, unpack_keys(strings[2])
-  elseif #numbers == 2 * up_to then
-    found.width = 2
-    for i = 2, #strings do found.names[i - 1] = strings[i] end
-  end
-  found.first, found.last = max(last - found.size + 1, 0), min(last, stream_end - 1)
-  return found
-end
-local entry, listed, at_entry, per_entry = false, {}, 0, SCAN -- read one entry first: it may be large
+-- The current index entry: its first and last offset, the number of each record's key, the bytes per
+-- number, and the keys, packed and unpacked. Publishers write the index, and a publisher may be hostile.
+-- Therefore, the records of a malformed entry count as keyless, and an entry never reaches beyond the
+-- end of the stream. An entry has one of two forms (see records/ordering_index.py); the older form has
+-- two bytes per number, and keys that are not packed.
+local first, last, numbers, width, packed, keys_of = nxt, nxt - 1, '', 1, '', false
+local lost_to = 0 -- the records from `nxt` up to this offset are lost
 if tonumber(ARGV[8]) == nxt then
   if ARGV[9] == 'lost' then
-    local to = min(tonumber(ARGV[10]) or 0, stream_end)
-    if to > nxt then lose(to) end
-  elseif #ARGV[9] > 0 then
-    entry = {first = nxt, last = min(nxt + #ARGV[9], stream_end) - 1, numbers = ARGV[9], width = 1,
-             names = unpack_keys(ARGV[10])}
-  end
-end
-local function next_entry()
-  at_entry = at_entry + 1
-  if not listed[at_entry] then
-    local count = min(floor((want - got) / per_entry) + 1, 64)
-    listed, at_entry = call('XRANGE', KEYS[2], text(nxt) .. '-0', '+', 'COUNT', count), 1
-    if not listed[1] then return false end
-  end
-  local found = read_entry(unpack(listed[at_entry]))
-  per_entry = found.size
-  return found
-end
--- Return the keys of the next records in the entry. Each row can be four times as long as the last, so
--- that few rows are needed if no record can be granted.
-local row_size = 1
-local function read_row()
-  local last = min(entry.last, nxt + max(want - got, row_size) - 1)
-  row_size = 4 * row_size
-  local low, high = nxt - entry.first, last - entry.first
-  local row, names, numbers
-  if entry.width == 1 then
-    numbers = {byte(entry.numbers, low + 1, high + 1)}
+    lost_to = min(tonumber(ARGV[10]) or 0, stream_end)
   else
-    numbers = {}
-    local bytes = {byte(entry.numbers, 2 * low + 1, 2 * high + 2)}
-    for i = 1, #bytes, 2 do numbers[#numbers + 1] = bytes[i] + 256 * (bytes[i + 1] or 0) end
+    last, numbers, packed = min(nxt + #ARGV[9], stream_end) - 1, ARGV[9], ARGV[10]
   end
-  row, names = {}, entry.names
-  for i = 1, last - nxt + 1 do
-    local k = names[(numbers[i] or -1) + 1]
-    if k == nil or k == '' or type(k) ~= 'string' or #k > 256 then k = keyless end
-    row[i] = k
+end
+local listed, at_entry, per_entry = false, 0, SCAN -- read one entry first: it may be large
+local row_size = 1
+while lost_to > nxt or (got < want and not (stop or cut) and nxt < scan_until and p.waiting < room
+                        and nxt < stream_end) do
+  if nxt > p.next and loaded > LOADS then break end
+  if lost_to <= nxt and nxt > last then
+    at_entry = at_entry + 1
+    if not (listed and listed[at_entry]) then
+      local count = min(floor((want - got) / per_entry) + 1, 64)
+      listed, at_entry = call('XRANGE', KEYS[2], text(nxt) .. '-0', '+', 'COUNT', count), 1
+    end
+    local found = listed[at_entry]
+    if found then
+      local id_offset, id_size = match(found[1], '^(%d+)-(%d+)$')
+      local strings, size = found[2], max(tonumber(id_size), 1)
+      numbers, width, packed, keys_of = strings[1] or '', 1, '', false
+      if #strings == 2 and #numbers == (size - 1) % 64 + 1 then
+        size, packed = #numbers, strings[2]
+      elseif #numbers == 2 * size then
+        width, keys_of = 2, {}
+        for i = 2, #strings do keys_of[i - 1] = strings[i] end
+      end
+      per_entry = size
+      last = tonumber(id_offset)
+      first, last = max(last - size + 1, 0), min(last, stream_end - 1)
+    else
+      first, last = stream_end, stream_end - 1
+    end
+    if first > nxt then
+      local to, elsewhere = min(first, stream_end), call('HMGET', KEYS[1], 'store', 'unindexed')
+      if elsewhere[1] or elsewhere[2] then -- the store, or an unindexed part of the ring, may have them
+        stored_stop = to
+        break
+      end
+      lost_to = to
+    elseif nxt > last then
+      break -- a hostile entry that ends before it begins
+    end
   end
-  return row
+
+  if lost_to > nxt then
+    lost[#lost + 1] = text(nxt) .. ':' .. text(lost_to - 1)
+    call('HSET', KEYS[3], 'lost_last', lost[#lost])
+    p.lost, nxt = p.lost + lost_to - nxt, lost_to
+  else
+    -- Read the keys of the next records in the entry. Each row can be four times as long as the last, so
+    -- that few rows are needed if no record can be granted.
+    local low, count = nxt - first, min(last - nxt + 1, max(want - got, row_size))
+    row_size = 4 * row_size
+    local row, key_numbers = {}, nil
+    if width == 1 then
+      key_numbers = {byte(numbers, low + 1, low + count)}
+    else
+      key_numbers = {}
+      local bytes = {byte(numbers, 2 * low + 1, 2 * (low + count))}
+      for i = 1, #bytes, 2 do key_numbers[#key_numbers + 1] = bytes[i] + 256 * (bytes[i + 1] or 0) end
+    end
+    local only -- the key, if one is read
+    if count == 1 and not keys_of then
+      -- Skip the keys before it, which is cheaper than unpacking all 64. In a MessagePack array, the
+      -- byte before a string of less than 32 bytes is 160 + its length. If other items come, unpack all.
+      local position = byte(packed) == 220 and 4 or 2
+      local head = byte(packed, position) or 0
+      for _ = 1, key_numbers[1] or 0 do
+        if head < 160 or head > 191 then break end
+        position = position + head - 159
+        head = byte(packed, position) or 0
+      end
+      if head >= 160 and head <= 191 then only = sub(packed, position + 1, position + head - 160) end
+    end
+    if not (only or keys_of) then
+      local ok, unpacked = false, nil
+      if #packed <= 66500 then ok, unpacked = pcall(cmsgpack.unpack, packed) end
+      keys_of = ok and type(unpacked) == 'table' and unpacked or {}
+    end
+    for i = 1, count do
+      local k = only or keys_of[(key_numbers[i] or -1) + 1]
+      if k == nil or k == '' or type(k) ~= 'string' or #k > 256 then
+        if not keyless then
+          local found = call('HMGET', KEYS[3], 'ungrouped', 'default_group')
+          keyless = found[1] == 'free' and '' or found[2]
+        end
+        k = keyless
+      end
+      row[i] = k
+    end
+    load(row)
+    local purge_to = p.purging > 0 and {} -- by key, the offset before which its records are purged
+    for i = 1, purge_to and count or 0 do
+      local k = row[i]
+      if k ~= '' and not purge_to[k] then purge_to[k] = tonumber(call('ZSCORE', KEYS[16], k) or -1) end
+    end
+
+    local i = 1
+    while i <= count and got < want do
+      local k, step = row[i], 1
+      local t = entries[k]
+      local kind = t and t ~= 0 and type(t)
+      if purge_to and (purge_to[k] or -1) > nxt then
+        p.purged = p.purged + 1
+      elseif t == 0 or k == '' or (kind == 'number' and t < cap) then
+        got = got + 1
+        granted[got], offsets[got] = k, nxt
+        if t then entries[k] = t + 1 end
+      elseif kind == 'table' and t.line == '' and not pushed[k] and t.held < cap
+        and (t.owner == me or t.owner == NOBODY)
+        and not (t.extended and (t.extended.stop ~= FREE or t.extended.suspect >= nxt)) then
+        got = got + 1
+        granted[got], offsets[got], t.owner, t.held = k, nxt, me, t.held + 1
+      else
+        local before, line = pushed[k], pack('<I7', nxt)
+        while row[i + step] == k and not purge_to do -- include the next records with the same key
+          line, step = line .. pack('<I7', nxt + step), step + 1
+        end
+        pushed[k], p.waiting = before and before .. line or line, p.waiting + step
+        if before then -- this call has already told the key's owner, if necessary
+        elseif kind ~= 'string' then
+          t = as_table(k)
+          local x = t.extended
+          if t.line == '' and t.held < cap and t.owner ~= NOBODY and not (x and x.stop ~= FREE) then
+            tell(t.owner, k)
+            if t.owner == me then cut = true end -- the next step claims these records
+          end
+        elseif #t == 8 then
+          local low_byte, high_byte = byte(t, 7, 8)
+          if low_byte + 256 * high_byte < cap then tell(sub(t, 1, 6), k) end
+        end
+      end
+      i, nxt = i + step, nxt + step
+    end
+  end
+end
+p.next = nxt
+if p.purging > 0 then
+  local done = call('ZRANGEBYSCORE', KEYS[16], '-inf', text(nxt), 'LIMIT', 0, 64)
+  if #done > 0 then p.purging = p.purging - call('ZREM', KEYS[16], unpack(done)) end
 end
 
-local pushed = {} -- by key, the line of offsets to append
--- Return the purge mark of each key in the row, or -1. A scan settles the records below the mark.
-local function purge_marks(row)
-  local marks_of, names = {}, {}
-  for i = 1, #row do
-    if row[i] ~= '' and not marks_of[row[i]] then
-      marks_of[row[i]], names[#names + 1] = -1, row[i]
-    end
-  end
-  for _, k in ipairs(names) do marks_of[k] = tonumber(call('ZSCORE', KEYS[16], k) or -1) end
-  return marks_of
-end
--- Return whether records of key k can be granted at once. Its entry t must be a table.
-local function grantable(k, t)
-  if t.line ~= '' or pushed[k] or t.held >= cap or (t.owner ~= me and t.owner ~= NOBODY) then
-    return false
-  end
-  local x = t.extended
-  return not x or (x.stop == FREE and x.suspect < nxt)
-end
-local function scan_row(row)
-  local purged = p.purging > 0 and purge_marks(row)
-  local i = 1
-  while row[i] and got < want do
-    local k, count = row[i], 1
-    local t = entries[k]
-    if purged and (purged[k] or -1) > nxt then
-      p.purged = p.purged + 1
-    elseif t == 0 or k == '' or (type(t) == 'number' and t < cap) then
-      got = got + 1
-      granted[got], offsets[got] = k, nxt
-      if t then entries[k] = t + 1 end
-    elseif type(t) == 'table' and grantable(k, t) then
-      got = got + 1
-      granted[got], offsets[got], t.owner, t.held = k, nxt, me, t.held + 1
-    else
-      local before, line = pushed[k], pack('<I7', nxt)
-      while row[i + count] == k and not purged do -- include the next records with the same key
-        line, count = line .. pack('<I7', nxt + count), count + 1
-      end
-      pushed[k], p.waiting = before and before .. line or line, p.waiting + count
-      if before then -- this call has already told the key's owner, if necessary
-      elseif type(t) ~= 'string' then
-        t = as_table(k)
-        local x = t.extended
-        if t.line == '' and t.held < cap and t.owner ~= NOBODY and not (x and x.stop ~= FREE) then
-          tell(t.owner, k)
-          if t.owner == me then cut = true end -- the next step claims these records
-        end
-      elseif #t == 8 then
-        local low, high = byte(t, 7, 8)
-        if low + 256 * high < cap then tell(sub(t, 1, 6), k) end
-      end
-    end
-    i, nxt = i + count, nxt + count
-  end
-end
-local function append_waiting()
+-- Append the records that must wait to the entries of their keys, or to chunks.
+if next(pushed) then
   local long, fields = {}, {}
   for k, line in pairs(pushed) do
     local t = entries[k]
@@ -150,50 +174,25 @@ local function append_waiting()
       end
     end
   end
-  if #long == 0 then return end
-  local chunks, set = call('HMGET', KEYS[6], unpack(fields)), {}
-  for i = 1, #long do
-    local k, x, line = unpack(long[i])
-    local chunk = x.far > 0 and chunks[i] or ''
-    x.far = x.far + #line / 7
-    while line ~= '' do
-      if #chunk >= 7 * CHUNK then chunk, x.last = '', x.last + 1 end
-      local space = 7 * CHUNK - #chunk
-      chunk, line = chunk .. sub(line, 1, space), sub(line, space + 1)
-      set[#set + 1], set[#set + 2] = k .. ':' .. text(x.last), chunk
+  if #long > 0 then
+    local chunks, set = call('HMGET', KEYS[6], unpack(fields)), {}
+    for i = 1, #long do
+      local k, x, line = unpack(long[i])
+      local chunk = x.far > 0 and chunks[i] or ''
+      x.far = x.far + #line / 7
+      while line ~= '' do
+        if #chunk >= 7 * CHUNK then chunk, x.last = '', x.last + 1 end
+        local space = 7 * CHUNK - #chunk
+        chunk, line = chunk .. sub(line, 1, space), sub(line, space + 1)
+        set[#set + 1], set[#set + 2] = k .. ':' .. text(x.last), chunk
+      end
     end
-  end
-  many('HSET', KEYS[6], set)
-end
-
-local scan_until = nxt + SCAN
-while got < want and not (stop or cut) and nxt < scan_until and p.waiting < room and nxt < stream_end do
-  if nxt > p.next and loaded > LOADS then break end
-  if not entry or nxt > entry.last then entry = next_entry() end
-  if not entry or entry.first > nxt then
-    local to = entry and min(entry.first, stream_end) or stream_end
-    if stream[3] or stream[6] then -- the store, or an unindexed part of the ring, may have the records
-      stored_stop = to
-      break
-    end
-    lose(to)
-  elseif nxt <= entry.last then
-    local row = read_row()
-    load(row)
-    scan_row(row)
-  else
-    break -- a hostile entry that ends before it begins
+    many('HSET', KEYS[6], set)
   end
 end
-append_waiting()
-p.next = nxt
-if p.purging > 0 then
-  local done = call('ZRANGEBYSCORE', KEYS[16], '-inf', text(nxt), 'LIMIT', 0, 64)
-  if #done > 0 then p.purging = p.purging - call('ZREM', KEYS[16], unpack(done)) end
-end
 
--- 5. Put the granted records into batches.
-local sent, fields = {}, {}
+-- 6. Put the granted records into batches.
+local sent, batches = {}, {}
 c.first, c.holding = c.last + 1, c.holding + got
 for low = 1, got, BATCH do
   local high, lowest = min(low + BATCH - 1, got), offsets[low]
@@ -201,7 +200,9 @@ for low = 1, got, BATCH do
   c.last = c.last + 1
   local line, n = to_line(offsets, low, high), text(c.last)
   sent[#sent + 1] = line
-  fields[#fields + 1], fields[#fields + 2] = n, write_batch({unpack(granted, low, high)}, line)
+  local names = got <= BATCH and granted or {unpack(granted, low, high)}
+  batches[#batches + 1], batches[#batches + 2] = n, write_batch(names, line)
   marks[me .. ':' .. n] = lowest
 end
-if got > 0 then call('HSET', KEYS[17], unpack(fields)) end
+if got > 0 then call('HSET', KEYS[17], unpack(batches)) end
+
