@@ -73,7 +73,7 @@ class SharedConfig:
             raise ValueError(f"default_key must have 1 to {ORDERING_KEY_BYTES_MAX} bytes.")
         if self.keyless == "free" and self.default_key != DEFAULT_KEY:
             raise ValueError(
-                'With keyless="free" no record gets the default key. Omit default_key.'
+                'With keyless="free", no record gets the default key. Omit default_key.'
             )
 
     def to_fields(self) -> dict[str, str]:

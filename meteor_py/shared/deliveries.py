@@ -116,7 +116,7 @@ class Deliveries:
         self.failure: MeteorError | None = None
         #: Dead letters that this consumer is to publish.
         self.dead_letters: list[DeadLetter] = []
-        #: The ``clock.now()`` until which no other consumer can get the records held here.
+        #: The time, as in ``clock.now()``, until which no other consumer can get these records.
         self.valid_until = 0.0
         #: The time at which the last step that got a reply was sent.
         self.spoke_at = 0.0
@@ -183,7 +183,7 @@ class Deliveries:
         """Settle the records that are still held; return the others.
 
         Raises:
-            ValueError: A record was settled before, or belongs to another consumer. No record is
+            ValueError: A record was already settled, or belongs to another consumer. No record is
                 settled.
         """
         with self.condition:
@@ -462,7 +462,7 @@ class Deliveries:
         epochs, end = self.protocol.read_epochs(connection)
         if newest_epoch(epochs) != reply.epoch:  # the next exchange repeats the step
             raise ConnectionFailed(
-                f"The server of stream {self.protocol.stream.name!r} is failing over."
+                f"The server for stream {self.protocol.stream.name!r} is failing over. Try again."
             )
         with self.condition:
             truncated = self._delivered.enter(epochs, end)
@@ -518,8 +518,8 @@ class Deliveries:
     def _log_dropped(self, dropped: Iterable[tuple[int, int]]) -> None:
         for offset, failures in dropped:
             _log.warning(
-                "Shared group %r discarded record %d of stream %r after %d failures, because it "
-                "has no dead_letter stream.",
+                "Shared group %r discarded record %d of stream %r after %d failures, because the "
+                "group has no dead_letter stream.",
                 *(self.protocol.group, offset, self.protocol.stream.name, failures),
             )
 
@@ -607,4 +607,4 @@ def _encoded(reason: str) -> bytes:
 
 
 def _settled_before(record: SharedRecord) -> ValueError:
-    return ValueError(f"Record {record.offset} was settled before.")
+    return ValueError(f"Record {record.offset} was already settled. Settle each record once.")

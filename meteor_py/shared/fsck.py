@@ -325,7 +325,7 @@ class _Check:
         for name, score in zip(_SETS[:2], scores, strict=False):
             wanted = waiting[0] if waiting and name == place else None
             if (None if score is None else float(score)) != wanted:
-                self._add(f"The set {name} lists key {key!r} wrongly, or wrongly omits it.")
+                self._add(f"The set {name} has a wrong entry, or none, for key {key!r}.")
         if entry.stop == DELAYED and scores[2] is None:
             self._add(f"Key {key!r} is delayed, but the set delayed does not list it.")
         if entry.stop != DELAYED and scores[2] is not None:
@@ -432,7 +432,9 @@ class _Check:
             flaws.append("An unsettled record is outside the range that the group has scanned.")
         if progress.waiting != len(self._waiting):
             count = len(self._waiting)
-            flaws.append(f"The group counts {progress.waiting} waiting records, but {count} wait.")
+            flaws.append(
+                f"The group counts {progress.waiting} waiting records, but {count} are waiting."
+            )
         settled = progress.acked + progress.dead + progress.lost + progress.purged
         if settled + len(places) != progress.next - start:
             flaws.append(

@@ -349,7 +349,7 @@ class Prefetcher:
         epochs = self.stream.connector.call("HGET", keys.meta(self.stream.name), "epochs")
         if epochs is None or newest_epoch(epochs.decode()) != self._epoch:
             raise ConnectionFailed(  # the record may be from a branch that the server has lost
-                f"The server of stream {self.stream.name!r} is failing over."
+                f"The server for stream {self.stream.name!r} is failing over. Try again."
             )
         if self._dead_letter_stream is None:
             self._dead_letter_stream = open_letters(

@@ -72,7 +72,7 @@ class SharedRecord(msgspec.Struct, eq=False):
             Fenced: This consumer no longer holds the record, because the lease expired, the
                 subscriber was closed, or a failover lost the delivery. Also the base class of the
                 other two errors.
-            ValueError: The record was settled before.
+            ValueError: The record was already settled.
         """
         self._deliveries.ack(self)
 
@@ -98,7 +98,7 @@ class SharedRecord(msgspec.Struct, eq=False):
 
         Raises:
             Rewound, AckTimeout, Fenced: As for ``ack``.
-            ValueError: The record was settled before, or ``only_this`` was combined with a delay,
+            ValueError: The record was already settled, or ``only_this`` was combined with a delay,
                 which applies to the whole ordering key.
         """
         self._deliveries.release(self, delay, only_this=only_this, failed=failed, reason=reason)
@@ -129,7 +129,11 @@ class SharedRecord(msgspec.Struct, eq=False):
 
     @property
     def ordering_key(self) -> bytes:
-        """The key or header value that orders the record (see the stream's ``ordering_key``)."""
+        """The key or header value that orders the record (see the stream's ``ordering_key``).
+
+        For a record without one, the group's ``default_key``, or with ``keyless="free"``, a zero
+        byte and the offset.
+        """
         return self._deliveries.ordering_key(self.record)
 
     @property

@@ -225,7 +225,7 @@ class SharedSubscriber(Closeable):
         Raises:
             Rewound, AckTimeout, Fenced: This consumer no longer holds some of the records, which
                 the error lists in ``offsets``. The others are acknowledged.
-            ValueError: A record was settled before, or belongs to another consumer. Nothing is
+            ValueError: A record was already settled, or belongs to another consumer. Nothing is
                 acknowledged.
         """
         missed = self._deliveries.ack_batch(list(records))

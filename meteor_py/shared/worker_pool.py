@@ -62,7 +62,8 @@ class WorkerPool:
         self._limit = subscriber.config.handler_limit
         self._work_ahead = WorkAhead(size, subscriber.config.prefetch)
         self._condition = SignalSafeCondition()
-        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key; kept while its handler runs
+        # By ordering key. A queue, even if empty, is kept while a handler processes its key.
+        self._queues: dict[bytes, deque[SharedRecord]] = {}
         self._ready: deque[bytes] = deque()  # keys of _queues that no thread is working on
         self._unfinished = 0  # records in _queues and in _begun
         self._begun: set[SharedRecord] = set()  # records whose handlers are running
@@ -127,7 +128,7 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _fetch_more(self) -> list[SharedRecord]:
-        """Fetch records once the threads have processed half of the held records."""
+        """Fetch records after the threads have processed half of the held ones, or a short wait."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,

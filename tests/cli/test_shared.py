@@ -187,11 +187,13 @@ def test_fsck_finds_contradictions(url: str, stream: Stream, sub: SharedSubscrib
     done = meteor(url, "shared", "fsck", "carts", "billing")
     assert (done.code, done.lines) == (
         1,
-        [f"The group counts 99 waiting records, but {before} wait."],
+        [f"The group counts 99 waiting records, but {before} are waiting."],
     )
     assert "1 contradiction" in done.err
     done = meteor(url, "shared", "fsck", "carts", "billing", "--json")
-    assert done.objects[0]["flaw"] == f"The group counts 99 waiting records, but {before} wait."
+    assert (
+        done.objects[0]["flaw"] == f"The group counts 99 waiting records, but {before} are waiting."
+    )
     change_progress(stream.client._connector, sub._shared._protocol, waiting=f"x{before}")
 
 

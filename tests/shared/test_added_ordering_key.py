@@ -167,7 +167,9 @@ def test_earlier_records_are_indexed_from_ring_and_store(url: str, tmp_path: Pat
         assert processed(stream) == [*enumerate(wanted)]
 
 
-def test_frames_staged_earlier_are_moved_and_indexed_by_consumers(client: meteor.Client) -> None:
+def test_frames_staged_before_the_key_was_added_are_indexed_by_consumers(
+    client: meteor.Client,
+) -> None:
     stream = client.stream("s", create=True)
     early = Stage(stream._handle, "w.0.0")
     early.write(Columns([b"1", b"2"], [b"a", b"b"]))

@@ -46,7 +46,7 @@ def test_batch_with_a_settled_record_changes_nothing(url: str) -> None:
         records = c1.poll(5)
         records[1].ack()
         for settle in (c1.ack, c1.release):
-            with pytest.raises(ValueError, match="Record 1 was settled before"):
+            with pytest.raises(ValueError, match="Record 1 was already settled"):
                 settle(records)
         c1.commit()
         assert queue.shared.describe().acked == 3

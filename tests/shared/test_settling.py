@@ -76,7 +76,7 @@ def test_record_can_be_settled_only_once(url: str, first: str, second: str, flus
         getattr(record, first)()
         if flushed:
             c1.flush()
-        with pytest.raises(ValueError, match="Record 0 was settled before"):
+        with pytest.raises(ValueError, match="Record 0 was already settled"):
             getattr(record, second)()
 
 
