@@ -117,7 +117,7 @@ class StreamHandle:
     def reopen(self) -> StreamHandle:
         """Return a handle for the stream's current incarnation.
 
-        It shares the open store, unless the stream now has another store.
+        The new handle shares the open store, unless the stream now has another store.
         """
         handle = StreamHandle(
             self.connector, self.name, find_stream(self.connector, self.name), self._store

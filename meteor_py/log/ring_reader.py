@@ -137,7 +137,7 @@ class RingReader:
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
-        """Send the next fetch in advance, so that it runs while the caller processes this one.
+        """Send the next fetch in advance, so that the server runs it while the caller is busy.
 
         Does so only if the caller reads sequentially and the records exist, so that the server does
         not wait for them.

@@ -1,7 +1,7 @@
 """The accumulator: collects published records in batches and limits unacknowledged bytes.
 
 Any thread may add records; one sender takes the batches. A batch collects records while the sender
-waits for replies. Only ``linger`` makes it wait longer.
+waits for replies. Only ``linger`` makes the batch wait longer.
 
 A record that has only a value takes the fast path (fast_path.py). Methods that use the open batch
 or its totals first count the records that the fast path has appended. If no record waits and the

@@ -2,9 +2,9 @@
 
 While the sender has nothing to do, it lends its connection. The next publish then sends its record
 from the calling thread, and ``ack.result()`` reads the reply in the thread that calls it. Without
-the direct line, each record changes threads twice. That takes longer than the server's work: 18
-system calls instead of 4. The sender takes the connection back for everything else, and continues
-as if it had sent the record itself.
+the direct line, each record changes threads twice and needs 18 system calls instead of 4, which
+takes longer than the server's work. The sender takes the connection back for everything else, and
+continues as if it had sent the record itself.
 
 The line is in one of six states:
 
@@ -33,9 +33,9 @@ Invariants:
    and handles a reply that is not a bare offset.
 6. Exact counts. A record in flight here counts as pending, in bytes and as a batch, from the moment
    of publishing until it is settled. ``flush()``, ``close()`` and ``max_pending_bytes`` see it.
-7. No stale server. From one second after the last acknowledgement, no record may use the line: the
-   sender must read the server's replication id first. The same applies when the producer's lifetime
-   must be renewed.
+7. No stale server. If the last acknowledgement is more than a second old, no record may use the
+   line: the sender must read the server's replication id first. The same applies when the
+   producer's lifetime must be renewed.
 8. Bounded waits, one lock. A thread reads for at most one second, and not beyond its record's
    deadline. No thread takes the accumulator's lock while it holds the lock of a completion. If a
    signal handler uses the publisher while its own thread is READING, it stops that read first.

@@ -312,7 +312,7 @@ class Sender:
             self._settle_acknowledged()
 
     def _settle_acknowledged(self) -> None:
-        if self._in_new_epoch():  # another client has begun it, so check for lost records
+        if self._in_new_epoch():  # another client has begun this epoch: check for lost records
             try:
                 _, lost_from = self._lost_from()
             except ServerRefused:  # no permission to read meta; a warning was logged earlier
@@ -498,7 +498,10 @@ class Sender:
             self._lose(lost_from)
 
     def _lose(self, first: int) -> None:
-        """Report lost acknowledged records, and fail all pending ones: none can be in the log."""
+        """Report lost acknowledged records, and fail all pending records.
+
+        None of the pending records can be in the log.
+        """
         self._fail_all(self._report_loss(first))
 
     def _report_loss(self, first: int) -> LogTruncated:

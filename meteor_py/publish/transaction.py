@@ -40,7 +40,7 @@ STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
 #: Maximum number of fences that one call to ``let_expire`` deletes.
 _EXPIRE_MAX = 20
-#: Bytes after which a script call stops moving frames, because other clients wait meanwhile.
+#: Bytes after which a script call stops moving frames, because the call blocks other clients.
 MOVE_BYTES = 4 * 1024 * 1024
 #: Bytes of frames to collect before they are sent to a stage.
 _SEND_BYTES = 1024 * 1024

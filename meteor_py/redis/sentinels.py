@@ -45,8 +45,8 @@ _JOIN_S = 3.0
 class Sentinels(RefreshedTopology):
     """The primary that the sentinels name. Thread-safe, and usable after a fork.
 
-    If the sentinels disagree, the reply with the highest configuration epoch wins. A sentinel that
-    is cut off from the others still names the former primary.
+    If the sentinels disagree, the reply with the highest configuration epoch wins, because a
+    sentinel that is cut off from the others still names the former primary.
     """
 
     checks_role = True

@@ -245,7 +245,7 @@ class RefreshedTopology(Topology):
             self._leave_parent()
         if self._is_usable():
             return
-        # With an older answer at hand, do not wait for a thread that waits for a silent server.
+        # If an older answer is known, hardly wait for the other thread: its server may be silent.
         patience_s = _REFRESH_S if self._is_known else search.timeout_s
         try:
             search.run_locked(self._lock, patience_s, lambda: self._refresh_once(search))
@@ -315,7 +315,7 @@ def redirect_pause_s(failures: int) -> float:
     doubled_s = _FIRST_S * 2.0 ** min(failures - 1, 30)
     if doubled_s <= _STEADY_S:
         return pause_s(failures, _FIRST_S, _STEADY_S)
-    steps = failures - 6  # doubling reaches _STEADY_S with the sixth
+    steps = failures - 6  # doubling reaches _STEADY_S at the sixth failure
     return min(_STEADY_S * _GROWTH ** min(steps, 100), _LONGEST_S) * random.uniform(0.5, 1)
 
 

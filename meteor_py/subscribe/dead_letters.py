@@ -213,7 +213,7 @@ def _check(target: StreamHandle, reply: list[Any]) -> None:
     if code == b"FULL":
         raise reply_errors.stream_full(target.name, reply[1])
     if code == b"HISTORY":
-        raise ConnectionFailed(f"The server for stream {target.name!r} is failing over.")
+        raise ConnectionFailed(f"The server for stream {target.name!r} is failing over. Try again.")
     raise ServerRefused(f"Stream {target.name!r} refused a dead letter: {code.decode()}.")
 
 

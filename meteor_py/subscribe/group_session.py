@@ -484,7 +484,7 @@ class GroupSession:
                 self.condition.wait(_TURN_S / 10)
 
     def _release(self, connection: Connection) -> None:
-        """Release the lease if it is, or may be, ours."""
+        """Release the lease if it is, or may be, ours, and end the term."""
         state = self._state
         if state.to_release is not None:
             self._try_release(connection, state.to_release)
@@ -507,7 +507,7 @@ class GroupSession:
     # -- for the background thread -------------------------------------------------------------
 
     def next_job(self, retry_at: float) -> tuple[Job | None, float]:
-        """Return the job that is due, or the seconds to wait. The caller holds the lock.
+        """Return the job that is due, or None and the seconds to wait. The caller holds the lock.
 
         Args:
             retry_at: The earliest time, on the ``now()`` clock, at which a job may run.
@@ -554,8 +554,8 @@ class GroupSession:
     def _lose_term(self, connection: Connection, term: Term, error: LeaseLost) -> None:
         """End a term that is over on the server.
 
-        Ask the server about a confirm whose reply was lost: it may have taken effect. The answer
-        is final, because the server refuses all later confirms from this term.
+        Ask the server about a confirm whose reply was lost, because the confirm may have taken
+        effect. The answer is final: the server refuses all later confirms from this term.
         """
         if self.confirms.in_doubt:
             confirmed = self.lease.confirmed_in(connection, term)

@@ -78,6 +78,6 @@ class RenewalThread(JoinableThread):
                 _log.warning("The server for %s is unavailable; retrying: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
-        except MeteorError as error:  # the group is gone, or access denied: a retry will not help
+        except MeteorError as error:  # such as a deleted group: a retry will not help
             _log.warning("Lost the lease for %s: %s", session.lease, error)
             session.give_up_term(connection, term, error)

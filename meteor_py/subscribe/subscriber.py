@@ -262,7 +262,7 @@ class Subscriber(Closeable):
 
     @property
     def skipped(self) -> int:
-        """Number of lost records that ``on_gap="skip"`` or ``skip_gap()`` has skipped."""
+        """Number of lost or damaged records skipped by ``on_gap="skip"`` or ``skip_gap()``."""
         return self._fetcher.buffer.skipped
 
     @property
