@@ -259,7 +259,9 @@ class SharedGroup:
             if known is None:
                 found[key] = KeyState(key, 1, 0, 1, None, offset, "ready")
             else:
-                found[key] = replace(known, count=known.count + 1, waiting=known.waiting + 1)
+                count, waiting = known.count + 1, known.waiting + 1
+                oldest = known.oldest if known.count else offset
+                found[key] = replace(known, count=count, waiting=waiting, oldest=oldest)
 
     def _unscanned(
         self, description: SharedDescription, start: int, end: int | None

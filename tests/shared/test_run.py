@@ -475,7 +475,7 @@ def test_ctrl_c_ends_a_waiting_run_and_its_threads(url: str) -> None:
 
         with background(interrupt), pytest.raises(KeyboardInterrupt):
             consumer.run(log)
-        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-pool")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-worker-")]
         consumer.close()
         assert queue.shared.confirmed == 3
 

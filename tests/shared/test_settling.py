@@ -361,6 +361,8 @@ def test_parked_key_without_records_stays_parked(any_url: str) -> None:
         c1.poll(5)[0].reject()
         assert c1.poll(0) == []
         queue.publish("A")
+        (state,) = c1.keys(look_ahead=True)  # no consumer has scanned the record yet
+        assert (state.state, state.waiting, state.oldest) == ("parked", 1, 1)
         assert c1.poll(0) == []
         assert queue.keys()["A"].state == "parked"
         assert c1.resume(b"A")
