@@ -179,10 +179,10 @@ class Connector:
                 if node not in nodes:
                     del results[node]  # it is no longer a primary
             rest = [node for node in nodes if node not in results]
-            for others, node in zip(reversed(range(len(rest))), rest, strict=True):
+            for number, node in enumerate(rest, 1):
                 share_s = self.timeout_s
                 if unreachable is not None:  # all frozen primaries share one timeout
-                    share_s = search.share_s(others, _NODE_S)
+                    share_s = search.share_s(len(rest) - number, _NODE_S)
                 try:
                     results[node] = self._use_at(node, Search(share_s), work)
                 except ConnectionFailed:

@@ -202,8 +202,8 @@ def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
 def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     return Fenced(
         f"This consumer in shared group {group!r} of stream {stream!r} no longer holds "
-        f"{_shown(offsets)}: it was silent for longer than lease_ttl, or left the group. The group "
-        "will deliver them again.",
+        f"{_shown(offsets)}: it was silent for longer than lease_ttl, left the group, or lost them "
+        "in a failover. The group delivers them again, unless LogTruncated reports them as lost.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),

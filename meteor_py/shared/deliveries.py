@@ -97,6 +97,8 @@ class Deliveries:
         self._ack_timeouts = AckTimeouts()
         #: The time of the first settlement since the last step began; None if there was none.
         self.unsent_since: float | None = None
+        #: Whether the application is polling. A settlement may then make records available.
+        self.polling = False
         #: Whether the lease renewer is waiting, so that the next settlement must notify it.
         self.renewer_waits = False
         #: Whether a thread is waiting until fewer records are held.
@@ -465,14 +467,15 @@ class Deliveries:
                 f"The server for stream {self.protocol.stream.name!r} is failing over. Try again."
             )
         with self.condition:
+            # First, in case of a Ctrl-C: the next exchange repeats only what precedes enter().
+            self.dead_letters.clear()  # their offsets may now refer to other records
+            self.holdings.drop_letters()
             truncated = self._delivered.enter(epochs, end)
             if truncated is not None:
                 self._truncated.append(truncated)
                 # The error about this loss also covers the settlements of the lost records.
                 self._refused = [o for o in self._refused if o < truncated[0]]
                 self._unknown = [o for o in self._unknown if o < truncated[0]]
-            self.dead_letters.clear()  # their offsets may now refer to other records
-            self.holdings.drop_letters()
 
     def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
         report, entry = reply.report, request.entry
@@ -586,9 +589,10 @@ class Deliveries:
 
     def _notify(self) -> None:
         """Wake the lease renewer, and threads that wait for room. The caller holds the lock."""
-        if self.unsent_since is None:
+        is_first = self.unsent_since is None
+        if is_first:
             self.unsent_since = now()
-        if self.renewer_waits or self.waits_for_room:
+        if self.renewer_waits or self.waits_for_room or (is_first and self.polling):
             self.renewer_waits = False
             self.condition.notify_all()
 

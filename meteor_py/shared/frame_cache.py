@@ -83,6 +83,13 @@ class FrameCache:
         Raises:
             ConnectionFailed, StoreUnavailable: The server or the store cannot be reached.
         """
+        try:
+            return self._fetch(offsets, max_bytes)
+        except BaseException:  # a Ctrl-C may have interrupted a change of the cache
+            self.forget()
+            raise
+
+    def _fetch(self, offsets: Sequence[int], max_bytes: int) -> Fetched:
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # offsets that the ring has dropped
         left, room = offsets, max_bytes

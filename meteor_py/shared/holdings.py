@@ -104,16 +104,18 @@ class Holdings:
         granted, batch_of, held = self.granted, self._batch_of, self._held
         for record in fetched:
             offset = record.offset
-            if granted.pop(offset, None) is None:
+            if offset not in granted:
                 continue
-            if offset not in batch_of:
-                continue  # a signal handler's close() has returned it
-            if self._rewound and self._was_rewound(record):
-                self._return(offset)
-                continue
-            held[offset] = record
-            self._receipts += 1
-            received.append(record)
+            # The first may be False because a signal handler's close() has returned the record, the
+            # second because a Ctrl-C has interrupted an earlier call between these lines.
+            if offset in batch_of and offset not in held:
+                if self._rewound and self._was_rewound(record):
+                    self._return(offset)
+                else:
+                    held[offset] = record
+                    self._receipts += 1
+                    received.append(record)
+            granted.pop(offset, None)
         if not granted:
             self._rewound.clear()
         return received
@@ -203,7 +205,7 @@ class Holdings:
         acks: list[int] = []
         partial: list[Settlement] = []
         size = 0
-        for batch in self._dirty:
+        for batch in list(self._dirty):  # a copy: a signal handler may flush
             if size and size + len(batch.open) > _ACKS_MAX:
                 break
             size += len(batch.open)  # the server reads the whole batch, even to ack a part of it
@@ -364,7 +366,7 @@ class Holdings:
                 void += sent
             else:
                 unknown += sent
-        for batch in self._dirty:
+        for batch in list(self._dirty):
             void += batch.acked
         void += [offset for other in self._others for offset in other.asked]
         self.request, self._others = None, []

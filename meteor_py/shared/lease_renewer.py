@@ -33,7 +33,6 @@ class LeaseRenewer:
     def __init__(self, deliveries: Deliveries, max_poll_interval_s: float) -> None:
         self._deliveries = deliveries
         self._interval_s = max_poll_interval_s
-        self._polling = False
         self._stopped = False
         self._close: Callable[[], None] | None = None
         name = f"{THREAD_PREFIX}-{deliveries.protocol.stream.name}"
@@ -42,11 +41,11 @@ class LeaseRenewer:
     @property
     def polling(self) -> bool:
         """Whether the application is polling now."""
-        return self._polling
+        return self._deliveries.polling
 
     @polling.setter
     def polling(self, polling: bool) -> None:
-        self._polling = polling
+        self._deliveries.polling = polling
         deliveries = self._deliveries
         if not polling and (deliveries.idle is not None or deliveries.holdings.request is not None):
             with deliveries.condition:
@@ -123,7 +122,7 @@ class LeaseRenewer:
 
         Returns None if the consumer is polling, or is not registered.
         """
-        if self._deliveries.idle is None or self._polling:
+        if self._deliveries.idle is None or self._deliveries.polling:
             return None
         return self._deliveries.alive_at + _LINGER_S - now()
 
@@ -133,7 +132,7 @@ class LeaseRenewer:
         In that step, the server may have registered this consumer for wake-ups.
         """
         holdings = self._deliveries.holdings
-        return holdings.unsent or (not self._polling and holdings.request is not None)
+        return holdings.unsent or (not self._deliveries.polling and holdings.request is not None)
 
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to send; return False if stopped."""
@@ -168,10 +167,13 @@ class LeaseRenewer:
         It should not if another thread, usually a poll, has sent them or is sending them.
         """
         deliveries = self._deliveries
-        gather = _HURRY_S if self.polling and deliveries.holdings.queued else _GATHER_S
+        gather = _HURRY_S if deliveries.polling and deliveries.holdings.queued else _GATHER_S
         since = deliveries.unsent_since
         left = gather if since is None or deliveries.exchanging else since + gather - now()
-        if deliveries.condition.wait_for(lambda: self._stopped, left):
+        # If a poll sends these settlements, wait anew for the next ones.
+        if deliveries.condition.wait_for(
+            lambda: self._stopped or deliveries.unsent_since not in (since, None), left
+        ):
             return False
         since = deliveries.unsent_since
         waited = since is None or now() - since >= gather

@@ -214,8 +214,13 @@ class Prefetcher:
             if room <= 0:
                 return
             fetched = self._frame_cache.fetch(sorted(granted), room)
-            received = self.deliveries.receive(*fetched)
-            self._buffer = deque(sorted([*self._buffer, *received], key=_OFFSET))
+            try:
+                self.keep(self.deliveries.receive(*fetched))
+            except BaseException:  # after a Ctrl-C, the next poll delivers them
+                handed = set(self.handed)
+                held = list(self.deliveries.holdings.held())
+                self.keep(record for record in held if record not in handed)
+                raise
             granted = self.deliveries.holdings.granted
 
     def _wait(self, idle: StepReply | None, left_s: float) -> None:
@@ -284,7 +289,7 @@ class Prefetcher:
             raise
 
     def keep(self, records: Iterable[SharedRecord]) -> None:
-        """Put records back into the buffer, to deliver them again."""
+        """Put records into the buffer, unless they are there already."""
         kept = dict.fromkeys([*records, *self._buffer])
         self._buffer = deque(sorted(kept, key=_OFFSET))
 

@@ -373,7 +373,9 @@ class SharedSubscriber(Closeable):
         if self._deliveries.holdings.unsent:
             self._prefetcher.exchange(0)
         try:
-            self._prefetcher.publish_dead_letters()
+            # During a poll in another thread, leave them to the group: the poll may be fetching.
+            if not self._lease_renewer.polling:
+                self._prefetcher.publish_dead_letters()
         finally:
             try:
                 self._deliveries.exchange(leave=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import subscriber, worker_pool
+from meteor_py.shared import lease_renewer, subscriber, worker_pool
 from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import GROUP, STREAM, Queue, Runner, drain, offsets
@@ -450,6 +450,26 @@ def test_run_raises_a_base_exception_from_its_handler(url: str) -> None:
             consumer.run(handle, concurrency=2)
         consumer.close()
         assert queue.shared.describe().consumers == ()
+
+
+def test_run_sends_acks_at_once_although_it_polls_meanwhile(
+    url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key allows one record at a time, so the next ones wait for the ack."""
+    monkeypatch.setattr(lease_renewer, "_GATHER_S", 600.0)
+    with Queue(url, [f"g{n % 8}" for n in range(600)], max_per_key=1) as queue:
+        consumer = queue.consumer()
+        pauses_s = [rng.expovariate(250) for _ in range(600)]
+        done: list[int] = []
+
+        def handle(record: meteor.SharedRecord) -> None:
+            threading.Event().wait(pauses_s[record.offset])
+            done.append(record.offset)
+            if len(done) == 600:
+                consumer.stop()
+
+        consumer.run(handle, concurrency=8)  # pytest's timeout ends it if an ack waits
+        assert sorted(done) == list(range(600))
 
 
 @pytest.fixture

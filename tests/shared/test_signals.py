@@ -20,6 +20,7 @@ from meteor_py.shared.lease_renewer import THREAD_PREFIX
 from meteor_py.shared.protocol import StepReply, StepRequest
 from meteor_py.shared.record import Standing
 from tests.support.group_members import Process
+from tests.support.interrupts import interrupt_everywhere
 from tests.support.sharing import GROUP, STREAM, Queue, discard, drain, make_due, offsets
 from tests.support.waiting import eventually
 
@@ -119,6 +120,29 @@ def test_close_after_ctrl_c_at_any_moment_returns_all_records(
                 assert queue.shared.describe().consumers == ()
             queue.check()
         finish(queue)
+
+
+# A signal during connect may leave a socket to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_poll_after_ctrl_c_at_any_moment_of_a_poll_delivers_its_records(url: str) -> None:
+    with Queue(url, "AB", lease_ttl=60) as queue:
+        consumer = queue.consumer()
+        got: list[meteor.SharedRecord] = []
+
+        def poll(timeout: float = 0) -> None:
+            got.extend(consumer.poll(timeout))
+
+        published = 2
+        for _ in interrupt_everywhere(poll):
+            poll(5 if len(got) < 2 else 0)
+            poll(5 if len(got) < 2 else 0)
+            assert offsets(got) == [published - 2, published - 1]
+            for record in got:
+                record.ack()
+            got.clear()
+            queue.publish("AB")
+            published += 2
+        assert published > 100
 
 
 def test_signal_handler_can_close_at_any_moment_and_all_records_are_returned(

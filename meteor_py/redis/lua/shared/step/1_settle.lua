@@ -37,6 +37,7 @@ local REPLY = '<dddddddd'
 local number, last = match(ARGV[4], '^(%d+):?(%d*)$')
 number = tonumber(number)
 last = tonumber(last) or number - 1
+if number <= last then return {'INVALID'} end
 local mode = ARGV[5]
 local want = max(min(tonumber(ARGV[6]), 512), 0) -- limited, because other clients wait meanwhile
 if number == c.step then
