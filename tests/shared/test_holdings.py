@@ -157,7 +157,7 @@ def test_record_is_not_held_if_a_handler_closes_the_subscriber_as_it_arrives(
 
     step(held, 0)
     held.granted = Granted(held.granted)
-    assert held.receive([fake(0, b"A")]) == []
+    assert [r.standing for r in held.receive([fake(0, b"A")])] == [Standing.TAKEN]
     assert list(held.held()) == []
 
 
