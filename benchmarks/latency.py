@@ -30,7 +30,7 @@ from benchmarks.common import (
 WARM_UP = 100
 #: Seconds to wait before each record, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
-#: Maximum seconds for which one read by the receiver blocks.
+#: Maximum number of seconds that the receiver blocks in one read.
 BLOCK_S = 2.0
 BLOCK_MS = int(BLOCK_S * 1000)
 #: When acknowledgements are timed, one client publishes this many records before the other's turn.

@@ -18,6 +18,8 @@ from meteor_py.shared.deliveries import Deliveries
 
 _CONSUMERS = 4
 _FRAME = 4_096
+#: Number of runs, of which the fastest counts.
+_RUNS = 5
 
 
 def run(bench: Bench) -> list[Row]:
@@ -26,7 +28,7 @@ def run(bench: Bench) -> list[Row]:
     rng = random.Random(SEED)
     keys = [b"%d" % rng.randrange(1_000) for _ in range(count)]
     rows = [
-        within(f"shared: script CPU per record, {what}", "us", cost(bench, *case), goal)
+        within(f"shared: script CPU per record, {what}", "us", least_cost(bench, *case), goal)
         for what, case, goal in (
             ("1,000 ordering keys", (count, keys.__getitem__, 256), 5.0),
             ("distinct keys", (count, lambda n: b"%d" % n, 256), 4.0),
@@ -62,6 +64,14 @@ def _consumers(stream: meteor.Stream, number: int) -> list[Deliveries]:
     return [
         Deliveries(shared._protocol, settings, rule, None, f"c{each}") for each in range(number)
     ]
+
+
+def least_cost(bench: Bench, *case: Any) -> float:
+    """Return the least cost in several runs.
+
+    The server counts elapsed time, so a run in which the machine paused the server costs more.
+    """
+    return min(cost(bench, *case) for _ in range(bench.pick(_RUNS, 1)))
 
 
 def cost(bench: Bench, count: int, key: Callable[[int], bytes] | None, prefetch: int) -> float:

@@ -126,7 +126,7 @@ def started() -> SparkSession:
 
 
 def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -> dict[str, float]:
-    """Return rows per second when every column is read and discarded."""
+    """Return each source's rows per second when every column is read and discarded."""
     from pyspark_meteor.source import MeteorDataSource
 
     spark.dataSource.register(memory_source())
@@ -309,12 +309,12 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query until ``wanted`` batches follow the first three; return their durations in ms.
+    """Run a query for ``wanted`` batches after the first three; return the later durations in ms.
 
     Args:
         move: Called every ``_PACE_S`` seconds to move the source's offset. None if the offset moves
             by itself.
-        empty: Whether the batches must have no rows.
+        empty: Whether every batch must be empty. If not, every batch must have rows.
     """
     with running(frame, checkpoint) as query:
         moved = 0.0

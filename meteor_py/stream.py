@@ -531,7 +531,7 @@ class Stream:
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)
-        if connector.call("EXISTS", handle.keys[1]):  # recreated meanwhile, so list it again
+        if connector.call("EXISTS", handle.keys[1]):  # recreated: list it again
             connector.call("SADD", keys.STREAMS, self.name)
         if store is not None:
             store.delete(self.incarnation)

@@ -116,7 +116,7 @@ def send_on_schedule(ready: Ready, system: System, count: int, rate: int, size: 
 
 
 def receive(ready: Ready, system: System, count: int) -> list[float]:
-    """Receive records; return each one's delay in microseconds since the time stored in it."""
+    """Receive records; return how many microseconds after its stored time each one arrived."""
     consumer = system.consumer()
     consumer.to_end()
     began = ready()

@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
-    """Return the seconds from the active member's end to the other member's next record."""
+    """Return the seconds from the active member's kill or close to the other's next record."""
     fresh = system.fresh()
     seen = [_CONTEXT.Value("d", 0.0) for _ in range(2)]
     closing = [_CONTEXT.Event() for _ in range(2)]

@@ -57,10 +57,11 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat the signal whose KeyboardInterrupt or SystemExit was lost; a ``sys.unraisablehook``.
+    """Send a signal again if its KeyboardInterrupt or SystemExit was lost.
 
-    A signal may arrive while a finalizer or a weak reference callback is running. Exceptions cannot
-    leave such code: Python would only print a traceback, and the command would never end.
+    For ``sys.unraisablehook``. A signal may arrive while a finalizer or a weak reference callback
+    is running. No caller gets an exception from such code: Python would only print a traceback, and
+    the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)

@@ -31,7 +31,7 @@ def first_kept(
     max_bytes: int | None = None,
     offset: int | None = None,
 ) -> int:
-    """Return the first offset to keep, given the groups' confirmed offsets in ``groups``.
+    """Return the first offset to keep. Records that one of ``groups`` has not confirmed are kept.
 
     See ``Archive.expire`` for the criteria.
     """

@@ -208,7 +208,9 @@ class MemberHandle:
         return self.announced
 
     def finish_leaving(self, deadline: float) -> bool:
-        """Wait for handlers and tasks until ``deadline`` (``now()`` clock), then notify the server.
+        """Wait for handlers and tasks, then tell the server that the member has left.
+
+        Waits at most until ``deadline``, on the ``now()`` clock.
 
         Until then, the member stays in the group and sends heartbeats. Return whether the server
         was notified.

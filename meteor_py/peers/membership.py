@@ -30,7 +30,7 @@ class Membership(Sender):
     """A member that joined in this process. Get it with ``group.join()``.
 
     At the end of a ``with`` block, the member leaves. If the process ends without ``leave()``, a
-    named member remains in the group as dead. It continues when any process joins under its name.
+    named member stays in the group, marked as dead, until a process joins under its name again.
     """
 
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:

@@ -224,7 +224,7 @@ class Accumulator:
         """Refuse further records. The sender still takes those already accepted."""
         with self._lock:
             self._closed = self._closed or reason
-            self._edition += 1  # a method in progress must not add records
+            self._edition += 1  # makes a method in progress start over
             self._count_fast()
             self._work.notify_all()
             self._room.notify_all()

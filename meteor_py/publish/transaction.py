@@ -205,7 +205,7 @@ class Stage:
         """Raise if frames are missing. The commit would notice too late to write them again."""
         found = self._stream.connector.call("HLEN", self._key)
         if found != self._frames * (4 if self._ordering is None else 5):
-            raise _lost(self._stream, self._name, "Write them again.")
+            raise _lost(self._stream, f"stage {self._name!r}", "Write them again.")
 
 
 def commit(
@@ -259,7 +259,7 @@ def commit(
             case b"UNKNOWN":
                 raise _version_lost(stream, writer, version)
             case b"LOST" | b"INVALID":
-                raise _lost(stream, reply[1].decode(), "Write them again.")
+                raise _lost(stream, f"stage {reply[1].decode()!r}", "Write them again.")
             case _:
                 raise reply_errors.stream_gone(stream.name, reply[0])
     # Also discard the stages that other attempts and dead processes left behind.
@@ -416,7 +416,8 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
             if _last(stream, writer)[:2] >= (version, True):
                 return  # another committer has finished, and deleted the plan
             stream.end()  # raises if the stream was deleted
-            raise _lost(stream, writer, _stuck(stream, writer, version, done, total))
+            remedy = _stuck(stream, writer, version, done, total)
+            raise _lost(stream, f"writer {writer!r}", remedy)
         name, at, size = found
         reply = _move(stream, writer, version, done, name, (done - at, size))
         match reply[0]:
@@ -431,7 +432,8 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
             case b"FENCED":
                 return  # another committer finished, or the plan was lost: the caller plans again
             case b"LOST" | b"INVALID":
-                raise _lost(stream, name, _stuck(stream, writer, version, done, total))
+                remedy = _stuck(stream, writer, version, done, total)
+                raise _lost(stream, f"stage {name!r}", remedy)
             case b"EXHAUSTED":
                 raise ServerRefused(
                     f"Stream {stream.name!r} has used up its offsets. Write to a new stream."
@@ -481,8 +483,8 @@ def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishErr
 
 def _lost(stream: StreamHandle, what: str, remedy: str) -> PublishError:
     return PublishError(
-        f"Frames that were staged for stream {stream.name!r} are gone ({what}): they expired, or "
-        f"the server lost them. {remedy}",
+        f"Frames that were staged for stream {stream.name!r} are gone ({what}). They expired, a "
+        f"newer run of their writer deleted them, or the server lost them. {remedy}",
         stream=stream.name,
     )
 

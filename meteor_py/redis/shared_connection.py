@@ -68,7 +68,7 @@ class SharedConnection:
                 self._user = None
 
     def is_mine(self) -> bool:
-        """Return whether this thread is in a call. If so, the caller is a signal handler."""
+        """Return whether the caller is a signal handler that has interrupted a call."""
         return self._user == threading.get_ident()
 
     @property

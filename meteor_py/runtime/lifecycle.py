@@ -70,7 +70,8 @@ class Registry(Generic[_T]):
     order: ClosingOrder
     #: Returns an object's owner; ``close_owned`` closes one owner's objects.
     owner: Callable[[_T], object]
-    #: Closes objects whose owner is closed, and raises the first failure.
+    #: Closes objects, and raises the first failure. Called when their owner is closed and, unless
+    #: ``close_within`` is set, on a signal.
     close: Callable[[Sequence[_T]], None]
     #: Closes objects at interpreter exit, and logs failures. Called even if no object is open, to
     #: join the threads of objects that were garbage-collected.

@@ -153,8 +153,8 @@ def run_locked(lock: threading.RLock, timeout_s: float, work: Callable[[], _T]) 
     """
     if _is_owned(lock):
         return work()
-    # Check the owner and release in one call into C. Otherwise a handler could raise between the
-    # two, or before a variable records that the lock was taken.
+    # Check the owner and release in one call into C. Between two calls, a handler could raise. With
+    # a flag, it could raise after the lock was taken, but before the flag was set.
     release_if_owned = map(_release, filter(_is_owned, (lock,)))
     try:
         if not lock.acquire(timeout=timeout_s):

@@ -18,11 +18,11 @@ class DeliveredPosition:
     """
 
     def __init__(self, incarnation: str, epochs: str) -> None:
-        """Start with no delivered record.
+        """Start with no records delivered.
 
         Args:
             incarnation: The stream's incarnation.
-            epochs: The stream's epoch table when the consumer opened it.
+            epochs: The stream's epoch table at the time the consumer opened it.
         """
         self._position = Position(incarnation, newest_epoch(epochs), 0, path_of(epochs))
 

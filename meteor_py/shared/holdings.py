@@ -185,7 +185,7 @@ class Holdings:
         return sorted((r for r in later if r.offset in self._held), key=attrgetter("offset"))
 
     def add(self, settlement: Settlement) -> None:
-        """Queue a settlement of a record that is not held here, such as a dead letter."""
+        """Queue the settlement of a record that is not held here, such as that of a dead letter."""
         self._others.append(settlement)
 
     # -- steps ---------------------------------------------------------------------------------

@@ -262,13 +262,13 @@ class SharedSubscriber(Closeable):
             raise self._deliveries.not_held(missed)
 
     def commit(self) -> None:
-        """Acknowledge all delivered records that are not settled, and wait for the server's reply.
+        """Acknowledge all delivered records not yet settled, and wait for the server's reply.
 
         Raises:
             Fenced: This consumer no longer held some of the records.
             MeteorError: As for ``poll()``, for example ``LogTruncated`` or ``OutcomeUnknown``.
             ConnectionFailed: The server did not reply. It may or may not have received the
-                acknowledgements. The next exchange finds out, and sends them again if necessary.
+                acknowledgements. The next request checks this, and sends them again if necessary.
         """
         self._check_open()
         self._deliveries.settle_all(self._prefetcher.handed, self._deliveries.ack)

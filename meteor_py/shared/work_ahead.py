@@ -16,12 +16,12 @@ _MEASURE_S = 1.0
 class WorkAhead:
     """A limit on held records that follows the speed of the worker threads.
 
-    If a consumer holds many more records than it can process, other consumers cannot get these
+    If a consumer holds many more records than it can soon process, other consumers cannot get these
     records or their ordering keys. The limit therefore starts low. It doubles whenever a thread is
     idle although the consumer has reached the limit. While the limit exceeds ``_AHEAD_S`` seconds
-    of work, it decreases every ``_MEASURE_S`` seconds, at most by half.
+    of work, it decreases every ``_MEASURE_S`` seconds, by at most half.
 
-    Only one thread may use it, except for ``note_done``, whose caller holds the pool's lock.
+    Only one thread may use it. Any thread that holds the pool's lock may call ``note_done``.
     """
 
     def __init__(self, threads: int, most: int) -> None:

@@ -316,7 +316,7 @@ def _merged(columns: Sequence[Column]) -> list[tuple[int, int]]:
 
 def examine(data: bytes, segment: Segment) -> str | None:
     """Return a description of the damage to a file's bytes; None if they are intact."""
-    changed = "its bytes have changed since they were written (checksum)"
+    changed = "its bytes have changed since they were written (checksum mismatch)"
     intact = digest(data) == segment.sha
     try:
         _read_all(data, segment)

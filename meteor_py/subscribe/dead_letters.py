@@ -1,10 +1,10 @@
 """Dead letters: records that cannot be handled, each published to another stream exactly once.
 
 Duplicates: a member may publish a dead letter and crash before it confirms the record. The next
-member then publishes the dead letter again. So each dead letter is the only batch of its own
-producer. The producer's id is derived from the record (stream, incarnation, epoch and offset) and
-from the group, with the group's incarnation if it has one. The server remembers that producer and
-refuses a second batch from any sender.
+member would then publish it again. To prevent this, each dead letter has a producer of its own,
+which publishes only this batch. The producer's id is derived from the record (stream, incarnation,
+epoch and offset) and from the group, with the group's incarnation if it has one. The server
+remembers that producer and refuses a second batch from any sender.
 
 Losses: a failover may lose a dead letter, and then the record must not be confirmed. Replicas apply
 writes in order. So if the confirm follows the dead letter on the same server and in the same

@@ -463,7 +463,7 @@ class GroupSession:
         try:
             self._release_within(left_s)
         except TimeoutError:
-            self.connection.interrupt()  # fails the call that the thread is waiting for
+            self.connection.interrupt()  # makes the other thread's call fail
             self._release_within(_JOIN_S)
 
     def _release_within(self, timeout_s: float) -> None:

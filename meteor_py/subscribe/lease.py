@@ -60,9 +60,10 @@ class Term(NamedTuple):
 
 
 class LeaseUnavailable(NamedTuple):
-    """The reply if the lease is not free.
+    """The reply if the lease cannot be taken yet.
 
-    Another member holds the lease, or held it until it expired a moment ago.
+    Another member holds it, or held it and let it expire without a release. In the second case, the
+    caller must first wait for a grace period.
     """
 
     #: When to ask again if no event arrives earlier, on the ``now()`` clock.
@@ -70,7 +71,7 @@ class LeaseUnavailable(NamedTuple):
     #: The ID of the last event seen.
     event: bytes
     owner: str
-    #: The term whose lease expired without a release and is still in its grace period, if any.
+    #: The term whose lease expired without a release, if the caller must wait for that reason.
     expired: int | None = None
 
 

@@ -19,8 +19,8 @@ from meteor_py.runtime.locks import SignalSafeCondition
 
 #: Seconds after a request during which further confirms are merged into the next one.
 MERGE_S = 0.05
-#: Seconds after a request during which the background thread checks for confirms every ``MERGE_S``
-#: seconds. Waking the thread for each confirm would cost as much as sending the confirm.
+#: For this many seconds after a request, the background thread checks for confirms every
+#: ``MERGE_S`` seconds, because waking it for each confirm would cost as much as sending it.
 _WATCH_S = 1.0
 #: Seconds without a reply after which a confirm's Ack fails. The thread still retries.
 TIMEOUT_S = 30.0

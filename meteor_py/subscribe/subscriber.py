@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: At interpreter exit, seconds to wait for receivers, and then for the leases to be released.
+#: Seconds to wait at interpreter exit for receivers to stop, and then again for leases to be
+#: released.
 _EXIT_S = 1.0
 
 

@@ -67,7 +67,7 @@ def stage_all(
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
                 stream = _open(options, stream_name)
-                if owner.run:  # free memory that a dead driver still occupies
+                if owner.run:  # delete what earlier runs left, to free its memory
                     retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
                 validator = RecordValidator(

@@ -23,7 +23,7 @@ def test_slow_reader_learns_which_records_the_ring_has_dropped(m: meteor.Client)
         for first in range(0, 30, 5):
             publish(stream, range(first, first + 5))
         sub.seek(3)
-        for _ in range(2):  # reported by each poll until it is skipped
+        for _ in range(2):  # each poll reports the gap until it is skipped
             with pytest.raises(meteor.RecordsLost) as lost:
                 sub.poll(5)
             assert (lost.value.first, lost.value.last) == (3, 19)

@@ -326,7 +326,7 @@ def test_after_a_fork_parent_and_child_continue_despite_a_prefetched_batch(
 
 
 class CountingFile(io.FileIO):
-    """A file that adds the bytes read to the total for all files."""
+    """A file that adds the number of bytes it reads to a total for all files."""
 
     total = 0
 

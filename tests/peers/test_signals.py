@@ -1,6 +1,6 @@
-"""Signal handlers can send messages and leave at any point in the main thread.
+"""Signal handlers can send messages or leave the group, whatever the main thread is doing.
 
-If a handler raises, no lock stays held.
+If a handler raises an exception, no lock is left held.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ FOLDERS = ("meteor_py", "cli/meteor_cli", "spark_connector/pyspark_meteor")
 #: Maximum number of lines in a function, including its docstring.
 FUNCTION_MAX_LINES = 60
 
-#: The only file that may read error text: the code at the start of a server's error reply.
+#: The only file that may inspect error text. It reads the error code at the start of a reply.
 READS_ERROR_TEXT = "meteor_py/redis/connection.py"
 #: Methods that inspect a str.
 _QUESTIONS = {"startswith", "endswith", "find", "index", "count", "partition", "split"}

@@ -91,9 +91,7 @@ def test_records_of_a_departed_consumer_are_taken_back_in_portions(
             c2.flush()
         else:
             c1.close()
-        assert len(portions) >= 2_000 // 96, (
-            "a call took back more than 64 records and the rest of a batch"
-        )
+        assert len(portions) >= 2_000 // 96, "a call took back a batch after 64 other records"
         assert queue.shared.describe().waiting == 2_000
         assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
 

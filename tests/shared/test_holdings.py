@@ -174,7 +174,7 @@ def test_rewind_by_a_handler_returns_records_that_are_just_being_received(held: 
 
     received = held.receive(arriving())
     assert [r.standing for r in (records[1], more[0])] == [Standing.REWOUND] * 2
-    assert received == [more[0]], "a record that arrived after the rewind was received"
+    assert received == [more[0]], "receive() returned a record that came after the rewind"
 
 
 def test_rewind_leaves_out_a_record_that_a_handler_acks_at_the_same_time(held: Holdings) -> None:

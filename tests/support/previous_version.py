@@ -61,9 +61,10 @@ class PreviousVersion:
         ]
 
     def load(self, url: str, *, store: Path) -> None:
-        """Fill an empty server, and copy the store's files to ``store``, which must not exist.
+        """Load that version's keys into an empty server, and copy its store to ``store``.
 
-        Times to live count from now. Times in the content stay in the past.
+        The folder ``store`` must not exist. The keys' TTLs start now. Timestamps in the data do not
+        change, so they are in the past.
         """
         shutil.copytree(self._store, store)
         with plain_client(url) as client:

@@ -379,7 +379,7 @@ class Requests:
     def _take_finished(self) -> str:
         """Return the ids of some finished messages, so that the server can delete them."""
         ids: list[str] = []
-        with suppress(IndexError):  # another thread may take the last one
+        with suppress(IndexError):  # empty; checking first would be a race
             while len(ids) < _BATCH:
                 ids.append(self._finished.popleft())
         return " ".join(ids)

@@ -77,7 +77,7 @@ def read(url: str, stream: str) -> Outcome:
             stdout=out,
             stderr=said,  # a file, because Spark logs enough to fill a pipe, and would then block
             env=_environment(url, folder),
-            start_new_session=True,  # Ctrl-C must reach only this process, which ends Spark
+            start_new_session=True,  # Ctrl-C must reach only the parent, which ends Spark
         )
         try:
             process.wait(_PATIENCE_S)
