@@ -282,7 +282,7 @@ def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
     # Lose some frames, then all.
     for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):
         plain.hdel(keys.stage("s", "b"), *fields)
-        with pytest.raises(meteor.PublishError, match=r"are gone \(b\).*Write them again"):
+        with pytest.raises(meteor.PublishError, match=r"are gone \(stage 'b'\).*Write them again"):
             commit(stream._handle, "w", 1, [a, b])
     assert fence(stream) is None
     assert contents(stream) == ""

@@ -6,8 +6,8 @@
 -- Returns, for each offset, the end of the frame that holds it, or 0 if it is not in the ring. If there
 --   are more than 1,000 offsets, or their frames exceed the byte limit for one call, the list is
 --   shorter: call again for the rest.
--- Need not be atomic: it is a script because XRANGE would send whole frames, and the caller needs only
--- their IDs.
+-- Atomic, although it need not be: it is a script because XRANGE would send whole frames, and the
+-- caller needs only their IDs.
 
 local ends, bytes = {}, 0
 for i, offset in ipairs(ARGV) do
