@@ -33,7 +33,7 @@ _HOST = re.compile(r"(\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:\s]+))(:(?P<po
 #: their replies before the connection is used. meteor_py itself sets all options that no URL can
 #: set.
 LOGIN_OPTIONS = ("client_name", "db", "password", "username")
-#: Options for addresses that list several servers. Sentinels have users and passwords of their own.
+#: Options for addresses that list several servers. Sentinels have their own users.
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 _SEVERAL_OPTIONS = {"": (), "+cluster": ("remap",), "+sentinel": ("remap", *_SENTINEL_OPTIONS)}
 _TLS_OPTIONS = (

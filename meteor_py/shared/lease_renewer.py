@@ -170,7 +170,7 @@ class LeaseRenewer:
         gather = _HURRY_S if deliveries.polling and deliveries.holdings.queued else _GATHER_S
         since = deliveries.unsent_since
         left = gather if since is None or deliveries.exchanging else since + gather - now()
-        # If a poll sends these settlements, wait anew for the next ones.
+        # If a poll sends these settlements, the next ones get their own wait.
         if deliveries.condition.wait_for(
             lambda: self._stopped or deliveries.unsent_since not in (since, None), left
         ):

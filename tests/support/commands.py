@@ -1,4 +1,4 @@
-"""Helpers that run the ``meteor`` command in a process of its own, with its modules preloaded."""
+"""Helpers that run the ``meteor`` command in a separate process, with its modules preloaded."""
 
 from __future__ import annotations
 

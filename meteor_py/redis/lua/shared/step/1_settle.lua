@@ -185,7 +185,7 @@ if ARGV[at] then
       local k = batch and batch.key[tonumber(o)]
       if k then
         batch.key[tonumber(o)] = nil
-        if k == '' then k = '\0' .. o end -- a keyless record gets a key of its own
+        if k == '' then k = '\0' .. o end -- a keyless record has its own key
         names[#names + 1], settled[#settled + 1] = k, {kind, k, tonumber(o), rest}
       else
         refused[#refused + 1] = o
