@@ -46,6 +46,7 @@ loglevel notice
 save ""
 appendonly {appendonly}
 appendfsync everysec
+auto-aof-rewrite-min-size 256mb
 maxmemory {memory}
 maxmemory-policy noeviction
 """
