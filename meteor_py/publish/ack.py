@@ -31,8 +31,9 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """Wait for the outcome and return the (first) offset.
 
         Args:
-            timeout: Seconds. None waits until the operation is settled, which takes at most the
-                publisher's ``delivery_timeout``, or 30 seconds for a confirm.
+            timeout: Seconds. None waits until the operation is settled. That takes at most a few
+                seconds longer than the publisher's ``delivery_timeout`` or, for a confirm, than 30
+                seconds.
 
         Raises:
             TimeoutError: The outcome is not known yet.

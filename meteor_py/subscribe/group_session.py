@@ -49,7 +49,8 @@ _IDLE_S = 60.0
 _SILENCE_S = 0.05
 #: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
-#: Maximum number of replies that a confirm waits for, each for at most one timeout.
+#: Maximum number of replies that a confirm waits for if the epoch stays the same. The wait for each
+#: takes at most one timeout.
 _ROUND_TRIPS = 2
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0

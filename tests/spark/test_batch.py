@@ -15,7 +15,7 @@ from tests.support.readers import fill, later_than_all, value
 from tests.support.stored_streams import archive
 from tests.support.waiting import eventually
 
-#: In seconds. On a loaded machine, starting Java may take most of this time.
+#: Seconds per test. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MIB = 1024 * 1024
