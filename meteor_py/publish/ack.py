@@ -66,7 +66,8 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call ``callback(ack)`` when the outcome is known, or at once if it already is.
 
-        The callback runs in the sender's thread and must not block. An exception in it is logged.
+        The callback runs in a background thread, or in this one if the outcome is already known. It
+        must not block. An exception in it is logged.
         """
 
         def call() -> None:

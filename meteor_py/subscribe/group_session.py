@@ -264,7 +264,7 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            # A signal handler has released or deactivated this session: return the new lease.
+            # A signal handler has released or deactivated this session: give up the new lease.
             self._try_release(connection, reply.nonce)
             return None
         with self.condition:

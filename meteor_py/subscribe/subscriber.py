@@ -271,8 +271,8 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, counts from the confirmed offset instead of the position. The end of the stream
-        is as of the server's last reply.
+        In a group, counts from the confirmed offset instead of the position. Uses the end of the
+        stream in the server's last reply.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed

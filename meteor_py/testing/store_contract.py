@@ -267,7 +267,7 @@ class StoreContract:
         check(store, 30, 33, branch=4)
         check_lost(store, 0, 60, first=33, last=59)
 
-    def test_newer_term_can_replace_a_whole_incarnation(self, store: RingbufferStore) -> None:
+    def test_newer_term_can_replace_all_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(5, 20, branch=1))
         store.append(INCARNATION, 2, records(5, 9, branch=2))
         check(store, 5, 9, branch=2)

@@ -107,7 +107,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
 def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
-    width = 2000  # the rows are large, so a task sends some before it has all
+    width = 2000  # the rows are large, so a task sends some before it has read all
     with m.stream("source", capacity=100_000).publisher() as pub:
         for start in range(0, 3000, 500):
             pub.publish_many([b"%0*d" % (width, i) for i in range(start, start + 500)])
