@@ -22,9 +22,10 @@ class ArchiverConfig:
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
 
-    #: Maximum records in a segment; also limited to half of ``max_unarchived``.
+    #: Approximate maximum number of records in a segment. A small ``max_unarchived`` lowers it.
     segment_records: int = 1_000_000
-    #: Maximum size of a segment's records in memory, in bytes. The compressed file is smaller.
+    #: Approximate maximum size of a segment's records in memory, in bytes. The compressed file is
+    #: smaller.
     segment_bytes: int = 64 * 1024 * 1024
     #: Maximum seconds that a record waits for others before its segment is written.
     segment_age: float = 60.0
@@ -38,10 +39,10 @@ class ArchiverConfig:
         check_seconds("lease_ttl", self.lease_ttl)
 
     def segment_limit(self, stream: StreamConfig) -> int:
-        """Return the maximum number of records in a segment of this stream.
+        """Return the number of records at which an archiver that has caught up writes a segment.
 
-        If ``max_unarchived`` is small, a segment holds less than half that number of records, so
-        that writing it does not block publishers.
+        If the stream limits unarchived records, this is less than half of ``max_unarchived``, so
+        that writing the segment does not block publishers.
         """
         room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
         return max(min(self.segment_records, room // 2), 1)

@@ -127,7 +127,7 @@ class Accumulator:
             return self._put((value, key, headers, timestamp), size)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
-        """Accept many records, as columns of lists, and return their locations.
+        """Accept many records, given as a list per column, and return their locations.
 
         Raises the same errors as ``put`` if the first record cannot be accepted. If a later record
         cannot be accepted, that record and all after it go into a failed batch. The failed batch is
@@ -367,7 +367,7 @@ class Accumulator:
     # -- called without the lock ---------------------------------------------------------------
 
     def _failed(self, error: MeteorError, records: int) -> tuple[Batch, int, int]:
-        """Return a failed part, for records that were not accepted."""
+        """Make a failed batch for records that were not accepted, and return their location."""
         batch = Batch(0.0, 0.0)
         batch.settle(error)
         with self._lock:

@@ -31,8 +31,9 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """Wait for the outcome and return the (first) offset.
 
         Args:
-            timeout: Seconds. None waits until the operation is settled, which takes at most the
-                publisher's ``delivery_timeout``, or 30 seconds for a confirm.
+            timeout: Seconds. None waits until the operation is settled. That takes at most a few
+                seconds longer than the publisher's ``delivery_timeout`` or, for a confirm, than 30
+                seconds.
 
         Raises:
             TimeoutError: The outcome is not known yet.
@@ -65,7 +66,8 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call ``callback(ack)`` when the outcome is known, or at once if it already is.
 
-        The callback runs in the sender's thread and must not block. An exception in it is logged.
+        The callback runs in a background thread, or in this one if the outcome is already known. It
+        must not block. An exception in it is logged.
         """
 
         def call() -> None:

@@ -22,10 +22,10 @@ Invariants:
    receive. Only the sender's thread enters and leaves SENDER, with the lock held.
 2. Order. At most one record is in flight on the line, and only if no other record waits. So records
    are in the log in the order in which their publishers took the lock.
-3. One moment of publishing. ``send`` registers a record in an uninterrupted series of assignments.
-   If ``publish()`` is interrupted before that, nothing is published. If it is interrupted after
-   that, the record is still sent, if need be by the sender. A record is also settled in one such
-   series.
+3. One moment of publishing. ``send`` registers a record with assignments that no signal
+   handler can interrupt. If ``publish()`` is interrupted before them, nothing is published. If it
+   is interrupted after them, the record is still sent, if need be by the sender. A record is
+   settled in the same way.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
    record again under the same sequence number, which the server recognises.
@@ -42,7 +42,7 @@ Invariants:
 
 A signal handler may run during any call, even while its thread holds the lock, and may flush. A
 flush releases the lock, and the sender takes over. So each method checks the state and changes it
-in an uninterrupted series of statements, without a call between them.
+in consecutive statements, without a call between them.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class DirectLine:
         If the batch is still unsettled afterwards, the sender settles it.
 
         Returns:
-            What remains of ``timeout_s``.
+            The rest of ``timeout_s``.
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:

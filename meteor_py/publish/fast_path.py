@@ -17,7 +17,7 @@ from meteor_py.publish.ack import Ack
 from meteor_py.publish.batch import Batch
 from meteor_py.runtime.locks import SignalSafeCondition
 
-#: Extra bytes counted for each record, so that empty records are bounded too.
+#: Extra bytes counted for each record, so that the number of empty records is limited too.
 RECORD_OVERHEAD = 64
 
 

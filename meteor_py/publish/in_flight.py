@@ -28,7 +28,7 @@ class InFlightWindow:
     def __init__(self) -> None:
         #: The producer epoch. Sequence numbers start at 0 in each epoch.
         self.epoch = 0
-        #: Number of batches sent on this connection, including the acknowledged ones.
+        #: Number of batches in the window that were sent on this connection, acknowledged or not.
         self.sent = 0
         self.acknowledged = 0
         #: The sequence number of the next batch.

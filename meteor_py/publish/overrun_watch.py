@@ -28,7 +28,7 @@ class OverrunWatch:
     """A publisher's check for groups whose unconfirmed records the ring has dropped.
 
     It warns about each group once. The group's members also get ``RecordsLost``, but perhaps much
-    later. The publisher is running when the ring drops the records, so it can warn in time.
+    later. The publisher is running when the ring drops the records, so it can warn within seconds.
     """
 
     def __init__(self, stream: StreamHandle) -> None:

@@ -40,7 +40,7 @@ from meteor_py.runtime.locks import run_locked
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: ``publish_many`` converts this many values or more to Arrow arrays; fewer join the open batch.
+#: Minimum number of values that ``publish_many`` converts to Arrow. Fewer join the open batch.
 _ARROW_MIN = 256
 #: Seconds that ``close`` waits for the sender thread after all records are settled.
 JOIN_TIMEOUT_S = 6.0

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 #: Milliseconds for which the server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
-#: Seconds after which the sender renews that lifetime. Records on the direct line do not renew it.
+#: Seconds after which the sender renews a producer's lifetime. The direct line does not renew it.
 _RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
@@ -566,7 +566,7 @@ class Sender:
         self._accumulator.settle(batch, error)
 
     def _drain(self) -> None:
-        """Read the replies to the batches sent after a refused one; they must be sent again.
+        """Read the replies to the batches after a refused one. These batches must be sent again.
 
         Also settles the batches before the refused one, so that the refused one is the oldest.
         """

@@ -228,10 +228,10 @@ def commit(
         replicas: Number of replicas that must have the whole version.
 
     Returns:
-        Whether this call appended anything.
+        False if the log already had the whole version, else True.
 
     Raises:
-        VersionPassed: A later version was committed.
+        VersionPassed: A later version was committed, or its commit has begun.
         VersionDiffers: This version was committed with a different number of records.
         PublishError: Staged frames are gone, or the server lost the ``begun`` version.
         NotReplicated: The version is in the log, but too few replicas confirmed it in time.

@@ -35,7 +35,7 @@ class Flaw(NamedTuple):
     #: The first and last offsets that are affected.
     first: int
     last: int
-    #: The file's path, or its equivalent in this store.
+    #: The file's name, the folder's name if records are missing, or this store's equivalent.
     place: str
     #: A human-readable description.
     problem: str

@@ -88,7 +88,7 @@ def store_fields(
 def _saved_state(
     store: RingbufferStore, stream: str, incarnation: str
 ) -> tuple[Bounds, StreamState | None]:
-    """Return the store's bounds, and the stream's state where the store ends.
+    """Return the store's bounds, and the stream's state at the end of the store.
 
     Log a warning if the store has no state.
     """

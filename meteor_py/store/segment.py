@@ -139,7 +139,8 @@ class SegmentTable:
             return self._spans[bisect_right(self._stops, start) :]
         whole = bisect_right(self._stops, end)
         spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
-        # Only the last span depends on ``end``. A candidate that reaches ``end`` may be exact.
+        # Only the last span depends on ``end``. Choose it again: a segment that stops exactly at
+        # ``end`` may replace a longer one.
         at = self._stops[whole - 1] if whole else 0
         low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
         tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]

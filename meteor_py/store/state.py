@@ -49,8 +49,8 @@ class GroupState:
     def clamped(self, end: int) -> GroupState:
         """Return the same position, limited to the stream's end."""
         confirmed = None if self.confirmed is None else min(self.confirmed, end)
-        # A term number means that the group has had an owner. Clear it, so that the group does not
-        # skip records that the owner received.
+        # A term number in ``floating`` means that the group has had an owner. Clear it, so that the
+        # group does not skip records that the owner received.
         floating = self.floating if self.floating == "floating" else ""
         return replace(self, start=min(self.start, end), confirmed=confirmed, floating=floating)
 

@@ -1,4 +1,4 @@
-"""The fetcher: fills a subscriber's read buffer; in a group, only while it holds the lease."""
+"""The fetcher: fills a subscriber's read buffer, in a group only while the member has the lease."""
 
 from __future__ import annotations
 

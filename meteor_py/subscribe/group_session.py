@@ -49,7 +49,8 @@ _IDLE_S = 60.0
 _SILENCE_S = 0.05
 #: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
-#: Maximum number of replies that a confirm waits for, each for at most one timeout.
+#: Maximum number of replies that a confirm waits for if the epoch stays the same. The wait for each
+#: takes at most one timeout.
 _ROUND_TRIPS = 2
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
@@ -263,7 +264,7 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            # A signal handler has released or deactivated this session: return the new lease.
+            # A signal handler has released or deactivated this session: give up the new lease.
             self._try_release(connection, reply.nonce)
             return None
         with self.condition:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Record], object]
-#: What to do with a record if the handler raises an exception. A stream receives the record as a
-#: dead letter.
+#: What to do with a record if the handler raises an exception. If this is a stream, the record is
+#: published there as a dead letter.
 OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: Default number of tries before a record becomes a dead letter.

@@ -172,11 +172,12 @@ class Subscriber(Closeable):
 
         Args:
             record: A record, a batch, or an offset. None confirms everything delivered so far: all
-                records returned by ``poll()``, or in a loop or a receiver, the current record.
+                records returned by ``poll()``, or in a loop or a receiver, all records up to the
+                current one.
 
         Returns:
-            An Ack. Its ``result()`` is the offset after the record, and raises ``LeaseLost`` if the
-            confirm had no effect, or ``OutcomeUnknown`` if the outcome cannot be determined.
+            An Ack. Its ``result()`` returns the offset after the record. It raises ``LeaseLost`` if
+            the confirm had no effect, or ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
             LeaseLost: This member has lost the lease. If it has not noticed yet, the Ack raises
@@ -270,8 +271,8 @@ class Subscriber(Closeable):
     def lag(self) -> int:
         """Number of records from the position to the end of the stream.
 
-        In a group, counts from the confirmed offset instead of the position. The end of the stream
-        is as of the server's last reply.
+        In a group, counts from the confirmed offset instead of the position. Uses the end of the
+        stream in the server's last reply.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed

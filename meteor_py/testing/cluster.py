@@ -50,8 +50,8 @@ class Cluster(ServerGroup):
             args: Options for every server, as on the command line.
             program: The server program, such as "redis-server". None means ``$METEOR_SERVER`` or
                 the bundled Valkey.
-            node_timeout_s: Seconds of silence after which the nodes declare another node dead. With
-                less than 1, a busy machine can cause failovers.
+            node_timeout_s: Seconds of silence after which the nodes declare another node dead. If
+                it is less than 1, a busy machine can cause failovers.
         """
         if primaries < 1 or replicas < 0:
             raise ValueError("primaries must be at least 1, and replicas must be at least 0.")
@@ -186,9 +186,9 @@ class Cluster(ServerGroup):
         move.assign()
 
     def begin_move(self, slot: int, to: Node) -> SlotMove:
-        """Begin to move a slot. Call ``SlotMove.migrate()`` and ``finish()`` to complete the move.
+        """Begin to move a slot. Call ``SlotMove.finish()`` to complete the move.
 
-        A test that calls neither leaves the slot half-moved, like a resharding tool that dies.
+        A test that does not call it leaves the slot half-moved, like a resharding tool that dies.
         """
         move = SlotMove(self.nodes, [slot], to)
         move.begin()
@@ -322,7 +322,7 @@ class Cluster(ServerGroup):
         return f"{place}master - 0 0 {primary + 1} connected {first}-{end - 1}"
 
     def _view(self) -> dict[str, View]:
-        """Return the cluster as the first node that replies sees it.
+        """Return the first available node's view of the cluster.
 
         Raises:
             LookupError: No node replies.

@@ -34,7 +34,7 @@ except ImportError as error:
 #: turn warnings into errors.
 IGNORED = r"ignore:The server at \S+ loses its last records:meteor_py.DataSafetyWarning"
 
-#: Fixtures that start such servers.
+#: Fixtures that start test servers.
 USE_SERVERS = {
     "meteor_server",
     "meteor_private_server",

@@ -86,8 +86,8 @@ class Sentinels(ServerGroup):
             program: The server program, such as "redis-server". None means ``$METEOR_SERVER`` or
                 the bundled Valkey.
             service: The name by which clients ask the sentinels for the primary.
-            down_after_s: Seconds of silence after which a sentinel considers a server dead. With
-                less than 1, a busy machine can cause failovers.
+            down_after_s: Seconds of silence after which a sentinel considers a server dead. If it
+                is less than 1, a busy machine can cause failovers.
         """
         if replicas < 1 or sentinels < 1:
             raise ValueError("A failover needs at least one replica and one sentinel.")

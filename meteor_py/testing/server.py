@@ -31,7 +31,7 @@ START_S = 20.0
 STOP_WAIT_S = 0.5
 STOP_TRIES = 40
 
-#: The longest temporary directory path, in bytes, that leaves room for our socket.
+#: Maximum length of the temporary directory's path in bytes, so that the path of our socket fits.
 ROOT_MAX_BYTES = 64
 
 

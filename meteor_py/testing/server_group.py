@@ -10,7 +10,7 @@ from meteor_py.errors import ServerStartFailed
 from meteor_py.testing.server import Server
 from meteor_py.testing.waiting import eventually
 
-#: Number of attempts to start the servers. One fails if another process takes a port first.
+#: Number of attempts to start the servers. An attempt fails if another process has taken a port.
 START_TRIES = 3
 
 #: Seconds that all servers have to start or to recover from a change.

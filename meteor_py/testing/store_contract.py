@@ -100,7 +100,7 @@ class StoreContract:
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RingbufferStore:
-        """A claimed store, as it is after a stream was created."""
+        """A store that has an id, as if a stream had been created with it."""
         store = open_store()
         store.claim("its id")
         return store
@@ -259,7 +259,7 @@ class StoreContract:
         store.append(INCARNATION, 5, records(30, 70))
         check(store, 0, 70)
 
-    def test_each_failover_can_go_further_back(self, store: RingbufferStore) -> None:
+    def test_each_of_several_newer_terms_replaces_records(self, store: RingbufferStore) -> None:
         for term, first, stop in [(1, 0, 50), (2, 40, 60), (3, 20, 45), (4, 30, 33)]:
             store.append(INCARNATION, term, records(first, stop, branch=term))
         check(store, 0, 20, branch=1)
@@ -267,7 +267,7 @@ class StoreContract:
         check(store, 30, 33, branch=4)
         check_lost(store, 0, 60, first=33, last=59)
 
-    def test_newer_term_can_replace_a_whole_incarnation(self, store: RingbufferStore) -> None:
+    def test_newer_term_can_replace_all_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(5, 20, branch=1))
         store.append(INCARNATION, 2, records(5, 9, branch=2))
         check(store, 5, 9, branch=2)

@@ -72,7 +72,7 @@ class Membership:
                 f"The query cannot read for group {group!r} of stream {stream.name!r}, because "
                 f"{owner} holds the lease. Stop that member, or read for another group. Each "
                 "load() is a separate member, even within one query. Load a stream once and use "
-                "the frame twice, or give each load() its own group.",
+                "the DataFrame twice, or give each load() its own group.",
                 stream=stream.name,
                 group=group,
                 owner=owner,

@@ -98,7 +98,7 @@ class SourceOptions(ColumnOptions):
     fail_on_data_loss: bool
     limits: Limits
     min_partitions: int
-    #: None means the default, with which frames are not split.
+    #: None means the default. With the default, frames are split only for ``min_partitions``.
     max_records_per_partition: int | None
 
 

@@ -61,7 +61,7 @@ class BatchReader(DataSourceReader):
     """The reader for one batch query.
 
     It deliberately has no ``pushFilters``. Spark 4.3 reuses the plan that results from pushed
-    filters whenever the frame is used again: after ``frame.where("offset = 7")``,
+    filters whenever the DataFrame is used again: after ``frame.where("offset = 7")``,
     ``frame.count()`` would be 1.
     """
 

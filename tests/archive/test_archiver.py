@@ -470,9 +470,9 @@ def test_damaged_frame_is_reported_after_everything_before_it_is_archived(
 # Server outages
 
 
-@pytest.mark.parametrize("answer", ["answered", "unanswered"])
+@pytest.mark.parametrize("lost", ["reply", "request"])
 def test_commit_over_a_cut_connection_is_applied_once(
-    private_server: ServerFactory, tmp_path: Path, answer: str
+    private_server: ServerFactory, tmp_path: Path, lost: str
 ) -> None:
     with ProxiedStream(private_server(), store=tmp_path, archive=False, capacity=100) as proxied:
         archiver = proxied.through.stream("orders", create=False).archiver(segment_age=LONG_S)
@@ -481,7 +481,7 @@ def test_commit_over_a_cut_connection_is_applied_once(
             for _ in range(2):
                 end = fill(proxied.stream, 300)
                 cut = proxied.proxy.cut_after_request
-                if answer == "unanswered":
+                if lost == "request":
                     cut = proxied.proxy.cut_before_request
                 cut(match=ADVANCE_ARCHIVED.sha.encode())
                 assert proxied.stream.store.flush() == end

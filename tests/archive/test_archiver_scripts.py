@@ -118,7 +118,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], Answer]] = {
     "no nonce": ({"nonce": ""}, ("FENCED", "term")),
     "an older term": ({"term": 0}, ("FENCED", "term")),
     "an older epoch": ({"epoch": 0}, ("EPOCH",)),
-    "another beginning": ({"known": 5}, ("MOVED", 10)),
+    "an outdated archived offset": ({"known": 5}, ("MOVED", 10)),
     "a step back": ({"to": 9}, ("MOVED", 10)),
     "a step beyond the end": ({"to": 31}, ("MOVED", 10)),
 }

@@ -205,7 +205,9 @@ def test_group_continues_at_its_confirmed_offset_after_a_resume(stored: StoredSt
     assert stored.stream.group("g").confirmed == 60
 
 
-def test_group_beyond_the_archived_records_continues_at_their_end(stored: StoredStream) -> None:
+def test_group_beyond_the_archived_records_continues_at_its_last_saved_position(
+    stored: StoredStream,
+) -> None:
     stored.fill(100)
     stored.archive()
     stored.fill(50)

@@ -24,7 +24,7 @@ PUBLISH = b"EVAL"  # part of every publish request
 
 @pytest.fixture
 def network(server: Server, url: str) -> Iterator[Proxy]:
-    """The network between the publisher and the server, which can be broken."""
+    """The network between the publisher and the server. Tests can make it fail."""
     with Proxy(HOST, server.port) as network:
         yield network
 

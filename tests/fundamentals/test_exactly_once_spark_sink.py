@@ -32,7 +32,8 @@ def test_micro_batch_that_spark_repeats_appears_once(
         return query
 
     run_query()
-    for note in (checkpoint / "commits").iterdir():  # as if the driver had died just before
+    # Delete Spark's notes of its commits, as if the driver had died before it wrote them.
+    for note in (checkpoint / "commits").iterdir():
         note.unlink()
     publish(m.stream("source", create=True), range(100, 150))
     assert batches(run_query()) == [100, 50]  # repeats the first batch, then runs another

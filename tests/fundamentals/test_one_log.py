@@ -19,7 +19,7 @@ from tests.fundamentals.reading import numbers, publish
 
 @pytest.fixture
 def stream(m: meteor.Client, tmp_path: Path) -> meteor.Stream:
-    """A stream of 100 records: the ring holds the last 10, the store all but the last 5."""
+    """A stream of 100 records: the ring holds about the last 10, the store all but the last 5."""
     stream = m.stream("trades", capacity=10, store=tmp_path / "store", archive=False)
     with stream.archiver(segment_records=30, segment_age=0.0).start():
         publish(stream, range(95))

@@ -1,4 +1,4 @@
-"""Each test proxy fault works as documented, with a real server and a plain client."""
+"""Each fault of the test proxy works as documented, with a real server and a plain client."""
 
 import socket
 import time

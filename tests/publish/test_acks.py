@@ -150,7 +150,8 @@ def test_on_error_is_called_before_flush_returns_and_its_errors_are_not_raised_a
     ack = pub.publish(b"lost")
     pub.flush()
     assert [type(error) for error in seen] == [type(failure(ack))]
-    assert seen[0] is not failure(ack)  # a copy, so that raising it keeps nothing alive
+    # A copy: raising the stored error would keep the caller's variables alive.
+    assert seen[0] is not failure(ack)
     proxied.proxy.resume()
     pub.close()
     assert warnings_in(caplog) == []
@@ -356,7 +357,7 @@ def test_a_with_block_that_raises_still_delivers_and_keeps_its_exception(
     assert "Closing the publisher also failed" in caught.value.__notes__[0]
 
 
-def test_flush_raises_each_unseen_error_once_and_no_seen_error(proxied: ProxiedStream) -> None:
+def test_flush_raises_only_unseen_errors_and_each_only_once(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher(delivery_timeout=0.2)
     proxied.proxy.stall()
     seen = pub.publish(b"seen")

@@ -85,7 +85,7 @@ def test_threads_that_share_a_publisher_get_their_own_offsets(
     assert {value: offset for offset, value in enumerate(log) if offset} == found
 
 
-def test_two_threads_can_wait_for_the_same_record(proxied: ProxiedStream) -> None:
+def test_several_threads_can_wait_for_the_same_record(proxied: ProxiedStream) -> None:
     pub = lent_publisher(proxied)
     ack = publish_directly(proxied, pub, b"x")
     found: list[int] = []
@@ -346,7 +346,7 @@ def test_ack_that_no_thread_waits_for_is_settled(proxied: ProxiedStream) -> None
 # 7. No stale server
 
 
-def test_sender_publishes_and_lends_again_after_an_idle_period(
+def test_sender_publishes_and_lends_its_connection_again_after_an_idle_period(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "_REPLICATION_ID_S", 0.1)
@@ -481,7 +481,8 @@ def loop_stream(url: str) -> Iterator[meteor.Stream]:
 def test_publish_loop_still_makes_large_frames(loop_stream: meteor.Stream) -> None:
     """A direct send per batch would leave the sender with frames of a few records.
 
-    100,000 records fill 25 frames. A busy machine may need more, so the best of three counts.
+    100,000 records fill 25 frames. A busy machine may need more, so the test takes the best of
+    three runs.
     """
     counts = []
     value = bytes(100)

@@ -146,7 +146,7 @@ def test_a_loss_is_detected_even_if_the_last_acknowledgement_is_recent(
     assert (loss.value.first, loss.value.last) == (1, 5)
 
 
-def test_replies_to_another_thread_do_not_cause_a_check(
+def test_replies_to_another_thread_cause_no_check_for_lost_records(
     proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While other threads publish, the check would have to wait, and flush would wait with it."""

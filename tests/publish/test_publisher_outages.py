@@ -296,5 +296,5 @@ def test_publishers_of_a_closed_client_give_up_on_a_hung_server_concurrently(
     server.pause()
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 10.0  # in turn, the six would take three seconds each
+    assert time.monotonic() - started < 10.0  # one after another, they would take 18 seconds
     server.resume()

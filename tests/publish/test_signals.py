@@ -58,7 +58,7 @@ def test_interrupted_result_does_not_stop_the_sender(stream: meteor.Stream, rng:
         assert is_usable(pub)
 
 
-def test_interrupted_publish_or_flush_raises_nothing_else_and_loses_no_record(
+def test_interrupted_publish_or_flush_raises_no_other_error_and_loses_no_record(
     stream: meteor.Stream, rng: Random
 ) -> None:
     acks: list[meteor.Ack] = []

@@ -1,4 +1,4 @@
-"""Committed frames are in the log exactly once, even if committers die, repeat or are late."""
+"""Committed frames are in the log exactly once, even if committers die, retry or are late."""
 
 from __future__ import annotations
 

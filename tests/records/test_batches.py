@@ -103,7 +103,7 @@ def test_scattered_records_of_a_chunk_equal_those_that_iterating_yields(
             assert chunk.to_lists().pick(offsets) == [expected(offset) for offset in offsets]
 
 
-def test_length_truth_and_offsets_agree(batch: RecordBatch) -> None:
+def test_length_truth_value_and_offsets_agree(batch: RecordBatch) -> None:
     n = len(batch)
     assert bool(batch) is (n > 0)
     assert batch.offsets == range(FIRST, FIRST + n)

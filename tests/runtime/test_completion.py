@@ -1,4 +1,4 @@
-"""A completion can be awaited, runs callbacks, and tracks whether its error was observed."""
+"""A completion ends waits, runs callbacks, and tracks whether its error was observed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 @pytest.fixture(params=sorted(binaries()))
 def services(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
-    """Both Compose services, running with their flags on free local ports."""
+    """The services `redis` and `replica`, running with their flags on free local ports."""
     binary = binaries()[request.param]
     with Server(binary, *flags("redis")) as redis:
         here = {"redis": HOST, "6379": str(redis.port)}

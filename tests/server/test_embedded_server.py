@@ -491,7 +491,7 @@ def test_error_names_a_program_that_exits_at_once(
     assert Path(directory).exists() is not private
 
 
-def test_start_with_corrupt_data_fails_with_the_log(kept: Path) -> None:
+def test_start_with_corrupt_data_fails_and_shows_the_log(kept: Path) -> None:
     open_embedded(kept).close()
     (log,) = (kept / "appendonlydir").glob("*.incr.aof")
     log.write_bytes(b"*nonsense\r\n")
@@ -499,7 +499,7 @@ def test_start_with_corrupt_data_fails_with_the_log(kept: Path) -> None:
         open_embedded(kept)
 
 
-def test_start_with_data_from_a_newer_server_fails_with_the_log(kept: Path) -> None:
+def test_start_with_data_from_a_newer_server_fails_and_shows_the_log(kept: Path) -> None:
     open_embedded(kept).close()
     (base,) = (kept / "appendonlydir").glob("*.base.rdb")
     base.write_bytes(re.sub(rb"^([A-Z]+)\d\d\d", rb"\g<1>999", base.read_bytes()))

@@ -326,7 +326,7 @@ def test_tcp_url_survives_a_restart(kept: Path) -> None:
         assert ask(other, "PING")
 
 
-def test_restart_chooses_another_port_if_a_program_took_it(kept: Path) -> None:
+def test_restart_chooses_another_port_if_its_own_is_taken(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server:
         url = server.url
         port = int(re.findall(r":(\d+)/", url)[0])
@@ -410,7 +410,9 @@ sub.poll(0)
     assert starts(kept) == 1
 
 
-def test_server_program_is_looked_up_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_looks_up_the_server_program_again(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The path changes if the package is upgraded while a program runs."""
     with open_embedded(kept) as server:
         link = kept.parent / "another-server"

@@ -195,7 +195,7 @@ def test_handler_can_extend_its_record_beyond_max_poll_interval(url: str) -> Non
         assert sorted(seen) == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_records_that_run_left_unstarted_have_no_time_limit(url: str) -> None:
+def test_unstarted_records_have_no_time_limit_after_run_is_stopped(url: str) -> None:
     with Queue(url, "AA") as queue:
         c1 = queue.consumer(ack_timeout=0.2)
         begun = threading.Event()

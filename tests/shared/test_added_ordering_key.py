@@ -50,7 +50,7 @@ def processed(stream: meteor.Stream, group: str = "g") -> list[tuple[int, bytes]
     return sorted(found)
 
 
-def test_earlier_records_have_their_ordering_keys(client: meteor.Client) -> None:
+def test_added_ordering_key_also_applies_to_earlier_records(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     publish(stream, "ABABA")
     stream.configure(ordering_key="key")
@@ -252,7 +252,7 @@ def test_one_client_wins_if_two_add_different_ordering_keys(
     assert client.stream("s").config.capacity == 10_000
 
 
-def test_stream_object_opened_earlier_can_open_shared_subscribers(
+def test_stream_object_from_before_the_ordering_key_can_open_shared_subscribers(
     client: meteor.Client,
 ) -> None:
     stream, old = client.stream("s", create=True), client.stream("s")

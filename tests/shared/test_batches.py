@@ -35,7 +35,7 @@ def test_application_that_acks_and_polls_sends_both_in_one_step(
             consumer.ack(records)
             polls += 1
         assert polls > 150
-        # The lease renewer, which wants no records, sends acks only if this thread pauses for long
+        # The lease renewer, whose steps request no records, sends acks only if this thread pauses
         # between an ack and the next poll.
         assert steps.wants.count(0) < polls / 10
 
@@ -147,7 +147,7 @@ def test_rewound_and_ack_timeout_are_kinds_of_fenced() -> None:
 # Without a failure
 
 
-def test_release_without_a_failure_does_not_count_one(any_url: str) -> None:
+def test_release_with_failed_false_counts_no_failure(any_url: str) -> None:
     with Queue(any_url, "AA", max_deliveries=2) as queue:
         c1 = queue.consumer()
         for _ in range(5):
@@ -183,7 +183,7 @@ def test_releasing_only_one_record_without_a_failure_keeps_later_ones_held(any_u
         assert offsets(c1.poll(5)) == [0]
 
 
-def test_refused_release_of_only_one_record_without_a_failure_is_reported(url: str) -> None:
+def test_refused_release_with_only_this_and_failed_false_is_reported(url: str) -> None:
     with Queue(url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (record,) = c1.poll(5)

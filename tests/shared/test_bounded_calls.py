@@ -91,12 +91,12 @@ def test_records_of_a_departed_consumer_are_taken_back_in_portions(
             c2.flush()
         else:
             c1.close()
-        assert len(portions) >= 2_000 // 96, "a call took back a batch after 64 other records"
+        assert len(portions) >= 2_000 // 96, "a call took back more than 96 records"
         assert queue.shared.describe().waiting == 2_000
         assert (queue.shared.confirmed, queue.shared.describe().consumers[0].records) == (0, 0)
 
 
-def test_group_is_consistent_while_a_consumer_leaves_in_portions(
+def test_group_is_consistent_while_records_of_a_leaving_consumer_are_taken_back(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, settings={"capacity": 10_000}) as queue:

@@ -1,4 +1,4 @@
-"""Shared subscribers that are closed, garbage-collected or forked, or lose server or group."""
+"""Shared subscribers that are closed, garbage-collected or forked, or lose the server or group."""
 
 from __future__ import annotations
 

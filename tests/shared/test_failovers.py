@@ -1,4 +1,4 @@
-"""A failover that loses records: consumers learn which, and settle none of the new records.
+"""A failover that loses records: consumers learn which ones, and late acks settle no new record.
 
 A lagging replica is promoted and its primary killed. The records that only the primary had are
 lost, together with the group's latest state, and other records get their offsets.

@@ -67,7 +67,7 @@ def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> Non
 
 @pytest.mark.parametrize("size", [20, 200])  # a chunk of lists, and one in Arrow format
 @pytest.mark.parametrize("step", [1, 3])
-def test_fetch_stops_at_its_limit_in_bytes_within_a_frame(url: str, size: int, step: int) -> None:
+def test_fetch_stops_within_a_frame_at_its_byte_limit(url: str, size: int, step: int) -> None:
     with Queue(url) as queue:
         queue.publish(["0123456789"] * size, frame=size)
         frames = queue.consumer()._prefetcher._frame_cache
@@ -196,7 +196,7 @@ def test_dead_letter_whose_record_is_gone_is_reported_as_lost(
         c1.flush()
         die(c1)
         publish(queue, "BBBBBBBBBB", 3)
-        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # as after lease_ttl
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # after lease_ttl
         lost: list[tuple[int, int]] = []
 
         def all_named() -> bool:

@@ -161,7 +161,7 @@ def test_record_is_not_held_if_a_handler_closes_the_subscriber_as_it_arrives(
     assert list(held.held()) == []
 
 
-def test_rewind_by_a_handler_returns_records_that_are_just_being_received(held: Holdings) -> None:
+def test_rewind_by_a_handler_returns_records_that_are_being_received(held: Holdings) -> None:
     records = receive(held, "AAB")
     settle(held, records[2], "R")  # builds the index by key
     more = [fake(3, b"A"), fake(4, b"A")]
@@ -174,7 +174,7 @@ def test_rewind_by_a_handler_returns_records_that_are_just_being_received(held: 
 
     received = held.receive(arriving())
     assert [r.standing for r in (records[1], more[0])] == [Standing.REWOUND] * 2
-    assert received == [more[0]], "receive() returned a record that came after the rewind"
+    assert received == [more[0]], "receive() returned a record that arrived after the rewind"
 
 
 def test_rewind_leaves_out_a_record_that_a_handler_acks_at_the_same_time(held: Holdings) -> None:
@@ -297,11 +297,11 @@ def test_records_that_a_failover_gave_back_are_granted_again(held: Holdings) -> 
     assert held.granted == {0: 0, 1: 0}
 
 
-def test_first_step_after_a_failover_lost_steps_leaves_out_numbers(held: Holdings) -> None:
+def test_first_step_after_a_failover_skips_step_numbers(held: Holdings) -> None:
     held.reconcile(7, {})
     request, _ = held.begin_step(0)
     assert request.number == 8 + request.skipped > 8
-    held.withdraw_step()  # not taken, so the next step leaves them out instead
+    held.withdraw_step()  # not taken, so the next step skips the numbers instead
     assert held.begin_step(0)[0].skipped == request.skipped
     held.end_step()
     assert held.begin_step(0)[0] == StepRequest(request.number + 1)

@@ -66,7 +66,7 @@ def test_index_entries_have_at_most_64_records_and_no_payload(
 
 
 def claimed(stream: meteor.Stream, group: str, want: int) -> list[tuple[int, bytes]]:
-    """Claim up to 64 records, ``want`` per step; return their offsets and the keys in batches."""
+    """Claim up to 64 records, ``want`` per step; return their offsets and ordering keys."""
     asked = {"lease_ttl": 60.0, "keyless": "free"}
     shared, settings = open_shared(
         stream, stream._handle, group, asked, meteor.InitialOffset.EARLIEST
@@ -80,7 +80,7 @@ def claimed(stream: meteor.Stream, group: str, want: int) -> list[tuple[int, byt
         return sorted(each for batch in found for each in batch)
 
 
-def test_one_record_is_claimed_with_the_same_key_as_many(stream: meteor.Stream) -> None:
+def test_records_claimed_one_by_one_have_the_same_keys_as_in_bulk(stream: meteor.Stream) -> None:
     """A step that claims one record skips other keys without unpacking them."""
     short = [b"%d" % 7**n for n in range(20)]
     long = [b"a" * 31, b"b" * 32, b"c", b"d" * 255, b"e" * 256, b"f"]
@@ -96,7 +96,7 @@ def test_one_record_is_claimed_with_the_same_key_as_many(stream: meteor.Stream) 
 def test_step_reads_an_index_entry_with_more_keys_than_lua_can_unpack(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
-    """Any publisher can write to the index, also entries that no client writes."""
+    """A publisher's permissions suffice to write index entries that no meteor_py client writes."""
     call = client._connector.call
     names = [b"%d" % n for n in range(9_001)]
     with stream.publisher() as pub:

@@ -31,7 +31,7 @@ def test_frame_larger_than_a_shrunken_ring_is_delivered_whole(url: str) -> None:
         assert offsets(found) == list(range(1, 1_001))
 
 
-def test_consumers_that_leave_with_waiting_keys_leave_no_list_behind(url: str) -> None:
+def test_consumers_that_leave_delete_their_lists_of_waiting_keys(url: str) -> None:
     with Queue(url, ["k"] * 200, max_per_key=32) as queue:
         for _ in range(3):
             with queue.stream.shared_subscriber(GROUP) as consumer:

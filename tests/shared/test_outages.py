@@ -25,7 +25,7 @@ RECORDS = 3_000
 
 
 class Witness:
-    """Consumers in threads, and the records that each is processing."""
+    """Consumers in threads, with a check that only one at a time processes each key."""
 
     def __init__(self, stream: meteor.Stream, count: int, **options: Any) -> None:
         self._stack = ExitStack()
@@ -120,9 +120,9 @@ def test_each_record_is_processed_once_despite_lost_requests_and_replies(
         assert proxied.proxy.counters.cuts > 20
 
 
-@pytest.mark.parametrize("lost_s", ["nothing", "a part"])
+@pytest.mark.parametrize("lost", ["nothing", "a part"])
 def test_failover_leaves_no_record_stuck_and_redelivers_those_with_lost_settlements(
-    private_server: ServerFactory, lost_s: str
+    private_server: ServerFactory, lost: str
 ) -> None:
     with ExitStack() as stack:
         replicated = ReplicatedStream(stack, private_server(), ordering_key="key")
@@ -131,7 +131,7 @@ def test_failover_leaves_no_record_stuck_and_redelivers_those_with_lost_settleme
         through = proxied.through.stream(NAME, create=False)
         with Witness(through, 3, lease_ttl=1.0, prefetch=20) as witness:
             eventually(lambda: len(witness.done) > RECORDS // 10, 30)
-            if lost_s == "a part":
+            if lost == "a part":
                 replicated.lag()
                 seen = len(witness.done)
                 eventually(lambda: len(witness.done) > seen + RECORDS // 10, 30)

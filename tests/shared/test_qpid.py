@@ -1,7 +1,7 @@
 """Qpid's own tests for message groups, step by step: QueueTest.cpp and msg_groups.py.
 
-Each test keeps its original name. Record ``A-0`` has the key A and offset 0. Docstrings say where a
-stream differs from a queue.
+These tests keep their names; the last two cover a note in Qpid's manual. Record ``A-0`` has the key
+A and offset 0. Docstrings say where a stream differs from a queue.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ def test_ttl_expire(any_url: str) -> None:
         assert queue.get(c2) is None
 
 
-# A note in Qpid's manual describes this case: release A-1, then acknowledge A-2
+# A note in Qpid's manual describes this case: release A-0, then acknowledge A-1
 
 
 @pytest.fixture

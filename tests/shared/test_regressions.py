@@ -125,7 +125,7 @@ def test_bullmq_2774_failure_keeps_a_keys_order(any_url: str) -> None:
         assert [queue.get(c1) for _ in range(2)] == ["a-1", "a-2"]
 
 
-def test_aws_dotnet_messaging_174_later_records_of_a_batch_are_not_settled_with_a_failure(
+def test_aws_dotnet_messaging_174_failure_does_not_settle_later_records_of_its_batch(
     any_url: str,
 ) -> None:
     """After a failure, the rest of a group was skipped and deleted as if processed."""

@@ -452,7 +452,7 @@ def test_run_raises_a_base_exception_from_its_handler(url: str) -> None:
         assert queue.shared.describe().consumers == ()
 
 
-def test_run_sends_acks_at_once_although_it_polls_meanwhile(
+def test_run_sends_acks_at_once_even_while_it_polls(
     url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each key allows one record at a time, so the next ones wait for the ack."""

@@ -291,7 +291,7 @@ def test_a_dead_consumers_dead_letter_is_published_once_by_another_consumer(
         assert queue.shared.describe().dead_letters_pending == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
-        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # as after lease_ttl
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # after lease_ttl
         assert c2.poll(0) == []
         c2.flush()
         assert len(letters(queue)) == 1
@@ -469,7 +469,7 @@ def test_expired_consumer_is_fenced_by_its_next_poll_and_continues(any_url: str)
         assert names == {c1.name, c2.name}
 
 
-def test_late_consumer_that_was_not_reaped_continues(any_url: str) -> None:
+def test_expired_consumer_that_was_not_reaped_continues(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1 = queue.consumer()
         (record,) = c1.poll(5)

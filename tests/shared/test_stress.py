@@ -9,7 +9,7 @@ import pytest
 from tests.support.shared_stress import Row, stress
 
 ROWS = {
-    "103 of 13": Row(103, 13, 3, 7, 3),
+    "interleaved by 3": Row(103, 13, 3, 7, 3),
     "not interleaved": Row(103, 13, 7, 7, 1),
     "alongside a second group": Row(103, 13, 7, 3, 1, second_group=True),
     "interleaved by 5": Row(103, 13, 3, 7, 5),

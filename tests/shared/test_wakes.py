@@ -96,7 +96,7 @@ def test_owner_is_woken_by_records_that_another_consumer_scanned(
     assert woken(queue, c1, more) == [1]
 
 
-def test_consumer_is_woken_by_its_own_ack_that_makes_room_in_a_key(
+def test_consumer_that_holds_max_per_key_records_is_woken_by_its_own_ack(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("AAA", max_per_key=2)
@@ -106,7 +106,7 @@ def test_consumer_is_woken_by_its_own_ack_that_makes_room_in_a_key(
     second.ack()
 
 
-def test_room_made_during_an_empty_claim_wakes_the_consumer(
+def test_ack_during_an_empty_claim_wakes_the_consumer(
     open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = open_queue("AB")

@@ -1,4 +1,4 @@
-"""No call blocks the server for long, however large the group: worst cases, by counted work.
+"""No call blocks the server for long, however large the group is. The tests count work, not time.
 
 Each script or transaction must run a bounded number of commands with a bounded number of arguments,
 and none of them may read or free a whole collection. Each test also prints its longest call, as the
@@ -130,7 +130,7 @@ def test_group_with_many_consumers_is_inspected_in_portions(url: str, bounded: B
         consumer = queue.consumer()
         id = consumer._deliveries.consumer
         raw = plain.hget(queue.key("members"), id)
-        for number in range(1_000):  # as if that many consumers had died
+        for number in range(1_000):  # as if that many consumers had joined
             plain.hset(queue.key("members"), f"{number:06}", raw)
             plain.zadd(queue.key("leases"), {f"{number:06}": 2**50})
         done = bounded(lambda: queue.shared.describe())

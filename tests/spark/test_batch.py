@@ -15,7 +15,7 @@ from tests.support.readers import fill, later_than_all, value
 from tests.support.stored_streams import archive
 from tests.support.waiting import eventually
 
-#: In seconds. On a loaded machine, starting Java may take most of this time.
+#: Seconds per test. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MIB = 1024 * 1024
@@ -78,7 +78,7 @@ def test_columns_contain_the_published_values(table: Table, client: meteor.Clien
     ).collect()  # fmt: skip
     assert (row.timestamp, row.appended) == (records[0].timestamp, records[0].appended)
 
-    # Invalid UTF-8 passes through unchanged, even though the column is a string.
+    # Invalid UTF-8 passes through unchanged, even though the column has the type string.
     text = table.load(valueFormat="string").where("offset in (0, 1, 21)")
     assert dict(text.dtypes)["value"] == "string"
     shown = text.orderBy("offset").selectExpr("cast(value as binary) as raw", "length(value) n")

@@ -27,7 +27,7 @@ def m(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-def test_driver_killed_during_a_commit_and_between_batches_writes_each_row_once(
+def test_rows_are_written_once_if_the_driver_is_killed_during_a_commit_and_between_batches(
     url: str, m: meteor.Client, tmp_path: Path, rng: Random
 ) -> None:
     fill(m, ROWS)

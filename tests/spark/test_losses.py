@@ -250,7 +250,7 @@ def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
 # Damaged frames
 
 
-def test_query_that_allows_loss_skips_a_damaged_frame_and_no_more(
+def test_query_that_allows_loss_skips_only_the_damaged_frame(
     url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("orders", capacity=1000)

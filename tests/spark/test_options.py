@@ -148,7 +148,7 @@ def test_delay_accepts_units(text: str, seconds: float) -> None:
         ),
     ],
 )
-def test_invalid_option_is_refused_by_name(
+def test_error_names_the_invalid_option(
     streaming: bool, given: dict[str, str], words: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=words[0]) as caught:
@@ -380,7 +380,7 @@ def test_late_stream_is_read_from_the_first_record_in_its_ring(
         assert seen == [*range(first, end)]
 
 
-def test_records_dropped_after_a_late_stream_has_begun_are_reported_lost(
+def test_records_that_the_ring_of_a_late_stream_drops_are_reported_lost(
     url: str, stream: meteor.Stream
 ) -> None:
     with Engine(Checkpoint(), url=url, streamsPattern="orders.*") as engine:

@@ -228,7 +228,7 @@ def test_task_and_commit_wait_for_a_server_that_restarts(
 
 
 @pytest.mark.usefixtures("in_task")
-def test_task_fails_and_can_be_repeated_if_the_server_lost_frames_that_it_had_staged(
+def test_task_fails_and_can_be_repeated_if_the_server_lost_its_staged_frames(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "_SEND_BYTES", 1)

@@ -20,7 +20,7 @@ from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: In seconds. On a loaded machine, starting Java may take most of this time.
+#: Seconds per test. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def installed(folder: Path) -> Path:
 
 IMPORT = """
 import sys
-import pyspark.sql.datasource, pyspark.sql.types  # Spark has these when it searches
+import pyspark.sql.datasource, pyspark.sql.types  # Spark imports these before it searches
 import pyspark_meteor
 assert pyspark_meteor.DefaultSource.name() == "meteor"
 loaded = {name.partition(".")[0] for name in sys.modules} & {"meteor_py", "redis", "pyarrow"}

@@ -175,7 +175,7 @@ def test_source_logs_in_to_sentinels_with_their_own_password(
             Engine(Checkpoint(), url=url, sentinelPasswordFile=str(wrong)).begin()
 
 
-# The default server if the driver sets no url
+# The server that is used if no url is set
 
 
 def test_executors_use_the_server_from_the_drivers_environment(

@@ -107,7 +107,7 @@ def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
 def test_rows_from_a_retried_task_are_written_once(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
-    width = 2000  # the rows are large, so a task sends some before it has all
+    width = 2000  # the rows are large, so a task sends some before it has read all
     with m.stream("source", capacity=100_000).publisher() as pub:
         for start in range(0, 3000, 500):
             pub.publish_many([b"%0*d" % (width, i) for i in range(start, start + 500)])
@@ -283,7 +283,7 @@ def columns(ddl: str) -> StructType:
         ),
     ],
 )
-def test_invalid_option_or_column_is_refused_by_name(
+def test_error_names_the_invalid_option_or_column(
     schema: str, options: dict[str, Any], words: str
 ) -> None:
     given = {"stream": "s"} | options
@@ -303,7 +303,7 @@ def test_invalid_option_or_column_is_refused_by_name(
         ({"value": "a", "stream": ".b"}, "'.b'"),
     ],
 )
-def test_row_that_is_not_a_record_fails_its_task_and_stages_nothing(
+def test_invalid_row_fails_its_task_and_stages_nothing(
     m: meteor.Client, url: str, row: dict[str, Any], words: str
 ) -> None:
     kinds = {"headers": pa.map_(pa.string(), pa.binary()), "key": pa.binary()}
@@ -321,7 +321,7 @@ def test_row_that_is_not_a_record_fails_its_task_and_stages_nothing(
     assert m.redis.keys("*:log") == m.redis.keys("*stage*") == []
 
 
-def test_row_that_is_not_a_record_prevents_the_write(
+def test_invalid_row_prevents_the_whole_write(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream
 ) -> None:
     frame = rows(spark, 0, 1000).selectExpr("if(value = '990', null, value) value")

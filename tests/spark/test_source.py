@@ -26,7 +26,7 @@ from tests.support.spark import (
 )
 from tests.support.waiting import eventually
 
-#: In seconds. On a loaded machine, starting Java may take most of this time.
+#: Seconds per test. On a loaded machine, starting Java may take most of this time.
 pytestmark = pytest.mark.timeout(400)
 
 MANY = 200_000
@@ -86,7 +86,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
     assert tuple(row) == (MANY + 10, MANY + 10, total, total)
 
 
-def test_group_keeps_a_failed_querys_start(
+def test_group_keeps_the_start_of_a_failed_query(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -127,7 +127,7 @@ def test_query_starts_at_a_time_and_respects_batch_limits(
     given = {"stream": "orders", "group": "g", "minOffsetsPerTrigger": 10, "maxTriggerDelay": "1h"}
     fill(stream, 5)
     query = start(stream_of(spark, url, **given), tmp_path, follow=True)  # from the checkpoint
-    # Once the query owns the lease, it has planned, and five records were too few for a batch.
+    # A query that owns the lease has already found that five records are too few for a batch.
     eventually(lambda: owners(stream), 60, "the query does not start")
     fill(stream, 5)
     eventually(lambda: batches(query) == [10], 60, "the minimum batch was not read")

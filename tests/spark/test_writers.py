@@ -297,7 +297,7 @@ def test_query_that_allows_loss_continues_after_a_batch_with_different_rows(
     assert contents(target) == "x x z z"
 
 
-def test_no_target_stream_is_written_if_one_already_has_different_rows(
+def test_no_stream_is_written_to_if_one_already_has_different_rows(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_column = Sink(url, monkeypatch, stream="")

@@ -100,7 +100,9 @@ def test_unknown_column_is_refused(stream: meteor.Stream) -> None:
         sub._read_columns(["offset", "price"])
 
 
-def test_store_without_read_columns_reads_all_columns_and_selects(tmp_path: Path) -> None:
+def test_columns_are_selected_after_reading_if_the_store_has_no_read_columns(
+    tmp_path: Path,
+) -> None:
     class Plain:
         def __init__(self, inner: ParquetStore) -> None:
             self.read = inner.read
@@ -135,7 +137,7 @@ def test_paths_can_be_opened_with_the_filesystem(stream: meteor.Stream) -> None:
     assert all(info.is_file for info in store.filesystem.get_file_info(store.paths()))
 
 
-def test_dataset_begins_at_the_first_record_that_was_kept(tmp_path: Path) -> None:
+def test_dataset_begins_at_its_start_offset(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 40))
     store.append(INCARNATION, 1, records(40, 60))

@@ -307,7 +307,7 @@ class Archiving(RuleBasedStateMachine):
 
     @invariant()
     def no_lost_record_is_revived(self) -> None:
-        """Reading expired offsets returns no other records either."""
+        """Expired offsets that can still be read also have the right records."""
         for span in self.store.spans(self.archived):
             if not self.late_below:
                 assert self.store.ids(span) == self.log[span.first : span.stop]

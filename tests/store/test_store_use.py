@@ -52,7 +52,7 @@ def start_of_reader(stream: meteor.Stream) -> None:
 
 READS: dict[str, Callable[[meteor.Stream], object]] = {
     "a new group": start_of_group,
-    "a reader from the earliest": start_of_reader,
+    "a reader from the earliest offset": start_of_reader,
     "read()": lambda stream: list(stream.read()),
     "offset_at()": lambda stream: stream.offset_at(datetime(2000, 1, 1, tzinfo=UTC)),
     "files()": lambda stream: stream.store.files(),
