@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _SCANNED = 1000
 #: Maximum number of keys to list with one GETKEYSINSLOT command.
 _SLOT_KEYS = 100_000
-#: Seconds for an attempt that begins shortly before the deadline.
+#: Minimum seconds for an attempt, even if it begins just before the deadline.
 _ATTEMPT_MIN_S = 0.05
 #: Minimum number of seconds to wait for one of several primaries, if there is that much time.
 _NODE_S = 1.0
