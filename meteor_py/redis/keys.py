@@ -154,7 +154,7 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     so far; ``last``, the time (ms) of the last script call other than sending and settling;
     ``due``, the time before which no work is due (ms); ``graces``, the number of times that members
     got more time after an outage; ``moves``, a counter that numbers deliveries of messages for any
-    member; ``stranded``, set if dead members kept them because no other member was alive.
+    member; ``stranded``, set if dead members kept those messages because no other was alive.
 ``...:members`` (hash): For each member ``index:session:persistent:alive:priority:joined:metadata``.
 ``...:deadlines`` (zset): Live members, by the time (ms) at which they count as dead.
 ``...:graced`` (zset): Live members that got more time and have sent no heartbeat since, by

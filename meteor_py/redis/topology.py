@@ -176,7 +176,7 @@ class Topology:
             keep_only(nodes)
 
     def note_moved(self, slot: int, node: Node) -> None:
-        """Record that ``node`` is the new owner of a slot, as a server replied."""
+        """Record that, according to a server, ``node`` is the new owner of a slot."""
 
     def note_failed(self, node: Node | None) -> None:
         """Record that a node could not be reached, or is not a primary."""
