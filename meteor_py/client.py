@@ -82,10 +82,10 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
 
     >>> meteor.close_on_signal()                                     # doctest: +SKIP
 
-    On the signal, publishers send their pending records, subscribers send their last confirms, and
-    all leases and memberships are released. Then the previously installed handler is called. If it
-    returns, or if there was none, the signal ends the process (in a shell, with status 143 for
-    SIGTERM). A second signal ends the process at once.
+    When the signal arrives, publishers send their pending records, subscribers send their last
+    confirms, and all leases and memberships are released. Then the previously installed handler is
+    called. If it returns, or if there was none, the signal ends the process (in a shell, with
+    status 143 for SIGTERM). A second signal ends the process at once.
 
     The interrupted code does not continue, and neither ``finally`` blocks nor ``atexit`` functions
     run. To run them, first install a handler that calls ``sys.exit()``.
@@ -202,7 +202,7 @@ class Client(Closeable):
                 that ``peer_groups()`` returns.
             instance: Selects one of several independent groups with the same name.
             codec: How this client encodes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
-                that has your types registered.
+                with your types registered.
             create: If false, raise ``PeerGroupNotFound`` instead of creating the group.
 
         Raises:
@@ -225,9 +225,9 @@ class Client(Closeable):
 
     @property
     def redis(self) -> redis.Redis:
-        """A redis-py client for the same server, for other commands. It never retries.
+        """A redis-py client for the same server, for your own commands. It does not retry them.
 
-        On a cluster it is a ``redis.RedisCluster``, which only follows redirects. Do not close it:
+        On a cluster it is a ``redis.RedisCluster``, which still follows redirects. Do not close it:
         ``Client.close`` does that, and a closed ``RedisCluster`` cannot be used again.
         """
         return self._connector.redis

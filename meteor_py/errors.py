@@ -1,4 +1,4 @@
-"""Every error that meteor_py raises, except ``ValueError`` and ``TypeError`` for wrong arguments.
+"""The errors of meteor_py. Wrong arguments raise ``ValueError`` or ``TypeError`` instead.
 
     MeteorError                     .problem .hint .retriable: the same call may succeed later
     ├── ConnectionFailed            the server cannot be reached, or went away          retriable
@@ -20,7 +20,7 @@
     │       ├── GroupConfigMismatch the group exists with other settings, or as the other kind
     │       ├── LeaseLost           the lease was lost or released; nothing was confirmed
     │       ├── Fenced              .offsets: records that this consumer no longer holds
-    │       │   ├── Rewound         returned by this consumer, with an earlier record of their key
+    │       │   ├── Rewound         returned to the group, with an earlier record of their key
     │       │   └── AckTimeout      .setting .seconds: not settled in time
     │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
     │       └── NotGrouped          only a subscriber in a group can do this
@@ -28,7 +28,7 @@
     │   ├── RecordTooLarge          the record exceeds the size limit; also a ValueError
     │   ├── PublisherFull           max_pending_bytes are unacknowledged                retriable
     │   ├── PublisherClosed         not sent: the publisher was closed
-    │   ├── OutcomeUnknown          the publish, or the confirm, may have taken effect
+    │   ├── OutcomeUnknown          the publish or confirm may have taken effect
     │   └── NotReplicated           in the log, but not on enough replicas in time
     ├── PeerError                   .group: the peer group
     │   ├── PeerGroupNotFound       no peer group has that name, or it was deleted
@@ -42,7 +42,7 @@
     │   └── MessageFailed           .member
     │       ├── MemberUnknown       no such member, or the group is empty
     │       ├── MemberLeft          the member left before it replied
-    │       ├── HandlerFailed       the handler raised, or failed the message
+    │       ├── HandlerFailed       the handler raised an exception or called fail()
     │       ├── NoHandler           .queue: no receiver has a handler for the queue
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           the member's inbox is at its limit                  retriable
@@ -246,7 +246,7 @@ class GroupNotFound(GroupError):
 
 
 class GroupActive(GroupError):
-    """A member holds the group's lease, or (``shared``) a shared group has live consumers.
+    """A member holds the group's lease or, if ``shared``, the shared group has live consumers.
 
     ``owner`` names the member, or one of the consumers.
     """
@@ -286,14 +286,14 @@ class Fenced(GroupError):
 
 
 class Rewound(Fenced):
-    """This consumer returned these records with an earlier record of the same ordering key.
+    """This consumer returned these records to the group, with an earlier record of the same key.
 
-    The consumer's lease is intact: the group delivers the records again, in order.
+    The consumer still has its lease. The group delivers the records again, in order.
     """
 
 
 class AckTimeout(Fenced):
-    """The records were not settled in time, so this consumer returned them as failed.
+    """The records were not settled in time, so this consumer returned them to the group as failed.
 
     ``setting`` is the time limit that expired, such as "ack_timeout", and ``seconds`` its value.
     """
@@ -314,7 +314,7 @@ class AckTimeout(Fenced):
 
 
 class NoConfirmedOffset(GroupError):
-    """``InitialOffset.NONE`` needs a group that has a confirmed offset."""
+    """``InitialOffset.NONE`` was requested, but the group has no confirmed offset."""
 
 
 class NotGrouped(GroupError):

@@ -526,8 +526,8 @@ class Stream:
         settings = keys.settings(self.name).encode()
         names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
-        # If the stream existed a moment ago and is now gone, assume that an earlier attempt of this
-        # call has deleted it, and that only the reply was lost.
+        # If the stream existed a moment ago and is now gone, assume that an earlier attempt deleted
+        # it, and that only the reply was lost.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.stream_gone(self.name, reply[0])
         connector.call("SREM", keys.STREAMS, self.name)

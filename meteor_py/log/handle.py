@@ -49,7 +49,7 @@ class StreamHandle:
         self.name = name
         self.incarnation = meta.incarnation
         self.config = meta.config
-        #: The stream's epochs when it was opened.
+        #: The stream's epochs when this handle was created.
         self.epochs = meta.epochs
         #: The id of the stream's store; None without a store.
         self.store_id = meta.store

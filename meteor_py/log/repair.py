@@ -51,7 +51,7 @@ def _walk(
 ) -> tuple[int, list[str]]:
     """Return the number of valid entries at ``key``, and the IDs of foreign ones.
 
-    If a key for a copy is given, also copy the valid entries there, and replace ``key`` with the
+    If ``copy`` is not None, also copy the valid entries to that key, and replace ``key`` with the
     copy.
     """
     kind = "log" if key == stream.keys[0] else "index"

@@ -95,8 +95,8 @@ class RingReader:
     def _extend(self, entries: list[Any], meta: list[Any], records: int) -> list[Any]:
         """Fetch more if the fetch was small because sizes were unknown; return the latest meta.
 
-        The caller gets all small frames up to the end of the log as of the first reply, as if the
-        reader had known the sizes from the start.
+        Continue until there are as many frames as the caller wants, about ``FETCH_BYTES``, or all
+        frames up to the end of the log as of the first reply.
         """
         wanted = min(self._frames, records)
         end_offset = self._next
@@ -162,7 +162,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to the fetch sent ahead; None if it was for another offset."""
+        """Return the replies to the fetch sent ahead; None if there is none for this offset."""
         if self._ahead is None:
             return None
         try:
@@ -211,7 +211,7 @@ class RingReader:
         )
 
     def _note_sizes(self, meta: list[Any]) -> list[Any]:
-        """Note how far frame sizes are known; return the fields for the caller."""
+        """Note up to which offset frame sizes are known; return the fields for the caller."""
         large = meta.pop()
         self._next = int(meta[2] or 0)
         # If only older releases have written to the stream, the field is missing.

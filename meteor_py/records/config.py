@@ -202,9 +202,10 @@ class PublisherConfig:
     #: gets its own frame.
     max_record_bytes: int = RECORD_BYTES_MAX
     #: Called with the error whenever records fail, or acknowledged records turn out to be lost. It
-    #: runs in the sender's thread, so it must not block. ``flush`` and ``close`` do not raise a
-    #: failure that this function has received. Without this function, the publisher logs a failure
-    #: as a warning if no thread waits for the ``Ack``, and only once until records succeed again.
+    #: usually runs in the sender's thread, so it must not block. ``flush`` and ``close`` do not
+    #: raise a failure that this function has received. Without this function, the publisher logs a
+    #: failure as a warning if no thread waits for the ``Ack``, and only once until records succeed
+    #: again.
     on_error: Callable[[MeteorError], object] | None = None
 
     def __post_init__(self) -> None:

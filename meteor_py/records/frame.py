@@ -177,8 +177,8 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
     """Return the records in entries, merging small frames with consecutive offsets.
 
-    Stop before a bad frame, or before decompressing more than 64 MiB in total. Call this again for
-    the remaining entries. If the first frame is bad, raise an error.
+    Stop before a bad frame, or before decompressing more than 64 MiB in total. The caller calls
+    this again for the remaining entries. If the first frame is bad, raise an error.
 
     Raises:
         CorruptStream: No meteor_py publisher wrote the first entry.

@@ -9,9 +9,9 @@ field and its value:
 1. One byte for each record: the index of its key in the list that follows.
 2. The ordering keys of these records, each once, as a MessagePack array of strings.
 
-Releases before 0.3 wrote one entry per frame, with the frame's ID. Its first string has two bytes
-for each record, little endian. The keys follow as separate strings, with an empty string at the end
-if the number of keys is even. Readers accept both forms.
+Releases before 0.3 wrote one entry per frame, with the frame's ID. The entry's first string has two
+bytes for each record, little endian. The keys follow as separate strings, with an empty string at
+the end if the number of keys is even. Readers accept both forms.
 
 The index lists an empty string for a record without an ordering key, and for a record whose key is
 too long. ``publish`` refuses keys that are too long, but a dead letter may have one, because it

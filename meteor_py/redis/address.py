@@ -77,7 +77,7 @@ class Address:
     #: Arguments for the connection class. They may include a password.
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     connection_class: Callable[..., AbstractConnection] = field(default=Connection, repr=False)
-    #: The directory of a kept embedded server, or the name of a shared fake server.
+    #: The directory of an embedded server, or the name of a shared fake server; otherwise None.
     place: str | None = None
     #: The cluster nodes or sentinels that the URL lists.
     seeds: tuple[Node, ...] = ()
@@ -191,7 +191,8 @@ def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
         if scheme == "embedded" and place and not place.startswith("/"):
             raise ValueError(
                 f"{mask(url)!r} has two slashes before the path instead of three. Write "
-                "embedded:///absolute/path for a kept server, or embedded:// for a private one."
+                "embedded:///absolute/path to keep the data there, or embedded:// for a private "
+                "server."
             )
         return Address(scheme, url, place=unquote(place) or None)
     shown = mask(url) if separator else mask(f"://{url}")[3:]

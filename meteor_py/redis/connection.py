@@ -479,7 +479,7 @@ class Connection:
         self.leave_node()
 
     def leave_node(self) -> None:
-        """Interrupt like ``interrupt``, but allow a retry, because the server was replaced."""
+        """Like ``interrupt``, but allow a retry, because the server was replaced."""
         if self._pid != os.getpid():
             return  # the socket still belongs to the parent
         opening = self._opening

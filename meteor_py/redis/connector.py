@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _SCANNED = 1000
 #: Maximum number of keys to list with one GETKEYSINSLOT command.
 _SLOT_KEYS = 100_000
-#: Seconds for an attempt that begins shortly before the deadline.
+#: Minimum seconds for an attempt, even if it begins just before the deadline.
 _ATTEMPT_MIN_S = 0.05
 #: Minimum number of seconds to wait for one of several primaries, if there is that much time.
 _NODE_S = 1.0
@@ -181,7 +181,7 @@ class Connector:
             rest = [node for node in nodes if node not in results]
             for number, node in enumerate(rest, 1):
                 share_s = self.timeout_s
-                if unreachable is not None:  # all frozen primaries share one timeout
+                if unreachable is not None:  # all silent primaries share one timeout
                     share_s = search.share_s(len(rest) - number, _NODE_S)
                 try:
                     results[node] = self._use_at(node, Search(share_s), work)
@@ -219,7 +219,7 @@ class Connector:
             return self._resolved
 
     def close(self) -> None:
-        """Close the shared connections. An embedded server stops with its last user."""
+        """Close the shared connections. The last user of an embedded server also stops it."""
         with self._exclusive():
             self._closed = True
             single = self._single
@@ -363,7 +363,7 @@ class Connector:
         if self._forks != forks:
             self._single = None  # at the fork, another thread may have been in a call
             self._lock = threading.RLock()
-            self._forks = forks  # last: a thread that sees it uses the new lock
+            self._forks = forks  # last: a thread that sees this value uses the new lock
         return self._lock
 
 

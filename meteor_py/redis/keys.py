@@ -42,9 +42,9 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     ``advance_archived``; replaced by ``repair_log``.
 ``meteor:{s}:repair:<id>`` (stream): An unfinished copy of the log or the index. Written by
     ``repair_log``, which renames it when it is complete. Expires after an hour.
-``meteor:streams`` (set): The names of all streams, in a slot of its own. Written before
+``meteor:streams`` (set): The names of all streams. The key has its own slot, and is written before
     ``create_stream`` and after ``delete_stream``. It may therefore include names that have no
-    ``meta``. Listing the streams removes such names.
+    ``meta``. ``Client.streams`` leaves them out.
 
 **Groups**
 
@@ -105,7 +105,7 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``...:members`` (hash): For each consumer id, a packed value: the last step and its result, the end
     of the lease, the number of records held, the batches of that step, flags, a key reserved for a
     record's last delivery attempt, and the name. Added by ``shared/join``; removed when the
-    consumer leaves, or ten leases after it died.
+    consumer leaves, or ten times ``lease_ttl`` after it died.
 ``...:keys`` (hash): An entry for each key: the owner, the number of records that the owner holds,
     and the line of waiting offsets. Keys that are stopped, suspected, or have many waiting records
     have further fields (see lua/shared/_keys.lua). An entry is removed with the key's last record.
@@ -154,7 +154,7 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     so far; ``last``, the time (ms) of the last script call other than sending and settling;
     ``due``, the time before which no work is due (ms); ``graces``, the number of times that members
     got more time after an outage; ``moves``, a counter that numbers deliveries of messages for any
-    member; ``stranded``, set if dead members kept such messages because no other member was alive.
+    member; ``stranded``, set if dead members kept those messages because no other was alive.
 ``...:members`` (hash): For each member ``index:session:persistent:alive:priority:joined:metadata``.
 ``...:deadlines`` (zset): Live members, by the time (ms) at which they count as dead.
 ``...:graced`` (zset): Live members that got more time and have sent no heartbeat since, by

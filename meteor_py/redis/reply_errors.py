@@ -192,8 +192,8 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
 def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
         f"The lease for group {group!r} of stream {stream!r} was lost: another member has taken "
-        f"it, or seek_group() has moved the group (term {term}). Unconfirmed records will be read "
-        "again. poll() waits until it can acquire the lease again.",
+        f"it, or seek_group() has moved the group, which is now in term {term}. Unconfirmed "
+        "records will be read again. poll() waits until it can acquire the lease again.",
         stream=stream,
         group=group,
     )

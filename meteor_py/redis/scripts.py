@@ -161,5 +161,5 @@ PEERS_SETTLE = Script("peers/settle", _PEER_MESSAGES)
 PEERS_UPDATE_MEMBER = Script("peers/update_member", *_PEER_STATE)
 PEERS_VOTE = Script("peers/vote", *_PEER_STATE)
 
-#: All scripts. An administrator can load them for users that are allowed to run only EVALSHA.
+#: All scripts. An administrator can load them for users who are allowed to run only EVALSHA.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 _CHANNEL = "+switch-master"
 #: Seconds to wait for one sentinel's reply before asking the next sentinel.
 _ASK_S = 1.0
-#: Do not ask a sentinel that failed to reply again for this many seconds if another one replies.
+#: After a sentinel fails to reply, skip it for this many seconds if another sentinel replies.
 _AVOID_S = 5.0
-#: Seconds between the watcher's rounds, and its first and longest pause before it reconnects to a
-#: sentinel. The pause doubles after each failed attempt.
+#: Seconds between the watcher's rounds. This is also the first pause before it reconnects to a
+#: sentinel. The pause doubles after each failed attempt, up to the second value.
 _RECONNECT_S, _RECONNECT_MAX_S = 1.0, 30.0
 #: Seconds that ``close()`` waits for the watcher thread.
 _JOIN_S = 3.0

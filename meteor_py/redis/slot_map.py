@@ -101,14 +101,14 @@ class SlotMap(RefreshedTopology):
                 self._moved.pop(slot, None)
 
     def _report_all_nodes(self) -> None:
-        """Report the nodes, and again if another thread has changed them in the meantime."""
+        """Report the nodes. If another thread changes them meanwhile, report them again."""
         reported: set[Node] | None = None
         while reported != (nodes := self._all_nodes()):
             self._report_nodes(nodes)
             reported = nodes
 
     def _all_nodes(self) -> set[Node]:
-        return {*self._table.nodes, *list(self._moved.values())}  # a list: threads change the dict
+        return {*self._table.nodes, *list(self._moved.values())}  # list(): threads change the dict
 
     def _known_primaries(self) -> list[Node]:
         """Return the nodes in the map, starting with the preferred ones."""

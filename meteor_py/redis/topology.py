@@ -42,7 +42,7 @@ _GROWTH = 1.2
 _APART_S = 3.0
 #: Seconds without a failed call after which an outage counts as over.
 _FORGET_S = 10.0
-#: Seconds between checks whether a search that waits for another thread was interrupted.
+#: Seconds between checks for an interrupt while a search waits for another thread.
 _SLICE_S = 0.05
 #: If a slot has been moving for this many seconds, the move was probably abandoned.
 ABANDONED_S = 5.0
@@ -84,7 +84,7 @@ class Search:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def share_s(self, others: int, least_s: float) -> float:
-        """Return the seconds to wait for one server, if ``others`` can be asked after it.
+        """Return the seconds to wait for one server, if ``others`` more can be asked after it.
 
         The result is at least ``least_s``, but at most half of the time left, so that the others
         can still be asked. If there are no others, it is all of the time left.
@@ -164,7 +164,7 @@ class Topology:
         return ()
 
     def on_departure(self, keep_only: Callable[[Collection[Node]], None]) -> None:
-        """Call a method with the nodes that remain whenever one may have left.
+        """Whenever a node may have left, call a method with the remaining nodes.
 
         The topology does not keep the method's object alive.
         """
@@ -176,7 +176,7 @@ class Topology:
             keep_only(nodes)
 
     def note_moved(self, slot: int, node: Node) -> None:
-        """Record that a server named ``node`` as the new owner of a slot."""
+        """Record that, according to a server, ``node`` is the new owner of a slot."""
 
     def note_failed(self, node: Node | None) -> None:
         """Record that a node could not be reached, or is not a primary."""
@@ -229,7 +229,7 @@ class RefreshedTopology(Topology):
         raise NotImplementedError
 
     def _refresh(self, search: Search) -> None:
-        """Ask the servers. If none replies, keep what is known."""
+        """Ask the servers. If none replies, keep the previous answer."""
         raise NotImplementedError
 
     def _busy(self) -> str:
@@ -237,7 +237,7 @@ class RefreshedTopology(Topology):
         raise NotImplementedError
 
     def _leave_parent(self) -> None:
-        """Replace what belongs to the parent process after a fork."""
+        """After a fork, replace the objects that belong to the parent process."""
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     def _refresh_if_stale(self, search: Search) -> None:
@@ -245,7 +245,8 @@ class RefreshedTopology(Topology):
             self._leave_parent()
         if self._is_usable():
             return
-        # If an older answer is known, hardly wait for the other thread: its server may be silent.
+        # If an older answer is known, wait only briefly for the other thread: its server may be
+        # silent.
         patience_s = _REFRESH_S if self._is_known else search.timeout_s
         try:
             search.run_locked(self._lock, patience_s, lambda: self._refresh_once(search))
@@ -330,14 +331,14 @@ def pause_after_s(error: Exception | None, failures: int, others_s: tuple[float,
 
 
 class Outage:
-    """The time for which all calls have failed. Later calls then pause longer from the start."""
+    """The time for which all calls have failed. Calls that begin later start with longer pauses."""
 
     __slots__ = ("_last", "since")
 
     def __init__(self) -> None:
-        #: When the first of the calls failed. None after a call that succeeded.
+        #: When the first of these calls failed; None after a successful call.
         self.since: float | None = None
-        self._last = 0.0  # when the last of them failed
+        self._last = 0.0  # when the last of these calls failed
 
     def pause_s(self, failures: int) -> float:
         """Return the seconds to wait after a call has failed for the nth time, with jitter."""

@@ -2,7 +2,7 @@
 
     with open_embedded() as server:                 # embedded://      private, deleted at the end
         redis.Redis.from_url(server.url)
-    with open_embedded("~/data") as server: ...     # embedded:///dir  kept, shared by all users
+    with open_embedded("~/data") as server: ...     # embedded:///dir  data kept, shared by users
 
 A small process, the supervisor, runs the server. A *user* is a process that has opened the server.
 Each user holds a shared lock in the server's directory. The supervisor stops the server when the

@@ -84,8 +84,9 @@ class EmbeddedServer:
     def reach(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait until the server replies. Restart it if it has ended.
 
-        After a restart, a kept server still has its data, but a private server is empty. The
-        directory, socket, TCP port and password stay the same.
+        After a restart, a private server is empty; any other server still has its data. Socket,
+        TCP port and password stay the same, unless another program has taken the socket's
+        directory or the port.
 
         Args:
             timeout_s: Seconds within which the server must reply.

@@ -13,7 +13,7 @@
 -- term may advance 'archived'. It also runs on a server that is out of memory, because it frees
 -- memory.
 --
--- The caller advances in steps, so that one call trims at most a few thousand entries.
+-- The caller advances in steps, so that one call trims at most 10,000 entries.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'capacity',
                      'archived')

@@ -13,9 +13,9 @@
 -- Atomic because there must be only one owner, and a waiter must not miss a release event.
 --
 -- If the group already has the caller's nonce, the first reply was lost, so send it again.
--- 'floating' applies only to the first term: the next term must not silently skip records that the
--- first term received but did not confirm. After that, the group's 'floating' field holds the first
--- term's number.
+-- 'floating' means that the position is "the first available" (see open_group). It applies only to
+-- the first term: the next term must not silently skip records that the first term received but did
+-- not confirm. During the first term, the group's 'floating' field holds the number of that term.
 --
 -- 'ended' lists the last terms that another member or a seek has ended, newest first, each as
 -- 'nonce:position,'. If the reply to an owner's last confirm was lost, the owner finds its final

@@ -8,7 +8,7 @@
 -- Returns {'OK', position}, or {'NOSTREAM'}  {'INCARNATION'}
 --   {'NOOFFSET'}: ARGV[3] is '', and the group does not exist or has not confirmed an offset
 --   {'BEYOND', end of the stream}: a new group cannot start there
--- Atomic because two members that open a group at once must agree on its start.
+-- Atomic because two members that open a group at the same time must agree on its start.
 --
 -- Groups whose names begin with a dot are internal and not listed.
 -- The start is stored, so that no record is skipped if the owner dies before its first confirm.

@@ -18,7 +18,7 @@ local now = clock[1] .. string.sub('00000' .. clock[2], -6, -4)
 if #now < #m[5] or (#now == #m[5] and now < m[5]) then now = m[5] end
 
 -- Append a frame of n records (n is a string) to the log at the offset `first`. If there is an index,
--- append the index entries in the list `entries`, from number `start`, to it. Trim both, and advance meta.
+-- append to it the items of the list `entries` from `start` on. Trim both, and advance meta.
 -- If there is no crc, pass ''.
 -- Return nil on success. If the frame must be refused, write nothing and return the reply to send.
 local function append_frame(first, n, name, payload, crc, index, entries, start)
