@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that ``close()`` waits for handlers and leader tasks, and then for the group's
-#: threads, each of which gets at least ``_LAST_S``. ``_JOIN_S`` also limits waits for the server.
+#: Maximum seconds that ``close()`` waits for handlers and leader tasks (``_LEAVE_S``), and then for
+#: the group's threads (``_JOIN_S``, but at least ``_LAST_S`` for each). ``_JOIN_S`` also limits
+#: waits for the server.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing.
 _LOOKS = 10

@@ -240,7 +240,8 @@ class Leadership:
                 # If the server still regards this member as the leader, the next heartbeat reports
                 # the resignation.
                 return False
-            self._handing_over += 1  # the heartbeat must not report the end before tasks have ended
+            # The heartbeat must not report the resignation before the tasks have ended.
+            self._handing_over += 1
         try:
             self.await_tasks(now() + TASKS_S)
             return self.lay_down(term.number)

@@ -210,10 +210,8 @@ class MemberHandle:
     def finish_leaving(self, deadline: float) -> bool:
         """Wait for handlers and tasks, then tell the server that the member has left.
 
-        Waits at most until ``deadline``, on the ``now()`` clock.
-
-        Until then, the member stays in the group and sends heartbeats. Return whether the server
-        was notified.
+        Waits at most until ``deadline``, on the ``now()`` clock. In the meantime, the member stays
+        in the group and sends heartbeats. Return whether the server was notified.
         """
         self.announce_leaving()
         self.leadership.await_tasks(deadline)

@@ -78,8 +78,8 @@ UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {}, {})
 
 
 #: A group's keys, in the order that ``peers/open.lua`` expects. If the server has lost the settings
-#: or the state, the script deletes all of these keys and creates the group again. Guarded values,
-#: removed members and dead letters survive that.
+#: or the state, the script deletes all of these keys and creates the group again. It keeps the
+#: guarded values, the list of removed members, and the dead letters.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),

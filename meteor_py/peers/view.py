@@ -14,7 +14,7 @@ from meteor_py.peers.protocol import Look
 class View(NamedTuple):
     """A group's state after one event. Get it with ``group.snapshot()``."""
 
-    #: The number of that event.
+    #: The number of the last event that this view includes.
     number: int
     #: The members, in the order in which they joined.
     members: list[Member]

@@ -120,13 +120,13 @@ class SharedDescription:
     dead_letters_pending: int
     #: Number of records acknowledged since the group was created.
     acked: int
-    #: Number of records that became dead letters.
+    #: Number of records published as dead letters, or discarded for lack of a dead-letter stream.
     dead: int
     #: Number of records that were lost or unreadable.
     lost: int
     #: Number of records that ``purge()`` settled.
     purged: int
-    #: Number of times that consumers returned a record.
+    #: Number of times that a record returned to the group.
     returned: int
     #: Number of consumers whose leases expired.
     reaped: int

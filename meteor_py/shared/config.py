@@ -31,12 +31,12 @@ WAITING_MAX = 1_000_000
 class SharedConfig:
     """Settings of a shared group. They are stored in Redis and are the same for all consumers."""
 
-    #: The maximum number of records of one ordering key that a consumer holds, so that a busy key
-    #: leaves room for others: 1 to 10,000. With 0, only ``prefetch`` limits the number.
+    #: The maximum number of records of one ordering key that a consumer holds: 1 to 10,000. It
+    #: leaves room for other keys if one key is busy. With 0, only ``prefetch`` limits the number.
     max_per_key: int = 32
     #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
-    #: Failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
+    #: Number of failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
     #: The stream for dead letters; None = consumers only log and count them.
     dead_letter: str | None = None
@@ -121,7 +121,7 @@ class ConsumerConfig:
     #: It always fetches at least one record, whatever the record's size.
     prefetch_bytes: int = 64 * 1024 * 1024
     #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
-    #: that others get its records. Also the time limit for one handler call in ``run()``.
+    #: that others get its records. Also limits the time of one handler call in ``run()``.
     max_poll_interval: float = 60.0
     #: Seconds for which the application may keep a record that ``poll()`` returned or ``run()``
     #: passed to the handler. After that, the consumer returns the record to the group as failed.

@@ -1,7 +1,7 @@
-"""How far the application has received records, to detect a failover that lost some of them.
+"""The position up to which records were delivered, to detect a failover that lost some of them.
 
 A failover to a lagging replica loses the newest records together with the newest changes to the
-group's state. So the server no longer knows that it granted these records, and only the consumers
+group's state. The server then no longer knows that it granted these records, and only the consumers
 that received them can tell that they existed. Each consumer therefore remembers the end of the
 records that it has delivered, and the epoch in which these records exist.
 """
@@ -12,7 +12,7 @@ from meteor_py.records.position import Position, diverged_at, newest_epoch, path
 
 
 class DeliveredPosition:
-    """The position after the highest record that a consumer has delivered to the application.
+    """The position after the highest offset that a consumer has delivered to the application.
 
     ``Deliveries`` guards it with its lock.
     """

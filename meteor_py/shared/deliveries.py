@@ -1,10 +1,10 @@
 """One consumer's deliveries: the records that the server grants it, and how it settles them.
 
 The consumer calls the server in steps. Each step has a number, one higher than that of the last
-step, so the server never takes a step twice. If a reply is lost, the consumer sends the same step
-again and gets the same reply. If the consumer's lease has expired in the meantime, the server
-replies with the number of the last step it took, so that the consumer knows which settlements
-counted.
+step, so the server never executes a step twice. If a reply is lost, the consumer sends the same
+step again and gets the same reply. If the consumer's lease has expired in the meantime, the server
+replies with the number of the last step that it executed. The consumer then knows which settlements
+took effect.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Deliveries:
         self._consumer = ""
         # Offsets of refused settlements and lost records, not yet reported to the application.
         self._refused: list[int] = []
-        self._unknown: list[int] = []  # settlements that may have counted
+        self._unknown: list[int] = []  # settlements that may have taken effect
         self._lost = Gaps()
         self._delivered = DeliveredPosition(protocol.stream.incarnation, protocol.stream.epochs)
         self._truncated: list[tuple[int, int]] = []  # first and last offset of each loss
@@ -118,7 +118,7 @@ class Deliveries:
         self.failure: MeteorError | None = None
         #: Dead letters that this consumer is to publish.
         self.dead_letters: list[DeadLetter] = []
-        #: The time, as in ``clock.now()``, until which no other consumer can get these records.
+        #: The time (``clock.now()``) until which no other consumer can get these records.
         self.valid_until = 0.0
         #: The time at which the last step that got a reply was sent.
         self.spoke_at = 0.0
@@ -297,8 +297,8 @@ class Deliveries:
     def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
         """Settle a dead letter, unless a failover has withdrawn it from this consumer.
 
-        ``history`` is the server's history in which the dead letter was published, or '' if that
-        was on another node. It is None if the record is lost or unreadable.
+        ``history`` is the server's replication history in which the dead letter was published, or
+        '' if the dead letter is on another node. It is None if the record is lost or unreadable.
         """
         lost = history is None
         detail = b"" if history is None else history.encode()
@@ -309,7 +309,7 @@ class Deliveries:
                 self._notify()
 
     def raise_failure(self) -> None:
-        """Raise the lease renewer's error, if any, once."""
+        """Raise the lease renewer's error once, if there is one."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure.with_traceback(None)
@@ -321,7 +321,7 @@ class Deliveries:
         return sorted(refused)
 
     def take_unknown(self) -> list[int]:
-        """Remove and return the offsets of settlements that may have counted."""
+        """Remove and return the offsets of settlements that may have taken effect."""
         with self.condition:
             unknown, self._unknown = self._unknown, []
         return sorted(unknown)
@@ -356,11 +356,11 @@ class Deliveries:
             want: The maximum number of records to claim.
             leave: Return all held records and leave the group.
             mode: See ``StepRequest``.
-            entry: An index entry for records that only the store has.
+            entry: A replacement for an entry that the index lacks.
 
         Raises:
-            ConnectionFailed: The server did not reply. The next exchange finds out whether it took
-                the step.
+            ConnectionFailed: The server did not reply. The next exchange finds out whether it
+                executed the step.
             GroupNotFound, StreamNotFound: The group or the stream was deleted.
             LogTruncated: The stream was deleted and recreated.
         """
@@ -411,7 +411,7 @@ class Deliveries:
         entry: Entry | None,
     ) -> StepReply:
         refusals_left, maintained = _ROUNDS, False
-        # The loop ends, because no step claims records until all settlements are sent.
+        # Terminates: each step sends more settlements, and only the last one claims records.
         while refusals_left:
             self._join(connection)
             self._drop_lost_letters(connection)
@@ -467,7 +467,7 @@ class Deliveries:
                 f"The server for stream {self.protocol.stream.name!r} is failing over. Try again."
             )
         with self.condition:
-            # First, in case of a Ctrl-C: the next exchange repeats only what precedes enter().
+            # Before enter(): after a Ctrl-C, the next exchange repeats only what precedes it.
             self.dead_letters.clear()  # their offsets may now refer to other records
             self.holdings.drop_letters()
             truncated = self._delivered.enter(epochs, end)
@@ -502,7 +502,7 @@ class Deliveries:
             try:
                 done = self.protocol.maintain(connection, self._consumer, leave=leave)
             except ConsumerGone:
-                break  # the lease has expired, which the next step finds out and handles
+                break  # the lease has expired, which the next step will detect
             with self.condition:
                 # If a dead letter is not published within lease_ttl, the server assigns it again.
                 # List it only once.

@@ -111,7 +111,7 @@ class FrameCache:
         """Add records from cache and store until their values fill ``room`` bytes.
 
         Returns:
-            The number of leading offsets handled, and the bytes of room left.
+            The number of leading offsets handled, and the remaining room in bytes.
         """
         found, lost, unreadable = fetched
         at = stored = 0
@@ -238,10 +238,10 @@ class FrameCache:
         return self._find(offset)
 
     def read_stored(self, offset: int, records: int) -> list[Chunk]:
-        """Return the record at ``offset``, which only the store has, and perhaps later records.
+        """Return the record at ``offset`` and perhaps later ones, from the ring or the store.
 
         Raises:
-            RecordsLost: The store does not have it.
+            RecordsLost: Neither the ring nor the store has it.
         """
         if self._log_reader is None:
             self._log_reader = self._stream.open_reader()
@@ -295,7 +295,7 @@ class FrameCache:
     def _trim(self, wanted: Sequence[int]) -> None:
         """Drop frames that have no wanted records.
 
-        These are the oldest ones, until the limits are met, and all frames with a single record.
+        Drops the oldest of them until the limits are met, and all that have a single record.
         """
         needed = {
             first
@@ -329,7 +329,7 @@ def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[i
 def entry_from_store(
     frames: FrameCache, ordering_rule: OrderingRule, reply: StepReply, before: Entry | None
 ) -> Entry:
-    """Return the index entry that the next step needs for records that only the store has.
+    """Return a replacement for the entry that the index lacks, to send with the next step.
 
     Args:
         reply: The reply to the step that reached these records.
@@ -343,7 +343,7 @@ def entry_from_store(
         CorruptSegment: The records are damaged.
     """
     if before is not None and before.covers(reply.next):
-        # If another consumer has scanned the first part, the server takes only the rest.
+        # If another consumer has scanned the first part, the server accepts only the rest.
         numbers, *others = before.strings or (b"",)
         strings = (numbers[reply.next - before.first :], *others) if before.strings else ()
         return before._replace(first=reply.next, strings=strings)

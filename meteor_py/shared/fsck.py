@@ -345,7 +345,7 @@ class _Check:
                 if now != raw:
                     break
                 chunks += found
-                if None in found:  # stop, because a damaged entry may count any number of chunks
+                if None in found:  # stop: a damaged entry may list any number of chunks
                     self._compare_chunks(key, entry, chunks)
                     return
             else:
@@ -381,7 +381,7 @@ class _Check:
                 self._add(f"Key {key!r} counts {entry.held} held records, not {held[key]}.")
 
     def _check_strays(self, name: str, seen: set[bytes]) -> None:
-        """Find ordering keys in a set that have no entry in ``keys``."""
+        """Find the ordering keys in a set that lack an entry in ``keys``."""
         protocol = self._protocol
         for portion in protocol.scan("ZSCAN", name):
             for key in {key for key, _ in portion} - seen:

@@ -48,7 +48,7 @@ class Holdings:
             reject_rewinds: Whether rejecting a record stops its ordering key, so that later records
                 of the key are returned (``on_poison="park"``).
         """
-        #: Number of the last step that the server is known to have taken.
+        #: Number of the last step that the server is known to have executed.
         self.number = 0
         # How many numbers the next step leaves out. If two servers continue the group after a
         # failover, they must not assign the same numbers to different steps and batches.
@@ -106,8 +106,8 @@ class Holdings:
             offset = record.offset
             if offset not in granted:
                 continue
-            # The first may be False because a signal handler's close() has returned the record, the
-            # second because a Ctrl-C has interrupted an earlier call between these lines.
+            # The first condition may be false because a signal handler's close() has returned the
+            # record, the second because a Ctrl-C interrupted an earlier call between these lines.
             if offset in batch_of and offset not in held:
                 if self._rewound and self._was_rewound(record):
                     self._return(offset)
@@ -197,7 +197,7 @@ class Holdings:
 
         If the reply to the last step was lost, this returns the same step again. No step claims
         records until all settlements have been sent. Acknowledgements come first, because an
-        acknowledgement that was made before a rewind must count.
+        acknowledgement that was made before a rewind must take effect.
         """
         if self.request is not None:
             self._clear_sent(self.request)  # a Ctrl-C may have interrupted the first call
@@ -350,18 +350,19 @@ class Holdings:
         """Drop all records and settlements, because the lease has expired.
 
         Args:
-            step: The last step that the server took; -1 if the server does not know the consumer.
+            step: The last step that the server executed; -1 if it does not know the consumer.
             report: The report of that step.
 
         Returns:
-            The offsets whose settlements are void, and those whose settlements may have counted.
+            The offsets whose settlements are void, and those whose settlements may have taken
+            effect.
         """
         void, unknown = list[int](), list[int]()
         request = self.request
         if request is not None:
             sent = self._offsets_sent(request)
             if step == request.number:
-                void += report.refused  # the server took the step before the lease expired
+                void += report.refused  # the step was executed before the lease expired
             elif step >= 0:
                 void += sent
             else:
@@ -389,7 +390,7 @@ class Holdings:
         return any(other.kind == "D" for other in self._others)
 
     def keep_letters(self, history: bytes) -> None:
-        """Drop settlements of dead letters that were published in another history."""
+        """Drop settlements of dead letters that were published in another replication history."""
         self._others = [
             other
             for other in self._others

@@ -1,7 +1,7 @@
 """A consumer's prefetcher: claims records, fetches them, and buffers them for ``poll()``.
 
 It also does two jobs that the server assigns to consumers: it publishes dead letters, and it sends
-index entries for records that only the store has.
+index entries that the server lacks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ _HELD = Standing.HELD  # looking up an enum member is slower
 
 
 class Prefetcher:
-    """One consumer's record buffer. Except for ``halt``, only one thread may use it at a time."""
+    """One consumer's record buffer.
+
+    Except for ``halt`` and ``interrupt``, only one thread may use it at a time.
+    """
 
     def __init__(
         self,
@@ -342,8 +345,8 @@ class Prefetcher:
     def _publish_dead_letter(self, letter: DeadLetter) -> str | None:
         """Publish a dead letter; return None if its record is lost or unreadable.
 
-        Otherwise return the server's history, because the dead letter must be settled in the same
-        history. The result is '' if the dead letter is on another node of a cluster.
+        Otherwise return the server's replication history, because the dead letter must be settled
+        in the same history. The result is '' if the dead letter is on another node of a cluster.
         """
         assert self.settings.dead_letter is not None, "no dead letters without a stream"
         fetched = self._frame_cache.fetch([letter.offset])

@@ -27,16 +27,16 @@ _PARTS = (
 #: Number of elements to read from a collection with one command.
 PORTION = 200
 
-#: The numbers in the reply of ``shared/step``.
+#: The eight numbers in a reply from ``shared/step``.
 _NUMBERS = struct.Struct("<8d")
 
 
 class ConsumerGone(Exception):
-    """The consumer's lease has expired, and others may have its records."""
+    """The consumer's lease has expired, and other consumers may have its records."""
 
     def __init__(self, step: int, report: StepReport) -> None:
         super().__init__()
-        #: The last step that the server took; -1 if the server does not know the consumer.
+        #: The last step that the server executed; -1 if it does not know the consumer.
         self.step = step
         self.report = report
 
@@ -51,9 +51,9 @@ class UnknownStep(Exception):
 
 
 class Entry(NamedTuple):
-    """A replacement for an index entry that the index has dropped.
+    """A replacement for an entry that the index lacks.
 
-    It was rebuilt from the store, or it declares the records lost.
+    It was built from records in the store or the ring, or it declares the records lost.
     """
 
     first: int
@@ -108,7 +108,7 @@ class Settlement(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """One step. After a lost reply, the consumer repeats it, and the server takes it only once."""
+    """One step. If its reply is lost, the consumer sends it again, but the server runs it once."""
 
     #: The number of this step. It is one higher than the last one, unless numbers are ``skipped``.
     number: int
@@ -157,7 +157,8 @@ class StepReply:
     #: The granted offsets by batch.
     batches: dict[int, list[int]]
     report: StepReport
-    #: Only the store has the records from ``next`` up to this offset. 0 if the index has them.
+    #: The index lacks the records from ``next`` up to this offset, but the store or the ring may
+    #: have them. 0 if there are no such records.
     stored_stop: int
     #: Whether maintenance is due.
     maintenance_due: bool
@@ -175,7 +176,7 @@ class StepReply:
 
     @property
     def repeated(self) -> bool:
-        """Whether the server took this step before. The rest of the reply may be outdated."""
+        """Whether an earlier call executed this step. If so, parts of the reply may be outdated."""
         return self.wait_s == 0
 
     @property
@@ -285,7 +286,7 @@ class SharedProtocol:
         return reply[0] != b"TAKEN" and bool(self.check(reply))
 
     def step(self, connection: Connection, consumer: str, request: StepRequest) -> StepReply:
-        """Take a step, or get the reply to a step that the server took before.
+        """Execute a step. If the server has executed it before, get the earlier reply again.
 
         Raises:
             ConsumerGone: The consumer's lease has expired.

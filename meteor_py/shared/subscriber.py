@@ -106,7 +106,7 @@ class SharedSubscriber(Closeable):
         Raises:
             Fenced: This consumer settled records that it no longer held. Raised once.
             OutcomeUnknown: The lease expired, and the server no longer knows whether earlier
-                settlements counted. Raised once.
+                settlements took effect. Raised once.
             RecordsLost: The ring dropped records before they were delivered, and no store has them.
                 Raised once per gap; the next poll continues after the gap.
             CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read. Also
@@ -242,8 +242,8 @@ class SharedSubscriber(Closeable):
     ) -> None:
         """Return several records in one call, in order, without waiting for the server.
 
-        Each ordering key counts at most one failure, for its first record. The call ignores records
-        that were already returned with an earlier record of their key.
+        For each ordering key, at most one failure is counted, for the first record. The call
+        ignores records that were already returned with an earlier record of their key.
 
         Args:
             delay: As for ``SharedRecord.release``.
@@ -277,7 +277,7 @@ class SharedSubscriber(Closeable):
     def rollback(self) -> None:
         """Release all delivered records that are not settled, and wait for the server's reply.
 
-        Each ordering key counts a failure for its first record. Raises the same errors as
+        For each ordering key, a failure is counted for the first record. Raises the same errors as
         ``commit()``.
         """
         self._check_open()
@@ -373,7 +373,7 @@ class SharedSubscriber(Closeable):
         if self._deliveries.holdings.unsent:
             self._prefetcher.exchange(0)
         try:
-            # During a poll in another thread, leave them to the group: the poll may be fetching.
+            # If another thread is polling, leave dead letters to the group: it may be fetching.
             if not self._lease_renewer.polling:
                 self._prefetcher.publish_dead_letters()
         finally:
@@ -381,7 +381,7 @@ class SharedSubscriber(Closeable):
                 self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
                 if self._deliveries.holdings.unsent:
-                    raise  # settlements were lost; otherwise there is no group left to leave
+                    raise  # settlements were lost; without any, a deleted group is not an error
 
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise an error if a parent process opened the subscriber, or if it is closed.

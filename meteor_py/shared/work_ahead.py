@@ -21,7 +21,7 @@ class WorkAhead:
     idle although the consumer has reached the limit. While the limit exceeds ``_AHEAD_S`` seconds
     of work, it decreases every ``_MEASURE_S`` seconds, by at most half.
 
-    Only one thread may use it. Any thread that holds the pool's lock may call ``note_done``.
+    Only one thread may use it, but any thread that holds the pool's lock may call ``note_done``.
     """
 
     def __init__(self, threads: int, most: int) -> None:

@@ -128,7 +128,7 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _fetch_more(self) -> list[SharedRecord]:
-        """Fetch records after the threads have processed half of the held ones, or a short wait."""
+        """Wait briefly for the threads to process half of the held records, then fetch more."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,

@@ -23,7 +23,7 @@ class Message:
     takes over the member's name, the message is delivered again with the same ``id``.
     """
 
-    #: The same for every delivery.
+    #: The message id, which stays the same in every delivery.
     id: str
     queue: str
     #: "tell", "send" or "ask".

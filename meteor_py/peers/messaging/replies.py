@@ -23,12 +23,12 @@ class Replies:
 
     #: The replies, by member id.
     values: dict[str, Any] = field(default_factory=dict)
-    #: The errors for members that did not reply, by member id.
+    #: The errors for members that failed or did not reply, by member id.
     failed: dict[str, MessageFailed] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether all members replied."""
+        """Whether all members replied without an error."""
         return not self.failed
 
 

@@ -109,7 +109,7 @@ class MessageFuture(Future[Any]):
 class Request:
     """A message to send."""
 
-    #: None if it is sent through a ``PeerGroup``.
+    #: The member that sends it; None if it is sent through a ``PeerGroup``.
     sender: MemberHandle | None
     verb: Verb
     to: To
@@ -214,7 +214,7 @@ class Requests:
 
     def _queue(self, message: Request) -> bool:
         """Queue a message; return whether the caller should send it, because no other message is
-        being sent. A caller of ``tell`` does not wait, so that its next message can share the
+        unfinished. A ``tell`` is left to the queue's thread, so that the next message can share the
         call."""
         with self._state:
             # A future's callback must not wait for room: it runs in the thread that makes room.
@@ -255,7 +255,7 @@ class Requests:
         return self._batch is not None or bool(self._unsent or self._failed)
 
     def _send_directly(self, message: Request) -> None:
-        """Send this handle's only message in the main thread.
+        """Send this handle's only unfinished message in the main thread.
 
         A signal handler may interrupt this method at any point, or raise an exception. So the main
         thread shares neither its connection nor its session with the call queue.

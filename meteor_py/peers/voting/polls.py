@@ -46,7 +46,7 @@ LEAD_S = 0.2
 REMEMBERED = 1_000
 #: The proposer asks for the outcome this many seconds after the vote ends.
 _ASK_S = 0.01
-#: The same for other handles, as a random range: one of them must ask if the proposer is dead.
+#: Other handles ask after a random number of seconds in this range, in case the proposer is dead.
 _OTHERS_ASK_S = (0.3, 1.3)
 #: A handle stops asking for the outcome this many seconds after the vote ends.
 _ABANDON_S = 10.0
@@ -70,9 +70,9 @@ class Motion(NamedTuple):
     timeout: float
     require_leader: bool
     action: str = ""
-    #: In ms on the group's clock.
+    #: When the action is due, in ms on the group's clock; None for a plain vote.
     at: int | None = None
-    #: In us.
+    #: Maximum error of a voter's clock in us; None for no limit.
     max_error: int | None = None
 
 

@@ -6,8 +6,8 @@ local EXPIRATIONS, CANDIDATES, EVENTS = P .. 'expirations', P .. 'candidates', P
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS, PROPERTIES = P .. 'orphans', P .. 'properties'
--- Maximum number of times that a message to any member moves. A message moves only when its receiver
--- dies or leaves, so only a long series of receivers that never handle it can reach the limit.
+-- Maximum number of times that a message sent to 'any' moves to another member. It moves only when its
+-- receiver dies or leaves, so only a long series of receivers that never handle it can reach the limit.
 local MOVES = 1000
 
 local c = call('HMGET', CONFIG, 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
@@ -135,7 +135,7 @@ local function depose(reason, ...)
   emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
 end
 
--- Choose a receiver for a message to any member. A full inbox gets the message only if all inboxes are
+-- Choose a receiver for a message sent to 'any'. A full inbox gets the message only if all inboxes are
 -- full: a message that was accepted cannot be refused later.
 local function choose(others, number)
   while #others.roomy > 0 do
@@ -182,7 +182,7 @@ local function move(inbox, owner, others, place)
   return #f.body
 end
 
--- When a member dies or leaves, its inbox becomes an orphan. Messages that were sent to any member move
+-- When a member dies or leaves, its inbox becomes an orphan. Messages that were sent to 'any' move
 -- to another member. If the member was removed, the senders of its other messages get an error. Each
 -- call does part of this work, since an inbox may hold a million messages or a gigabyte. A dead named
 -- member keeps its other messages. If there is no other member, it keeps all of its messages until

@@ -75,7 +75,7 @@ local function complete(id, member, code, value)
 end
 
 -- Each inbox has indexes, so that no script has to scan large messages. 'movable' lists the messages
--- to any member, in order. 'awaited' lists the messages that a sender waits for, by deadline. 'shared'
+-- sent to 'any', in order. 'awaited' lists the messages that a sender waits for, by deadline. 'shared'
 -- lists the messages whose body is in 'body:<id>', where several receivers share it.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))

@@ -4,10 +4,10 @@
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 session  2... its members; no members if the client only watches
 -- Returns {'OK', incarnation, view, its mark, term, leader, the leader's session, seconds on the server's
---   clock; a list with, for each member, 1 if it is a member, 0 if it was dropped, 2 if it was removed on
---   purpose, 3 if another session has joined under its name; ms until the next member is overdue, -1 if
---   there is none; 1 if orphans remain and another call should follow soon; the ttl in ms}, or
---   {'NOGROUP'}
+--   clock; a list with a number for each member: 1 if it is still in the group, 0 if it was dropped,
+--   2 if it was removed on purpose, 3 if another session has joined under its name; ms until the next
+--   member is overdue, -1 if there is none; 1 if orphans remain and another call should follow soon; the
+--   ttl in ms}, or {'NOGROUP'}
 -- Atomic because a member that was dropped must not be renewed.
 
 local presence = {}

@@ -7,7 +7,7 @@
 --       7 maximum number of members in a group
 -- Returns {'OK', index, ms left on the lease, the last entry in the member's inbox: this session gets
 --   all entries up to that entry again}, or {'NOGROUP'}  {'FULL', members}
---   {'TAKEN', session}: a live or unnamed member has the name
+--   {'TAKEN', session}: another member has that id, and this call may not take it over
 -- Atomic because joining, the event that reports it, and any election that it makes possible must
 -- happen in one step.
 
@@ -41,8 +41,8 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 succeed()
--- While no other member was alive, dead members kept the messages that were sent to any member. Hand
--- these messages over.
+-- While no other member was alive, dead members kept the messages that were sent to 'any'. Hand these
+-- messages over.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

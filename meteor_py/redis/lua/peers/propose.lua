@@ -5,8 +5,8 @@
 -- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms left to vote  4 when the action
 --       is due, in ms on the server's clock, '' for no action  5 ms between the end of the vote and the
 --       action  6 name of the action, '' for none  7 topic  8 the proposing member, '' for none
---       9 its session  10 '1' if there must be a leader until the end  11 maximum error of a voter's
---       clock in us, '' for any
+--       9 its session  10 '1' if there must be a leader until the vote ends
+--       11 maximum error of a voter's clock in us, '' for any
 -- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
 --   {'FENCED'}: another session now owns the proposing member  {'FULL', open votes}
 --   {'TOOLATE', ms on the server's clock}  {'PENDING', poll}: that action is already pending

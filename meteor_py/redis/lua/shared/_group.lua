@@ -22,7 +22,7 @@
 -- The first unsettled offset is therefore the lowest of `next` and the first scores of `ready`,
 -- `blocked` and `unsettled`, which lists batches and dead letters by their lowest offset.
 --
--- Two clocks that never go back drive the group. `clock` decides when delays end. `tick` decides when
+-- A group has two clocks that never go back. `clock` decides when delays end. `tick` decides when
 -- leases end, and advances by at most half a lease between two calls. Therefore, neither a server
 -- outage nor a jump of the server's time can end a lease that was just renewed, and consumers that
 -- come and go cannot prolong the leases of others.

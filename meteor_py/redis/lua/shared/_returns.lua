@@ -24,7 +24,7 @@ local function insert(line, offsets)
   return concat(parts) .. sub(line, from)
 end
 -- Move chunks into the entry until it has all waiting offsets up to `o`. There are only a few such
--- offsets, because the owner held all of them when it got `o`.
+-- offsets: each was held together with `o`, and has been returned since.
 local function pull_chunks(k, t, o)
   local x, parts, fields = t.extended, {t.line}, {}
   while x and x.far > 0 do

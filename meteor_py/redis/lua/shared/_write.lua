@@ -18,7 +18,7 @@ end
 
 -- Write the key entries, and update the sets that list keys: `ready`, KEYS[7], and `blocked`, KEYS[8].
 local set, gone, sets, goes = {}, {}, 0, 0
-local out, into -- by the number of the set, the keys to remove and to add
+local out, into -- the keys to remove from each set and to add to it, by the set's number in KEYS
 for k, before in pairs(stored) do
   local t = entries[k]
   local raw, kind = t, t ~= 0 and t ~= 1 and t ~= before and type(t) -- comparing is cheaper than type()

@@ -87,8 +87,8 @@ if ARGV[4] == 'leave' then
   end
 end
 
--- 2. Reap dead consumers. From the first call on, all scripts refuse the dead consumer. Its entry stays
--- for ten leases, so that the consumer can still learn the result of its last step.
+-- 2. Reap dead consumers. The first call marks a consumer as dead, and all scripts then refuse it. Its
+-- entry stays for ten times the lease, so that the consumer can still learn the result of its last step.
 if p.reaping == NOBODY and p.reap_at <= p.tick then
   local first = call('ZRANGE', KEYS[10], 0, 0, 'WITHSCORES')
   p.reap_at = tonumber(first[2] or NEVER)

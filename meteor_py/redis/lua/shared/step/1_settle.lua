@@ -4,11 +4,11 @@
 -- KEYS, ARGV 1 to 3: see shared/_group.lua
 -- ARGV  4 number of this step, one higher than the last; or 'number:last' after a failover has lost
 --         steps. The number is then higher by a random amount, and so are the numbers of later batches.
---         In this way, a server that did not lose these steps recognises that they are other steps.
+--         If a server that still has the lost steps takes over, it cannot mistake the new ones for them.
 --       5 'wait' if the consumer will wait for a wake-up if it gets no records; 'busy' if it no longer
 --         waits; else ''
 --       6 number of records wanted  7 batches to acknowledge: 'n,n,...'
---       8 first offset of an entry that the index has dropped, '' for none; 9 and 10 its strings (see
+--       8 first offset of an entry that the index lacks, '' for none; 9 and 10 its strings (see
 --         records/ordering_index.py), or 'lost' and the offset after the lost records
 --       11... triples: a code, a batch n or '', and offsets o of its records. 'A' n 'o,...'
 --         acknowledges; these triples come first. 'R' n 'o:ms:reason' returns a failed record, delays
@@ -110,7 +110,7 @@ if ARGV[at] then
     local n = ARGV[i]
     if raw_batches[n] and not opened[n] then
       local names, line = read_batch(raw_batches[n])
-      local batch = {names = names, offsets = from_line(line), key = {}} -- key: that of each offset
+      local batch = {names = names, offsets = from_line(line), key = {}} -- key: the key of each offset
       for j, o in ipairs(batch.offsets) do batch.key[o] = names[j] end
       opened[n] = batch
     end

@@ -1,7 +1,7 @@
 -- 5. Scan new records, each once. Grant the record, let it wait, or settle it if it is to be purged.
 local SCAN = 512 -- maximum number of records that one call scans, or slightly more
 local nxt, stored_stop, pushed = p.next, 0, {} -- pushed: by key, the line of offsets to append
-local scan_until, keyless = nxt + SCAN, nil -- keyless: what stands for a missing key
+local scan_until, keyless = nxt + SCAN, nil -- keyless: replaces a missing key
 
 -- The current index entry: its first and last offset, the number of each record's key, the bytes per
 -- number, and the keys, packed and unpacked. Publishers write the index, and a publisher may be hostile.
@@ -77,7 +77,7 @@ while lost_to > nxt or (got < want and not (stop or cut) and nxt < scan_until an
     local only -- the key, if one is read
     if count == 1 and not keys_of then
       -- Skip the keys before it, which is cheaper than unpacking all 64. In a MessagePack array, the
-      -- byte before a string of less than 32 bytes is 160 + its length. If other items come, unpack all.
+      -- byte before a string of fewer than 32 bytes is 160 + its length. For other items, unpack all.
       local position = byte(packed) == 220 and 4 or 2
       local head = byte(packed, position) or 0
       for _ = 1, key_numbers[1] or 0 do
