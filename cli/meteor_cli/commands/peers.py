@@ -219,7 +219,7 @@ def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
 @click.argument("member", shell_complete=completion.member)
 @options.confirmation("Show which member would be removed, and exit.")
 def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) -> None:
-    """Remove a member from a group, dead or alive.
+    """Remove a live or dead member from a group.
 
     Messages to the member fail, except those sent to `any`, which go to another member. A live
     member is notified, and does not rejoin automatically.
