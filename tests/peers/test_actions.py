@@ -30,7 +30,7 @@ from tests.support.waiting import eventually
 
 #: Maximum rounding error in seconds between two readings of one clock.
 FLOAT_S = 1e-6
-#: Seconds between the end of a vote and the action.
+#: Minimum number of seconds between the end of a vote and the action.
 LEAD_S = 0.2
 
 

@@ -1,4 +1,4 @@
-"""A listener that cannot keep up with a group's events gets an error; memory stays bounded."""
+"""Memory stays bounded if a listener cannot keep up with a group's events. The loss is reported."""
 
 from __future__ import annotations
 

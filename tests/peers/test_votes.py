@@ -274,10 +274,10 @@ def _events(panel: Panel) -> list[Any]:
     return list(found)
 
 
-def test_polls_beyond_one_sweep_accept_no_votes_after_they_end(url: str) -> None:
+def test_ended_polls_that_a_sweep_has_not_reached_accept_no_votes(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
-        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # a sweep ends the first ones last
+        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # a sweep ends them in the reverse order
         for poll in polls:
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
