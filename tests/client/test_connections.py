@@ -22,7 +22,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
-    """Return the ids of connections opened since, except for idle ones in the client's pools."""
+    """Return the ids of connections that the test opened, except for the client's idle ones."""
     with plain_client(url) as plain:
         client.describe()  # connects to each primary
         servers = each_primary(plain)

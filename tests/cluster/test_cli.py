@@ -17,7 +17,7 @@ SHORT_S = "0.5"
 
 @pytest.fixture
 def filled(cluster: Cluster, client: meteor.Client) -> Cluster:
-    """A cluster with streams of one record on all its nodes."""
+    """A cluster whose primaries all have streams, each with one record."""
     for name in NAMES:
         with client.stream(name).publisher() as pub:
             pub.publish(b"x").result()

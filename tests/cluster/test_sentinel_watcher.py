@@ -58,7 +58,7 @@ def found(client: meteor.Client, primary: Server) -> bool:
 
 @pytest.fixture
 def alone(program: Path) -> Iterator[Sentinels]:
-    """One sentinel, so that there is one announcement."""
+    """A single sentinel, so that each failover is announced only once."""
     with Sentinels(sentinels=1, program=program) as running:
         yield running
 

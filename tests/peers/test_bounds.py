@@ -1,4 +1,4 @@
-"""Memory stays bounded if a listener cannot keep up with a group's events. The loss is reported."""
+"""A listener that falls behind a group's events is told so, and memory stays bounded."""
 
 from __future__ import annotations
 

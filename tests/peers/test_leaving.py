@@ -357,7 +357,7 @@ def test_repeated_send_of_a_finished_message_stores_nothing(server: Server, url:
         result(group.member("a").tell("q", 0))
         proxy.cut_after_request(1, match=b"twice")
         result(group.member("a").tell("q", "twice"))
-        result(group.member("a").tell("q", 1))  # the call also says which messages have finished
+        result(group.member("a").tell("q", 1))  # this send also reports finished messages
         assert inbox_length(other, "a") == 3
         # The first attempt at an earlier call may arrive late.
         session = group._handle.reply_session

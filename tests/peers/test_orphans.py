@@ -29,7 +29,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
 
 
 def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
-    """Send messages to the first live member, and return their names."""
+    """Send messages to the first live member, and return their ids."""
     names = [f"m{number:04}" for number in range(count)]
     for name in names:
         send(peers, name, random=0, **how)

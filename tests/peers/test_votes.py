@@ -329,7 +329,7 @@ def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) 
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Let the member vote only now that the proposal has loaded its script."""
+    """Register a vote handler, but only after the proposal, which has loaded its script."""
     member.on_vote(always(True))
     return future
 

@@ -183,9 +183,9 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
-    Either the receiver did not know the message's type, or the message was delivered too often
-    without being settled, or no member was left to receive it. The group keeps the most recent
-    messages of this kind, about a thousand.
+    For example, the receiver did not know the message's type, the message was delivered too often
+    without being settled, or no member was left to receive it. The group keeps about a thousand of
+    the most recent dead letters.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meteor_py import Client, Description, ServerDescription
     from meteor_py.server import EmbeddedServer
 
-#: Minimum seconds to wait for the server to start, because it may have to load a lot of data.
+#: Minimum timeout in seconds for starting the server, which may have to load a lot of data.
 _START_S = 10.0
 _PAUSE_S = 0.5
 
