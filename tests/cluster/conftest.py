@@ -1,4 +1,4 @@
-"""Cluster fixtures for this folder. Each pytest worker starts a cluster when a test needs it."""
+"""Cluster fixtures. Each pytest worker starts a cluster when a test first needs it."""
 
 from __future__ import annotations
 

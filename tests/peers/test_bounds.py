@@ -1,4 +1,4 @@
-"""A listener that falls behind a group's events is told so, and memory stays bounded."""
+"""A listener that falls behind a group's events gets a report, and memory stays bounded."""
 
 from __future__ import annotations
 
