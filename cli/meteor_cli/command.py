@@ -112,7 +112,7 @@ class CommandGroup(Command, Group):
     """A command that also has subcommands."""
 
 
-#: Command names that users may know from other tools, by our name for the command.
+#: Names from other tools that a user may type instead, by command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",
@@ -138,7 +138,7 @@ def section(module: ModuleType) -> str:
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """Return a decorator that makes a ``Command`` from a function.
+    """Return a decorator that turns a function into a ``Command``.
 
     The function gets the session as its first argument.
     """

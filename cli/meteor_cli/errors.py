@@ -81,5 +81,5 @@ def _explain_loss(
     lost = "records" if error.last < error.first else records
     return (
         f"The server lost {lost}, or stream {error.stream!r} was deleted and recreated. The same "
-        "offsets may now belong to different records. Run the command again to read those."
+        "offsets may now belong to other records. Run the command again to read the current ones."
     )

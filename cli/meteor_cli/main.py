@@ -27,7 +27,7 @@ from meteor_cli.signals import repeat_lost_signal
 #: imported on demand: a command does not import the modules of other commands, and the help imports
 #: none.
 COMMANDS = {
-    "demo": "Take a tour; every figure is measured.",
+    "demo": "Take a tour of the features, with live measurements.",
     "server": "Run a server until Ctrl-C, or describe one.",
     "tail": "Print the records of a stream, and follow it.",
     "publish": "Publish records from arguments or a pipe.",

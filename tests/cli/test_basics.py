@@ -263,7 +263,7 @@ def test_closed_pipe_is_not_an_error_for_help(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_command_with_closed_or_full_standard_files_prints_no_traceback(
+def test_closed_standard_files_or_a_full_disk_cause_no_traceback(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")

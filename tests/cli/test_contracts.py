@@ -20,7 +20,7 @@ _OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
 
 @pytest.fixture
 def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
-    """The output of each command for a stream with a group and a damaged store."""
+    """The output of each command for a stream with groups and, at the end, a damaged store."""
     with connect(url) as m:
         stream = m.stream("orders", store=str(tmp_path), ordering_key="key")
         with stream.publisher() as pub:

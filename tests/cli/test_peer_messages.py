@@ -111,7 +111,7 @@ def test_failed_message_prints_one_error(url: str, members: list[Membership]) ->
         assert sentence in done.err
 
 
-def test_members_whose_names_equal_a_target_can_be_reached(url: str, group: PeerGroup) -> None:
+def test_member_named_like_a_target_keyword_can_be_reached(url: str, group: PeerGroup) -> None:
     for name in ("leads", "any", "all", "leader"):
         group.join(name).on("who")(lambda message: message.member)
     for name in ("any", "all", "leader", "leads"):

@@ -1,4 +1,4 @@
-"""Records are rendered safely for a terminal, exactly as JSON, or with a template."""
+"""Records are rendered as text that is safe for a terminal, as exact JSON, or with a template."""
 
 from __future__ import annotations
 

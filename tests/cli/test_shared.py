@@ -214,7 +214,7 @@ def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
     sub = stream.shared_subscriber("billing", lease_ttl=0.2, max_poll_interval=0.1)
     try:
         assert sub.poll(20)
-        eventually(lambda: stream.groups()[0].consumers == 0)  # sub does not poll, so it expires
+        eventually(lambda: stream.groups()[0].consumers == 0)  # without polls, the lease expires
         shown = succeed(url, "shared", "info", "carts", "billing").text
         assert f"{sub.name}     3       12   dead" in shown
         assert f"* {sub.name} is dead. Other consumers get its records" in shown

@@ -277,7 +277,7 @@ def test_unknown_server_properties_are_left_out() -> None:
 
 
 def colours(shown: Snapshot) -> dict[str, str]:
-    """Return the coloured texts."""
+    """Return the style of each red or yellow text."""
     server = meteor.ServerDescription(memory=95, memory_max=100)
     view = View(server, "", datetime.now(), shown)
     return {

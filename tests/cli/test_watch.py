@@ -304,7 +304,7 @@ def test_watch_reports_the_old_and_the_new_owner_of_a_lease(harness: GroupHarnes
         second = harness.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        # A snapshot may see the time between the two leases.
+        # A snapshot may be taken between the two leases.
         if line.endswith(f"{first.name} no longer holds the lease"):
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:

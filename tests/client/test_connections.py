@@ -22,7 +22,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
-    """Return the ids of all connections to the servers, except for the client's own."""
+    """Return the ids of connections that the test opened, except for the client's idle ones."""
     with plain_client(url) as plain:
         client.describe()  # connects to each primary
         servers = each_primary(plain)
@@ -40,7 +40,7 @@ def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[An
 
 
 def idle_connections(client: meteor.Client) -> set[str]:
-    """Return the client's addresses of the connections that it keeps for its next calls."""
+    """Return the local addresses of the connections that the client keeps for its next calls."""
     pools = list(client._connector._nodes._idle.values())  # empty unless there are several nodes
     sockets = [connection._socket() for pool in pools for connection in list(pool)]
     return {show_node(sock.getsockname()) for sock in sockets if sock is not None}

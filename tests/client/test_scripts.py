@@ -221,7 +221,7 @@ def test_producers_are_independent(lua: StreamScripts) -> None:
 # publish: the ring
 
 
-def test_the_ring_is_trimmed_to_the_exact_record(lua: StreamScripts, rng: random.Random) -> None:
+def test_the_ring_is_trimmed_to_the_exact_frame(lua: StreamScripts, rng: random.Random) -> None:
     lua.create(capacity=20)
     model: list[tuple[int, int]] = []
     end = 0

@@ -133,7 +133,7 @@ def test_a_stream_without_settings_has_the_documented_defaults(client: meteor.Cl
     [{"capacity": 7}, {"compression": "lz4"}, {"checksum": True}, {"codec": "text"}],
 )
 @pytest.mark.parametrize("create", [True, False])
-def test_a_setting_that_differs_from_the_stream_is_refused_by_name(
+def test_error_for_a_setting_that_differs_from_the_stream_names_the_setting(
     client: meteor.Client, other: dict[str, Any], create: bool
 ) -> None:
     client.stream("s", create=True)
@@ -264,7 +264,7 @@ def with_times(
     """Create a stream with frames of (records, time); return each frame's (first offset, time)."""
     stream = client.stream(name, create=True)
     first, found = 0, []
-    plain = client.redis  # not in a with block: a RedisCluster cannot be used again
+    plain = client.redis  # not in a with block: a closed RedisCluster cannot be used again
     for n, time in frames:
         plain.xadd(keys.log(name), {"t": time, "0v": "x"}, id=f"{first + n - 1}-{n}")
         found.append((first, time))

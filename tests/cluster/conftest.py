@@ -1,4 +1,4 @@
-"""Cluster fixtures for this folder. A worker starts each cluster when a test first needs it."""
+"""Cluster fixtures. Each pytest worker starts a cluster when a test first needs it."""
 
 from __future__ import annotations
 

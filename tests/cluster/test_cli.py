@@ -11,13 +11,13 @@ from tests.support.commands import succeed
 from tests.support.proxied_cluster import ProxiedCluster
 
 NAMES = [f"s{number}" for number in range(12)]
-#: A short --timeout in seconds, for commands that wait for a node which does not reply.
+#: A short --timeout in seconds, for commands that wait for a silent node.
 SHORT_S = "0.5"
 
 
 @pytest.fixture
 def filled(cluster: Cluster, client: meteor.Client) -> Cluster:
-    """A cluster with streams of one record on all its nodes."""
+    """A cluster whose primaries all have streams, each with one record."""
     for name in NAMES:
         with client.stream(name).publisher() as pub:
             pub.publish(b"x").result()
@@ -58,7 +58,7 @@ def test_server_info_describes_each_primary(filled: Cluster) -> None:
         assert each["clients"] >= 1
 
 
-def test_server_info_reads_as_one_paragraph_for_each_primary(filled: Cluster) -> None:
+def test_server_info_prints_a_paragraph_for_each_primary(filled: Cluster) -> None:
     paragraphs = succeed(filled.url, "server", "info").text.split("\n\n")
     assert [each.split()[1] for each in paragraphs] == sorted(
         node.url.removesuffix("/0") for node in filled.primaries

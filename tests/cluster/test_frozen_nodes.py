@@ -94,7 +94,8 @@ def test_pipeline_over_all_nodes_fails_in_time_and_names_a_node_that_does_not_re
 def test_describing_a_frozen_cluster_waits_for_one_timeout_and_not_for_one_per_node(
     cluster: Cluster, client: meteor.Client
 ) -> None:
-    with proxied(cluster, timeout=4) as (through, proxies):  # three timeouts: longer than outcome()
+    # Three timeouts of 4 s would take longer than outcome() waits.
+    with proxied(cluster, timeout=4) as (through, proxies):
         assert all(node.version for node in through.describe().nodes)
         for proxy in proxies:
             proxy.stall("replies")

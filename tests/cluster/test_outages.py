@@ -26,7 +26,7 @@ CONNECTIONS_MAX = 130
 
 @contextmanager
 def down(node: Node) -> Iterator[None]:
-    """Make a node reply CLUSTERDOWN to everything, by taking another slot from it."""
+    """Make a node reply CLUSTERDOWN to every command, by deleting one of its other slots."""
     missing = next(slot for slot in sorted(node.own_slots()) if slot != SLOT)
     node.ask("CLUSTER", "DELSLOTS", missing)
     try:
@@ -82,7 +82,7 @@ def test_clients_connect_rarely_in_a_long_outage_and_continue_after_it(cluster: 
     assert opened <= CONNECTIONS_MAX
 
 
-def test_loading_is_an_outage_and_not_a_redirect(cluster: Cluster) -> None:
+def test_loading_error_counts_as_an_outage_and_not_as_a_redirect(cluster: Cluster) -> None:
     node = cluster.owner(SLOT)
     with node.client() as plain:
         for number in range(300):

@@ -1,4 +1,4 @@
-"""The search for the server that has the keys takes no longer than its caller can wait."""
+"""The search for the server that has the keys ends within the timeout of the calling connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watcher hears of every new primary, whatever happens to the sentinels."""
+"""A client's watcher thread learns of every new primary, even if sentinels fail or restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meteor_py.testing.server import HOST
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
-#: Seconds within which the client must have found the new primary, on a busy machine.
+#: Seconds within which the client must find the new primary, even on a busy machine.
 FOUND_S = 30.0
 
 
@@ -58,13 +58,16 @@ def found(client: meteor.Client, primary: Server) -> bool:
 
 @pytest.fixture
 def alone(program: Path) -> Iterator[Sentinels]:
-    """One sentinel, so that there is one announcement."""
+    """A single sentinel, so that each failover is announced only once."""
     with Sentinels(sentinels=1, program=program) as running:
         yield running
 
 
 def has_settled(proxy: Proxy) -> bool:
-    """Return whether the client has found the primary and its watcher has subscribed and asked."""
+    """Return whether the proxy has accepted three connections.
+
+    The client asks for the primary, and its watcher subscribes and then asks again.
+    """
     return proxy.counters.connections >= 3
 
 

@@ -30,7 +30,7 @@ from tests.support.waiting import eventually
 
 #: Maximum rounding error in seconds between two readings of one clock.
 FLOAT_S = 1e-6
-#: Seconds between the end of a vote and the action.
+#: Minimum number of seconds between the end of a vote and the action.
 LEAD_S = 0.2
 
 
@@ -204,7 +204,7 @@ def test_member_votes_yes_only_to_actions_it_has_handlers_for(url: str) -> None:
         )
         outcome = outcome_of(future)
         assert (outcome.yes, outcome.no) == ((able.id,), (unable.id,))
-        assert outcome.missing == (blank.id,)  # this member has no handlers, so its vote is open
+        assert outcome.missing == (blank.id,)  # this member has no handlers, so it has not voted
         assert not outcome.passed
 
 
@@ -265,7 +265,7 @@ def test_pending_action_cannot_be_proposed_again_until_it_has_run(url: str) -> N
         hold.go()
         assert outcome_of(first).passed
         with pytest.raises(ActionRefused, match=outcome_of(first).poll):
-            group.propose_action("go", at=group.now() + 9)  # the action is agreed
+            group.propose_action("go", at=group.now() + 9)  # the members have agreed on it
         eventually(lambda: done, RESULT_S, "the action was not run")
         assert outcome_of(group.propose_action("go", at=group.now() + 1)).passed
 

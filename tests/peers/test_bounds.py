@@ -1,4 +1,4 @@
-"""A listener that cannot keep up with a group's events gets an error; memory stays bounded."""
+"""A listener that falls behind a group's events gets a report, and memory stays bounded."""
 
 from __future__ import annotations
 

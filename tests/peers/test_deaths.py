@@ -26,7 +26,7 @@ from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, i
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: A ttl in seconds that expires during a test.
+#: A ttl in seconds, short enough for members to expire during a test.
 SHORT_S = 0.5
 
 

@@ -33,7 +33,8 @@ from tests.support.peering import open_group as open_group
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
-#: Ttls in seconds: one that expires during a test, and one that even a busy machine renews in time.
+#: Ttls in seconds: one so short that members expire during a test, and one long enough for the
+#: heartbeats of a busy machine.
 SHORT_S = 1.0
 STEADY_S = 1.5
 #: Tolerance in seconds for a busy machine.
@@ -277,7 +278,7 @@ def test_leader_must_be_reelected_after_the_server_restarts_empty(
     eventually(lambda: one.term == two.term > term.number)
 
 
-def test_process_that_ends_without_closing_leaves(url: str, open_group: Open) -> None:
+def test_member_leaves_when_its_process_ends_without_closing(url: str, open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     peer = Peer(url)
     try:

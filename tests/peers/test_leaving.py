@@ -1,7 +1,7 @@
 """A member that leaves a peer group finishes its current work, and gets no new work.
 
 A process that is interrupted while it joins leaves nothing behind. Messages that are sent twice, or
-to a group that is deleted, are neither lost nor duplicated.
+while another client deletes the group, are neither lost nor duplicated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """Keep one of the member's handlers running; yield it and the future for its reply."""
+    """Keep one of the member's handlers running; yield its gate and the future for its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)
@@ -357,7 +357,7 @@ def test_repeated_send_of_a_finished_message_stores_nothing(server: Server, url:
         result(group.member("a").tell("q", 0))
         proxy.cut_after_request(1, match=b"twice")
         result(group.member("a").tell("q", "twice"))
-        result(group.member("a").tell("q", 1))  # the call also says which messages have finished
+        result(group.member("a").tell("q", 1))  # this send also reports finished messages
         assert inbox_length(other, "a") == 3
         # The first attempt at an earlier call may arrive late.
         session = group._handle.reply_session
@@ -399,7 +399,7 @@ def test_deleting_a_group_spares_messages_to_members_that_recreate_it(
     assert got.bodies == ["new"]
 
 
-def test_group_opened_after_a_late_removal_of_its_name_is_listed(
+def test_new_group_is_listed_despite_a_late_removal_of_its_name(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = post.group(ttl=LONG_S)

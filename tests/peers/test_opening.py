@@ -106,7 +106,7 @@ def test_group_is_opened_by_its_listed_name(url: str) -> None:
             m.peer_group("cell/c1", instance="c2")
 
 
-def test_member_expiration_none_is_compared_with_the_setting(url: str) -> None:
+def test_explicit_member_expiration_none_must_match_the_setting(url: str) -> None:
     with meteor.connect(url) as m:
         m.peer_group("short", member_expiration=5).close()
         m.peer_group("short").close()

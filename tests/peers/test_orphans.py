@@ -1,4 +1,4 @@
-"""Each message to a member that left is handed over once, in bounded steps, whatever happens.
+"""When a member leaves, its messages move to other members or fail, once and in bounded steps.
 
 The tests call the scripts directly, with a clock that the test sets.
 """
@@ -23,13 +23,13 @@ PART = 500
 
 @pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Use real servers only: a thousand scripts take seconds on the fake server."""
+    """Use real servers only: a thousand script calls take seconds on the fake server."""
     with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
         yield lambda **settings: Peers(client, **settings)
 
 
 def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
-    """Send messages to the first live member, and return their names."""
+    """Send messages to the first live member, and return their ids."""
     names = [f"m{number:04}" for number in range(count)]
     for name in names:
         send(peers, name, random=0, **how)
@@ -53,7 +53,7 @@ def test_messages_to_any_member_move_in_order_and_in_bounded_steps(peers: Peers)
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_errors_reach_senders_to_a_departed_member_in_bounded_steps(peers: Peers) -> None:
+def test_requests_to_a_departed_member_fail_in_bounded_steps(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     names = fill(peers, to="member", member="a", verb="ask")

@@ -1,4 +1,4 @@
-"""Peer groups on a server that loses state or is full, and over cut connections."""
+"""Peer groups recover from lost state and cut connections, and continue on a full server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_group_recovers_if_any_key_is_lost(open_group: Open, lost: str) -> None:
 
 
 def test_forked_history_is_detected_even_if_numbers_match(open_group: Open) -> None:
-    """Simulates a failover that loses events, then adds as many new ones before the next read."""
+    """Simulates a failover that loses events. Before the next read, as many new events arrive."""
     one = open_group(ttl=LONG_S)
     one.join("a")
     with watching(one) as events:

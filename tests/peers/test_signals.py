@@ -38,7 +38,7 @@ def signals(handler: Callable[[], None]) -> Iterator[None]:
     def ring(*_: object) -> None:
         nonlocal depth
         if depth == DEPTH:
-            return  # on a slow machine, calls would nest without bound
+            return  # otherwise, calls would nest without bound on a slow machine
         depth += 1
         try:
             handler()

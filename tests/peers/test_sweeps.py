@@ -74,7 +74,7 @@ def test_member_that_sent_a_heartbeat_after_an_outage_survives_the_next(peers: P
     assert peers.heartbeat("a") == [1]
 
 
-def test_grace_does_not_outlive_a_clock_step_back(
+def test_clock_step_back_does_not_prolong_a_grace_period(
     peers: Peers,
 ) -> None:
     peers.join("dead")
@@ -124,7 +124,9 @@ def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -
 
 
 @pytest.mark.parametrize("election", ["oldest", "random"])
-def test_overdue_members_beyond_one_sweep_get_no_work(build: Build, election: str) -> None:
+def test_overdue_members_that_a_sweep_has_not_reached_get_no_work(
+    build: Build, election: str
+) -> None:
     peers = build(election=election, min_size=1)
     for number in range(100):
         peers.join(f"m{number:02}", priority=1)

@@ -116,7 +116,7 @@ def test_cut_off_leader_stops_trusting_its_term_before_another_is_elected(
     assert other.term is not None
 
 
-def test_leader_cut_off_with_all_others_continues_with_the_same_term_number(
+def test_leader_cut_off_together_with_all_members_keeps_its_term_number(
     proxied: tuple[Proxy, Server], open_group: Open
 ) -> None:
     proxy, server = proxied

@@ -274,10 +274,10 @@ def _events(panel: Panel) -> list[Any]:
     return list(found)
 
 
-def test_polls_beyond_one_sweep_accept_no_votes_after_they_end(url: str) -> None:
+def test_ended_polls_that_a_sweep_has_not_reached_accept_no_votes(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
-        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # a sweep ends the first ones last
+        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # a sweep ends them in the reverse order
         for poll in polls:
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
@@ -329,7 +329,7 @@ def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) 
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Let the member vote only now that the proposal has loaded its script."""
+    """Register a vote handler, but only after the proposal, which has loaded its script."""
     member.on_vote(always(True))
     return future
 

@@ -260,8 +260,8 @@ def verify(session: Session, stream: str, as_json: bool, store: str | None) -> N
 def compact(session: Session, stream: str, store: str | None, **limits: int | None) -> None:
     """Merge small files into larger ones.
 
-    The stream stays readable. The small files stay for ten minutes, because readers may be using
-    them. Then an archiver removes them.
+    The stream stays readable. The small files stay for at least ten minutes, because readers may be
+    using them. Then an archiver removes them.
     """
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     with session.stream(stream, store=store, archive=False) as opened:

@@ -17,7 +17,7 @@ from meteor_cli.session import Session
 if TYPE_CHECKING:
     from meteor_py import Outcome, PeerGroup, Replies, Target
 
-#: Default seconds to wait for a reply, and for votes.
+#: Default times to wait for a reply and for votes, in seconds.
 _REPLY_S, _VOTE_S = 10.0, 5.0
 #: Seconds to wait for the outcome after the vote has ended.
 _GRACE_S = 15.0

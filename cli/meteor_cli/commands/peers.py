@@ -183,9 +183,9 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 def list_dead(session: Session, group: str, as_json: bool) -> None:
     """List the messages that no member could handle.
 
-    Either the receiver did not know the message's type, or the message was delivered too often
-    without being settled, or no member was left to receive it. The group keeps the most recent
-    messages of this kind, about a thousand.
+    For example, the receiver did not know the message's type, the message was delivered too often
+    without being settled, or no member was left to receive it. The group keeps about a thousand of
+    the most recent dead letters.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()
@@ -219,7 +219,7 @@ def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
 @click.argument("member", shell_complete=completion.member)
 @options.confirmation("Show which member would be removed, and exit.")
 def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) -> None:
-    """Remove a member from a group, dead or alive.
+    """Remove a live or dead member from a group.
 
     Messages to the member fail, except those sent to `any`, which go to another member. A live
     member is notified, and does not rejoin automatically.

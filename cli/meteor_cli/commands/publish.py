@@ -155,7 +155,7 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
             if stream.config.store is not None:
                 stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
-            pass  # this machine cannot reach the store, so its archiver runs on another one
+            pass  # this machine cannot reach the store, so the archiver runs on another machine
         yield
 
 

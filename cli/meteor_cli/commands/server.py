@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meteor_py import Client, Description, ServerDescription
     from meteor_py.server import EmbeddedServer
 
-#: Minimum seconds to wait for the server to start, because it may have to load a lot of data.
+#: Minimum timeout in seconds for starting the server, which may have to load a lot of data.
 _START_S = 10.0
 _PAUSE_S = 0.5
 
@@ -127,8 +127,8 @@ def is_alive(pid: int) -> bool:
 def describe_server(session: Session, as_json: bool) -> None:
     """Show the version, memory, persistence, clients and streams of a server.
 
-    For a cluster, shows them for each primary, with its slots and the streams in them. If a primary
-    cannot be reached, the output lacks its facts and all stream counts, and the exit status is 1.
+    For a cluster, shows these facts and the slots of each primary. If a primary cannot be reached,
+    the output lacks its facts and all stream counts, and the exit status is 1.
     """
     with session.connect() as m:
         found = m.describe()

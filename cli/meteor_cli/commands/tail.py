@@ -92,7 +92,7 @@ meteor tail orders -g billing --raw       # read for a group, and confirm""",
 @options.flag("--raw", help="Print unmodified values.")
 @click.option("--format", "form", metavar="FORMAT", help="Print in this format: '%o %T %k %v\\n'.")
 @options.flag("-0", "--null", help="With --raw: end values with NUL instead of newline.")
-@options.flag("--force", help="With --raw: print even to a terminal.")
+@options.flag("--force", help="Print raw values even to a terminal.")
 def tail(
     session: Session,
     stream: str,

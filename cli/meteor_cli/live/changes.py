@@ -148,7 +148,7 @@ def _group(
 def _problems(
     before: StreamSnapshot | None, after: StreamSnapshot, lag_max: int | None
 ) -> Iterator[Change]:
-    """Report conditions that need attention when they begin. Report the end of a high lag, too."""
+    """Report the start of each condition that needs attention, and the end of a high lag."""
     stream, waiting = after.stream.name, after.unarchived
     if _lacks_archiver(after) and not (before and _lacks_archiver(before)):
         text = f"no archiver, {counted(waiting, 'record')} waiting"

@@ -26,7 +26,7 @@ _WHY = {
     "removed": "it was removed",
     "resigned": "it resigned",
     "taken over": "it joined again",
-    "resync": "noticed afterwards",
+    "resync": "the reason is unknown",
 }
 
 #: Texts for member events, by kind and reason.

@@ -129,7 +129,7 @@ class Display:
         from rich.text import Text
 
         assert self._live is not None
-        # rich would trust $COLUMNS and $LINES, which hold the size at the start.
+        # rich would trust $COLUMNS and $LINES, which hold the initial size.
         width, height = os.get_terminal_size(sys.stdout.fileno())
         self._console.size = ConsoleDimensions(width or 80, height or 24)
         width, height = self._console.size

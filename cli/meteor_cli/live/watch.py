@@ -69,7 +69,7 @@ class Watcher:
 
 
 def to_text(change: Change, at: datetime) -> str:
-    """Format a change for people."""
+    """Format a change as human-readable text."""
     names = [name for name in (change.stream, change.group) if name is not None]
     where = f"{'/'.join(names)}: " if names else ""
     return f"{at.isoformat(timespec='seconds')} {sanitize(where + change.text)}"

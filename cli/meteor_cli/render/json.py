@@ -31,7 +31,7 @@ def to_fields(found: object, **first: object) -> dict[str, Any]:
 
 
 def writable(value: object) -> object:
-    """Convert bytes to the form used in records. Return other values unchanged."""
+    """Convert bytes to a string or ``{"b64": ...}``. Return other values unchanged."""
     from meteor_cli.render.jsonl import to_data
 
     return to_data(value) if isinstance(value, bytes) else value

@@ -101,7 +101,7 @@ def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool 
     """Print a table on stdout, unless it has no rows.
 
     Args:
-        headings: Titles separated by " | "; those of right-aligned numbers end with ``#``.
+        headings: Titles separated by " | ". A final ``#`` marks a right-aligned column of numbers.
         rows: The cells.
         whole: Whether to print full names even if they do not fit the terminal. Numbers are never
             shortened.

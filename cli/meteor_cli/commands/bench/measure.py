@@ -146,7 +146,7 @@ def follow(
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """Return the smallest sample that at least ``percent`` % of the samples do not exceed.
+    """Return the smallest sample that is at least as large as ``percent`` % of all samples.
 
     >>> percentile([5, 1, 4, 2, 3], 50)
     3

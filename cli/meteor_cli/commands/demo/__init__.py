@@ -9,7 +9,7 @@ from meteor_cli.signals import cleaning_up
 
 
 @command(
-    short_help="Take a tour; every figure is measured.",
+    short_help="Take a tour of the features, with live measurements.",
     example="""\
 meteor demo
 meteor demo --records 100000 --url redis://localhost:6379""",

@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition. Raise ``TimeoutError`` if it does not become true in time.
 
     Args:
-        what: What has not happened; the beginning of the error message.
+        what: The beginning of the error message, which says what has not happened.
     """
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -87,7 +87,7 @@ def run_worker(work: Callable[..., None]) -> None:
     try:
         work(*sys.argv[1:])
     except meteor.MeteorError:
-        sys.exit(1)  # usually the tour has ended and stopped the server; otherwise it times out
+        sys.exit(1)  # usually the tour has stopped its server; if not, the tour times out
 
 
 def end_with_parent() -> None:
