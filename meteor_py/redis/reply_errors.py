@@ -214,7 +214,7 @@ def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> Outc
     return OutcomeUnknown(
         f"This consumer's lease in shared group {group!r} of stream {stream!r} expired before "
         f"the server replied about {_shown(offsets)}, and the server no longer remembers whether "
-        "these settlements counted. If not, the records will be delivered again.",
+        "these settlements took effect. If not, the records will be delivered again.",
         stream=stream,
     )
 

@@ -117,7 +117,7 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
     existed = stream.connector.call("EXISTS", keys.group(stream.name, group))
     args = ["force" if force else ""]
     reply = _run(stream, DELETE_GROUP, group, args, [keys.events(stream.name)])
-    # If the group existed a moment ago and is now gone, assume that an earlier attempt of this call
+    # If the group existed a moment ago and is now gone, assume that an earlier attempt
     # has deleted it, and that only the reply was lost.
     if reply[0] == b"NOGROUP" and not existed:
         raise reply_errors.group_not_found(stream.name, group)

@@ -130,24 +130,24 @@ def test_close_raises_fenced_for_late_settlements(url: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["group", "stream"])
-def test_close_after_group_deletion_succeeds_if_all_settlements_were_sent(
-    url: str, what: str
+@pytest.mark.parametrize("settled", [False, True])
+def test_close_after_a_deletion_raises_only_if_settlements_were_not_sent(
+    url: str, what: str, settled: bool
 ) -> None:
     with Queue(url, "AB") as queue:
-        for settled in (False, True):
-            c1 = queue.stream.shared_subscriber(f"g{settled}")
-            first = c1.poll(5)[0]
-            if what == "group":
-                queue.stream.shared_group(f"g{settled}").delete(force=True)
-            elif settled:
-                queue.stream.delete()
-            if settled:
-                first.ack()
-                with pytest.raises((meteor.GroupNotFound, meteor.StreamNotFound)):
-                    c1.close()
-            else:
+        c1 = queue.stream.shared_subscriber(GROUP)
+        first = c1.poll(5)[0]
+        if what == "group":
+            queue.stream.shared_group(GROUP).delete(force=True)
+        else:
+            queue.stream.delete()
+        if settled:
+            first.ack()
+            with pytest.raises((meteor.GroupNotFound, meteor.StreamNotFound)):
                 c1.close()
-            assert c1.closed
+        else:
+            c1.close()
+        assert c1.closed
 
 
 def test_close_without_a_server_raises_but_still_closes(private_server: ServerFactory) -> None:
@@ -166,8 +166,13 @@ def test_closed_consumers_leave_no_thread(url: str) -> None:
     with Queue(url, "ABCDEFGH") as queue:
         for consumer in queue.consumers(8, prefetch=1):
             assert len(consumer.poll(5)) == 1
-        names = [thread.name for thread in threading.enumerate()]
-        assert sum(name.startswith("meteor-shared") for name in names) == 8
+        assert len(_lease_renewers()) == 8
+    assert _lease_renewers() == []
+
+
+def _lease_renewers() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("meteor-shared")]
 
 
 def test_full_consumer_logs_why_it_gets_no_records(
