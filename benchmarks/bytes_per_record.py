@@ -68,7 +68,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def bytes_of_xadd(bench: Bench, count: int) -> float:
-    """Return the peer's bytes per record, each stored as an entry with one field."""
+    """Return the bytes per record in the peer's stream. Each record is an entry with one field."""
     bench.step("XADD")
     bench.clear()
     with plain_client(bench.url) as server:

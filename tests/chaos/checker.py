@@ -30,7 +30,7 @@ def check(
 
     Args:
         events: Events of all processes, in any order.
-        groups: Groups that must have drained; others are checked if they occur.
+        groups: Groups that must have drained. Other groups in the history are checked too.
         capacity: Capacity of a ring that drops records; None if it drops none.
         max_unarchived: Maximum number of records that wait for a store's archiver. None if there is
             no store; records that the ring drops are then lost.

@@ -190,7 +190,7 @@ class Nemesis:
         return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
 
     def stop_at_commit(self) -> bool:
-        """After its next append, stop the archiver that holds the lease before it commits."""
+        """Stop the archiver that holds the lease between its next append and its commit."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
         if slot is None or self._signals is None:
             return False

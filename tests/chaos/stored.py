@@ -2,7 +2,7 @@
 
 Samples: the ring drops no record before it is archived, no more records wait than allowed, and
 ``archived`` only increases, in steps that the newest term committed. Files: at any time they hold
-all archived records, each once, and at the end with the log's values. Readers without a group:
+all archived records, each once. At the end, their values match the log. Readers without a group:
 each continues where it left off, without holes or repeats.
 """
 

@@ -90,7 +90,7 @@ def drain_some(sub: meteor.Subscriber, number: int) -> list[int]:
     return check_values(sub.poll(timeout=0, max_records=number))
 
 
-def test_gap_after_an_expiry_ends_at_the_ring_at_the_latest(stream: meteor.Stream) -> None:
+def test_gap_left_by_an_expiry_ends_where_the_ring_begins(stream: meteor.Stream) -> None:
     assert stream.store.expire(offset=50) == 50
     with stream.subscriber() as sub:
         sub.seek(7)
