@@ -52,7 +52,7 @@ CASES = [
 
 
 def run(bench: Bench) -> list[Row]:
-    """Measure a full ring in each case, then a stream's other keys."""
+    """Measure the bytes per record in each case, then the size of a stream's other keys."""
     count = bench.pick(20_000, 4_000)
     rows = [
         within("100-byte record, published with redis-py's XADD", "B", bytes_of_xadd(bench, count))

@@ -230,7 +230,7 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """Check that no gap covers one of the last `capacity` records, or, for None, any record."""
+    """Check that no gap covers any of the last `capacity` records; if it is None, any record."""
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue

@@ -156,7 +156,7 @@ def check_readers(history: Sequence[Event], findings: Findings) -> None:
 
 
 def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
-    """Check that the store was unavailable only while hidden, or unlistable during a merge."""
+    """Check that the store was unavailable only while hidden or, for listings, during a merge."""
     hidden = [event.t for event in history if event.kind == "hidden"]
     shown = [event.t for event in history if event.kind == "shown"]
     merged = any(event.kind == "compacted" for event in history)

@@ -176,7 +176,9 @@ def test_a_failover_does_not_affect_a_publisher_that_was_not_ahead(
     assert lost_range(failure(other.publish(b""))) == (1, 1)
 
 
-def test_a_record_that_no_replica_had_is_sent_again_with_acks(replicated: ReplicatedStream) -> None:
+def test_a_publisher_with_acks_resends_a_record_that_no_replica_had(
+    replicated: ReplicatedStream,
+) -> None:
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1)
     replicated.lag()

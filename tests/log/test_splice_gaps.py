@@ -330,7 +330,7 @@ def test_reading_from_earliest_works_if_the_first_record_expires_before_it_is_re
         assert sub.skipped == 0
 
 
-def test_an_in_memory_store_expires_to_the_exact_record(url: str) -> None:
+def test_an_in_memory_store_expires_exactly_the_requested_records(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=10, store=meteor.MemoryStore(NAME), archive=False)
         fill_segments(stream, *[10] * 5)
