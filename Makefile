@@ -3,7 +3,8 @@
 BIN := .venv/bin
 N ?= 4
 ARGS ?=
-# The folders whose tests `make chaos` repeats on a cluster. `make test` repeats some (tests/cluster/test_promises.py).
+# `make chaos` repeats the tests in these folders on a cluster. `make test` repeats only those that
+# tests/cluster/test_promises.py imports.
 ON_A_CLUSTER := $(addprefix tests/,archive cli client fundamentals log peers publish shared spark store subscribe)
 
 .DEFAULT_GOAL := help

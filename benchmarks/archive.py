@@ -43,7 +43,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def archiving(bench: Bench) -> list[Row]:
-    """Measure a publisher while another process archives its records, and a publisher alone."""
+    """Measure a publisher with an archiver in another process, and a publisher without one."""
     count = bench.pick(4_000_000, 1_000_000)
     runs: list[tuple[float, float]] = []
 

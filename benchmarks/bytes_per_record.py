@@ -52,7 +52,7 @@ CASES = [
 
 
 def run(bench: Bench) -> list[Row]:
-    """Measure a full ring in each case, then a stream's other keys."""
+    """Measure the bytes per record in each case, then the size of a stream's other keys."""
     count = bench.pick(20_000, 4_000)
     rows = [
         within("100-byte record, published with redis-py's XADD", "B", bytes_of_xadd(bench, count))
@@ -68,7 +68,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def bytes_of_xadd(bench: Bench, count: int) -> float:
-    """Return the peer's bytes per record, each stored as an entry with one field."""
+    """Return the bytes per record in the peer's stream. Each record is an entry with one field."""
     bench.step("XADD")
     bench.clear()
     with plain_client(bench.url) as server:

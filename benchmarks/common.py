@@ -88,7 +88,7 @@ def show(figure: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """The server, and how much to measure."""
+    """The server under test, and the number of measurements to take."""
 
     url: str
     #: "valkey" or "redis". One goal depends on it.

@@ -8,7 +8,8 @@ server. Meteor's figure (4.3 M deliveries/s, 4 cores) is for one JVM that contai
 clients.
 
 Each publisher is a process. The subscribers share one process per core, in which a loop polls them
-in turn. Each has its own connection and reads every record itself.
+in turn. Each has its own connection and reads every record itself. In the variant with one call per
+record, each subscriber is a process.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CAPACITY = 10_000 * PUBLISHERS * 2
 METEOR_DELIVERIES = 4_300_000.0
 #: Measured with Meteor's own program on a machine with 2 cores.
 METEOR_DELIVERIES_2_CORES = 3_500_000.0
-#: An iterating subscriber reports its progress after this many records.
+#: An iterating subscriber reports its progress each time it has read this many records.
 REPORT = 500
 
 #: Every value starts with the publisher's number and the record's number.

@@ -36,7 +36,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def reading(bench: Bench) -> list[Row]:
-    """Drain a stream with a group and a confirm per batch, and without a group."""
+    """Drain a stream in a group that confirms each batch, and without a group."""
     with filled(bench) as (stream, plain):
         # Measure redis-py separately: the memory it leaves behind would favour the next case.
         best = bench.best(
@@ -56,7 +56,7 @@ def reading(bench: Bench) -> list[Row]:
 
 
 def drain_grouped(stream: meteor.Stream) -> float:
-    """Read the whole stream as bytes in a new group, from the lease to the last confirm."""
+    """Read the whole stream in a new group, including its lease and confirms; return records/s."""
     with stream.subscriber(group="drain") as sub:
         end = stream.describe().next
         count, start = 0, time.perf_counter()

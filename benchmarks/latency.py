@@ -257,7 +257,7 @@ def acknowledgements(ready: Ready, url: str, count: int) -> tuple[Samples, Sampl
 
 
 def round_trip(bench: Bench, url: str, name: str) -> list[Row]:
-    """Measure the time until another process answers a record with one on another stream."""
+    """Measure the time until another process replies to a record on a second stream."""
     bench.step(f"round trip, {name}")
     bench.clear()
     with connected(url) as client:

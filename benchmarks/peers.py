@@ -92,7 +92,7 @@ def lead(url: str, told: Any) -> None:
 
 
 def lead_etcd(url: str, told: Any) -> None:
-    """Become leader in an etcd election, whose leases are renewed as often as ours."""
+    """Win an etcd election, with a lease that is renewed as often as ours."""
     import threading
 
     lease = etcd_call(url, "lease/grant", {"TTL": _TTL_S})["ID"]

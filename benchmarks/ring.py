@@ -57,7 +57,7 @@ def fill(ring: meteor.Stream, size: int, frame: int) -> None:
         for number in range(size // frame):
             pub.publish_many(frames[number % len(frames)])
     found = ring.describe()
-    assert found.length == size, f"a ring of {found.length} records"
+    assert found.length == size, f"the ring holds {found.length} records"
 
 
 def publishing(pub: meteor.Publisher) -> Callable[[], None]:
@@ -71,7 +71,7 @@ def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
     """Return a function that reads a random record in the newer half of the ring."""
     chooser = random.Random(SEED)
     found = ring.describe()
-    first = found.first + found.length // 2  # publishing meanwhile drops the oldest records
+    first = found.first + found.length // 2  # publishing drops the oldest records
 
     def seek() -> None:
         offset = chooser.randrange(first, found.next)

@@ -67,7 +67,7 @@ def _consumers(stream: meteor.Stream, number: int) -> list[Deliveries]:
 
 
 def least_cost(bench: Bench, *case: Any) -> float:
-    """Return the least cost in several runs.
+    """Return the lowest cost of several runs.
 
     The server counts elapsed time, so a run in which the machine paused the server costs more.
     """

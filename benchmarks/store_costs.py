@@ -76,7 +76,7 @@ def bytes_read() -> int:
 
 
 def many_segments(bench: Bench, count: int) -> list[Row]:
-    """Time planning, one read and one append in a store whose segments are not merged."""
+    """Measure planning, one read, one append and merging in a store with many small segments."""
     bench.clear()
     with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder, connected(bench.url) as m:
         stream = m.stream("many", capacity=10, store=folder, archive=False)

@@ -2,8 +2,8 @@
 
     python examples/two_leaders.py
 
-Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, like a
-long virtual machine pause. The other is elected in a higher term and continues the counter.
+Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, as a long
+pause of a virtual machine would. The other is elected in a higher term and continues the counter.
 Then the first process wakes up in the middle of a write. It knows at once, without a request, that
 its term is over, and its write is refused. Even if the write had already been sent, the server
 would refuse it, because the write carries its term number. Finally SIGKILL ends the current

@@ -71,7 +71,7 @@ def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     if kind is None:
         yield request.getfixturevalue("server").url
         return
-    # redis-py would ask one node only. A test that finds no keys must have looked at all of them.
+    # By default, redis-py sends KEYS to one node, but a test must see the keys on all nodes.
     with pytest.MonkeyPatch.context() as patch, Cluster(program=binaries()[kind]) as cluster:
         patch.setitem(RedisCluster.COMMAND_FLAGS, "KEYS", RedisCluster.PRIMARIES)
         yield cluster.url

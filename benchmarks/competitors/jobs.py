@@ -86,7 +86,7 @@ def read(ready: Ready, system: System, count: int, from_start: bool) -> tuple[fl
 
 
 def send_one_by_one(ready: Ready, system: System, count: int) -> None:
-    """Send records with a pause in between, each with the time at which it was sent."""
+    """Send records with a pause after each. Each record holds the time at which it was sent."""
     publisher = system.publisher()
     ready()
     time.sleep(2 * _HEAD_START_S)

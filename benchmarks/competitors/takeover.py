@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def measure(system: Meteor | Kafka, end: End, protocol: str = "") -> float:
-    """Return the seconds from the active member's kill or close to the other's next record."""
+    """End the active member; return the seconds until the other member gets a record."""
     fresh = system.fresh()
     seen = [_CONTEXT.Value("d", 0.0) for _ in range(2)]
     closing = [_CONTEXT.Event() for _ in range(2)]

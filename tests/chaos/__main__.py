@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: chaos runs over many seeds. Exits with 1 if one finds a violation."""
+"""``python -m tests.chaos``: chaos runs over many seeds. Exits with 1 if any finds a violation."""
 
 from __future__ import annotations
 

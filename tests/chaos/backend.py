@@ -57,7 +57,7 @@ class Proxies:
 
     @property
     def remap(self) -> dict[int, int]:
-        """The port of each server's proxy, by the server's port."""
+        """Maps each server's port to the port of its proxy."""
         return {port: proxy.port for port, proxy in self._by_port.items()}
 
     def _each(self, action: Callable[[Proxy], None]) -> None:

@@ -30,7 +30,7 @@ def check(
 
     Args:
         events: Events of all processes, in any order.
-        groups: Groups that must have drained; others are checked if they occur.
+        groups: Groups that must have drained. Other groups in the history are checked too.
         capacity: Capacity of a ring that drops records; None if it drops none.
         max_unarchived: Maximum number of records that wait for a store's archiver. None if there is
             no store; records that the ring drops are then lost.
@@ -230,7 +230,7 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """Check that no gap covers one of the last `capacity` records, or, for None, any record."""
+    """Check that no gap covers any of the last `capacity` records; if it is None, any record."""
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue

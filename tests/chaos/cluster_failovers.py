@@ -2,7 +2,8 @@
 
 A primary is killed while its replicas lag. With ``acks=0``, the records that no replica has are
 lost, and both the publisher and the group must learn of every lost record. With ``acks=1``, no
-acknowledged record may be lost. Planned failovers lose nothing.
+acknowledged record may be lost. Planned failovers lose nothing on a cluster and, if writes are
+paused first, with sentinels.
 """
 
 from __future__ import annotations

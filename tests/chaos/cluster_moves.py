@@ -1,8 +1,8 @@
 """Twenty slot moves under load; part of ``make chaos``.
 
 A publisher, a group, two shared consumers and a peer group work while the stream's slot and the
-peer group's slot move. Some moves are fast, and some are slow. In others, the tool dies in the
-middle, and a repair finishes the move. On Valkey, some are atomic. The log must contain exactly the
+peer group's slot move. Some moves are fast, and some are slow. Others are abandoned halfway, and a
+repair finishes them. On Valkey, some are atomic. The log must contain exactly the
 acknowledged records, and the group and the shared consumers must get every record once and in
 order. The test prints the publisher's longest pauses.
 """
@@ -35,7 +35,7 @@ TIMED_OUT_S = 0.8
 def test_load_check_fails_if_scripts_run_on_the_importing_node(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted client follows ASK, and its scripts have no guard key."""
+    """With the planted bugs, the client follows ASK, and its scripts have no guard key."""
     plant_here("unguarded-scripts", monkeypatch)
     plant_here("followed-ask", monkeypatch)
     with Cluster() as cluster, meteor.connect(cluster.url) as client:

@@ -20,7 +20,7 @@ from tests.chaos.history import Kind, Writer, now, value_of
 from tests.chaos.process import DIED
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Seconds after which a confirm must have an outcome.
+#: Seconds within which a confirm must have an outcome.
 OUTCOME_S = 40.0
 #: Maximum seconds to handle a batch.
 HANDLE_S = 0.005

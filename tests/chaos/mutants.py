@@ -35,7 +35,7 @@ class Mutant:
     changes: tuple[tuple[str, str], ...]
     #: The checker must find at least one of these.
     shows_as: frozenset[ViolationKind] = frozenset()
-    #: A run that soon reveals the bug.
+    #: Settings for a run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
 
 

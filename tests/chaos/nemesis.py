@@ -29,12 +29,12 @@ from tests.support.proxy import Direction
 from tests.support.servers import plain_client
 
 REPLY_S = 2.0
-#: Range of the duration of an archiver's stop at a commit, in lease TTLs. Most are long enough for
-#: a takeover.
+#: Minimum and maximum duration of an archiver's stop at a commit, in lease TTLs. Most stops last
+#: long enough for a takeover.
 STOPS = (0.8, 2.5)
-#: Range of the duration of an owner's pause after a lost reply, in lease TTLs.
+#: Minimum and maximum duration of an owner's pause after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
-#: Range of the seconds between arming the proxy to lose the reply and pausing the owner.
+#: Minimum and maximum seconds from arming the proxy, which loses the reply, to pausing the owner.
 LOSE_S = (0.02, 0.2)
 #: Fraction of slot moves that run without a stop, and the maximum number of keys that the other
 #: moves transfer before they stop.
@@ -190,7 +190,7 @@ class Nemesis:
         return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
 
     def stop_at_commit(self) -> bool:
-        """After its next append, stop the archiver that holds the lease before it commits."""
+        """Stop the archiver that holds the lease between its next append and its commit."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
         if slot is None or self._signals is None:
             return False
@@ -395,7 +395,7 @@ class Nemesis:
         self._writer.add("fault", who="nemesis", text=f"{kind} on {target} for {seconds:.2f} s")
 
     def _later(self, seconds: float, work: Callable[[], object]) -> None:
-        """Do something as part of a fault, before its repair is due."""
+        """Schedule a later part of a fault, which is due before the repair."""
         due = time.monotonic() + seconds
         heapq.heappush(self._repairs, (due, next(self._numbers), "", work))
 

@@ -5,7 +5,7 @@ Some messages are poison, and the network loses requests and replies.
 Every message is handled or becomes a dead letter. Messages from one sender to one named member are
 handled in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead
 letter. Any other message becomes one only if about as many processes died while handling it, or if
-it was for any member and no member could take it.
+its target was ``any`` and no member could take it.
 
 METEOR_CHAOS_S sets the duration of a run in seconds.
 """
@@ -45,7 +45,7 @@ WINDOW = 100
 #: Longer than a run: no message expires.
 LONG_S = 3_600.0
 RUN_S = float(os.environ.get("METEOR_CHAOS_S", "60"))
-#: Reasons why a message to any member becomes a dead letter before a member handles it.
+#: Reasons why a message whose target is ``any`` becomes a dead letter before a member handles it.
 UNPLACED = ("no member is left", "it moved too often")
 
 
@@ -102,7 +102,7 @@ class Workers:
 
 
 class Sender:
-    """A thread that sends numbered messages to members and to any member."""
+    """A thread that sends numbered messages to named members and to ``any``."""
 
     def __init__(self, group: PeerGroup, number: int, seed: int) -> None:
         self.number = number

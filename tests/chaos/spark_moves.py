@@ -31,10 +31,10 @@ from tests.support.transactions import contents, numbers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MOVES = 8
-#: The move, by number, before which the query is killed in the middle of a batch.
+#: Number of the move before which the query is killed in the middle of a batch.
 KILLED = 1
-#: The move, by number, after which the query is killed. The slots then move again before a
-#: restarted query repeats the last commit.
+#: Number of the move after which the query is killed. The slots then move again before a restarted
+#: query repeats the last commit.
 REPEATED = 5
 #: Rows to copy for each move, in several batches: the slots move before all of them are committed.
 ROWS = 500

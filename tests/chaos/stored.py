@@ -2,7 +2,7 @@
 
 Samples: the ring drops no record before it is archived, no more records wait than allowed, and
 ``archived`` only increases, in steps that the newest term committed. Files: at any time they hold
-all archived records, each once, and at the end with the log's values. Readers without a group:
+all archived records, each once. At the end, their values match the log. Readers without a group:
 each continues where it left off, without holes or repeats.
 """
 
@@ -156,7 +156,7 @@ def check_readers(history: Sequence[Event], findings: Findings) -> None:
 
 
 def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
-    """Check that the store was unavailable only while hidden, or unlistable during a merge."""
+    """Check that the store was unavailable only while hidden or, for listings, during a merge."""
     hidden = [event.t for event in history if event.kind == "hidden"]
     shown = [event.t for event in history if event.kind == "shown"]
     merged = any(event.kind == "compacted" for event in history)

@@ -122,7 +122,7 @@ def test_records_out_of_their_publishers_order_are_reported_as_reordered() -> No
     assert builder.kinds() == {ViolationKind.REORDERED}
 
 
-def test_record_before_one_acknowledged_earlier_is_reported_as_reordered() -> None:
+def test_record_below_one_acknowledged_before_it_was_published_is_reported_as_reordered() -> None:
     builder = HistoryBuilder()
     builder.publish("p-0", at=1)
     builder.add("publish", who="q", values=["q-0"])

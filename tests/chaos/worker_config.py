@@ -23,7 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     mutant: str = ""
     store: str = ""  # store directory, for archivers
     die: float = 0.01  # probability that an archiver dies before an append, or before a commit
-    remap: dict[int, int] = {}  # the proxies' ports, by the ports of a cluster's nodes
+    remap: dict[int, int] = {}  # maps each cluster node's port to its proxy's port
     compact_pause_s: float = 1.0  # average time between merges; 0: no merges
 
     def encode(self) -> str:

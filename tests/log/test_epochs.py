@@ -154,7 +154,8 @@ def test_a_publisher_in_a_new_producer_epoch_learns_of_the_loss(
     assert isinstance(failure(pub.publish(b"unknown")), meteor.OutcomeUnknown)
     any_replicated.fail_over()
     publish(proxied, "b", 1, 30)
-    assert pub.publish(b"b30").result(5) == 30  # a publisher cannot recognise its lost record
+    # In a new producer epoch, the server cannot see that the publisher's last record is gone.
+    assert pub.publish(b"b30").result(5) == 30
     with pytest.raises(meteor.LogTruncated) as caught:
         pub.flush()
     assert lost_range(caught.value) == (1, 1)
@@ -175,7 +176,9 @@ def test_a_failover_does_not_affect_a_publisher_that_was_not_ahead(
     assert lost_range(failure(other.publish(b""))) == (1, 1)
 
 
-def test_a_record_that_no_replica_had_is_sent_again_with_acks(replicated: ReplicatedStream) -> None:
+def test_a_publisher_with_acks_resends_a_record_that_no_replica_had(
+    replicated: ReplicatedStream,
+) -> None:
     proxied = replicated.proxied
     pub = proxied.warm_publisher(acks=1)
     replicated.lag()

@@ -90,7 +90,7 @@ def drain_some(sub: meteor.Subscriber, number: int) -> list[int]:
     return check_values(sub.poll(timeout=0, max_records=number))
 
 
-def test_gap_after_an_expiry_ends_at_the_ring_at_the_latest(stream: meteor.Stream) -> None:
+def test_gap_left_by_an_expiry_ends_where_the_ring_begins(stream: meteor.Stream) -> None:
     assert stream.store.expire(offset=50) == 50
     with stream.subscriber() as sub:
         sub.seek(7)
@@ -330,7 +330,7 @@ def test_reading_from_earliest_works_if_the_first_record_expires_before_it_is_re
         assert sub.skipped == 0
 
 
-def test_an_in_memory_store_expires_to_the_exact_record(url: str) -> None:
+def test_an_in_memory_store_expires_exactly_the_requested_records(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=10, store=meteor.MemoryStore(NAME), archive=False)
         fill_segments(stream, *[10] * 5)

@@ -145,7 +145,9 @@ class Machine(RuleBasedStateMachine):
         self.pub = self.stream.publisher()
         self.tail = self.stream.subscriber()
         self.sub = self.stream.subscriber(initial_offset="earliest")
-        self.floating = False  # there is no record yet
+        # Whether the next poll skips dropped records without reporting a gap. False at first,
+        # because the stream is empty.
+        self.floating = False
         # Archives only when it is flushed.
         self.archiver = self.stream.archiver(segment_age=1e6).start()
 

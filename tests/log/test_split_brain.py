@@ -141,8 +141,8 @@ def test_a_position_is_valid_up_to_the_end_of_its_last_shared_epoch(
 
 
 def test_epoch_tables_from_earlier_versions_are_compared_by_epoch_number() -> None:
-    table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two, without empty epochs
-    assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was dropped
+    table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two entries, and omitted empty epochs
+    assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was empty
     assert diverged_at(Position("i", 3, 51), table, 130) == 50
     assert epoch_numbers(table) is None
     assert epoch_numbers(KEPT) == {1, 5, 7, 9}

@@ -103,7 +103,9 @@ def test_dead_letter_for_a_record_without_headers_has_only_meteor_headers(
     assert all(name.startswith("meteor-") for name in letter.headers)
 
 
-def test_dead_letter_for_a_dead_letter_names_its_last_stream(streams: DeadLetterStreams) -> None:
+def test_dead_letter_for_a_dead_letter_names_the_first_letters_stream(
+    streams: DeadLetterStreams,
+) -> None:
     streams.bury(streams.record(b"poison", headers={"mine": b"1"}))
     (letter,) = streams.letters()
     last = streams.client.stream("last", create=True)
@@ -647,7 +649,7 @@ def test_bury_waits_while_the_server_is_out_of_memory(
         assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
 
 
-def test_bury_waits_for_a_full_target(streams: DeadLetterStreams) -> None:
+def test_bury_waits_while_the_target_is_full(streams: DeadLetterStreams) -> None:
     first, second = streams.record(b"first"), streams.record(b"second")
     meta, redis = keys.meta("dead"), streams.client.redis
     redis.hset(meta, mapping={"archived": 0, "max_unarchived": 1})

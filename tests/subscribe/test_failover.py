@@ -1,6 +1,6 @@
 """Another member takes over when a member process dies, stops, hangs or leaves.
 
-The tests compare only times that the server reports, of events and of lease expiries.
+The tests compare only times from the server: event times and lease expiry times.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_no_record_is_lost_or_skipped_when_members_are_killed(harness: GroupHarn
     assert sorted(set(seen)) == list(range(max(seen) + 1))
 
 
-def test_group_at_latest_skips_nothing_if_its_first_member_dies_before_a_confirm(
+def test_group_that_starts_at_latest_skips_nothing_if_its_first_member_dies_before_a_confirm(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)

@@ -170,7 +170,7 @@ def test_confirm_that_its_caller_sends_does_not_wake_the_renewal_thread(
     assert len(wakes) <= 2 * elapsed_s / offset_confirms.MERGE_S + 10
 
 
-def test_deactivating_ends_as_soon_as_the_last_confirm_is_sent(harness: GroupHarness) -> None:
+def test_deactivate_returns_as_soon_as_the_last_confirm_is_sent(harness: GroupHarness) -> None:
     harness.fill(10)
     sub = harness.subscriber(lease_ttl=60)
     for end in range(1, 11):

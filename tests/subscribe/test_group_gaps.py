@@ -142,7 +142,7 @@ def test_on_gap_skip_confirms_nothing_under_a_lost_lease(harness: GroupHarness) 
     assert len(sub.poll(0)) == 0
 
 
-def test_group_at_earliest_starts_even_while_the_ring_drops_records(harness: GroupHarness) -> None:
+def test_new_group_starts_at_earliest_while_the_ring_drops_records(harness: GroupHarness) -> None:
     harness.fill(10, 10)
 
     def publish(stop: threading.Event) -> None:

@@ -1,8 +1,9 @@
 """A group matches a simple model under any sequence of operations.
 
-Hypothesis drives the group scripts: members open, acquire before and after the grace period, renew,
-lapse, release and confirm with credentials from current and former terms. Leases expire, and other
-clients move and delete the group. Hypothesis shrinks a failure to the shortest sequence.
+Hypothesis drives the group scripts. Members open the group, acquire its lease before and after the
+grace period, renew it, let it lapse, release it, and confirm, with credentials from current and
+former terms. Leases expire, and other clients move and delete the group. Hypothesis shrinks a
+failure to the shortest sequence.
 """
 
 from __future__ import annotations

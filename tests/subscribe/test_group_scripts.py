@@ -171,9 +171,7 @@ def test_released_lease_is_acquired_at_once_with_a_higher_term(ten: GroupScripts
     assert ten.snapshot() == stored
 
 
-def test_group_remembers_where_the_last_terms_that_were_not_released_ended(
-    ten: GroupScripts,
-) -> None:
+def test_group_remembers_where_recent_unreleased_terms_ended(ten: GroupScripts) -> None:
     term: int | str = ""
     for number in range(30):
         nonce = f"{number:016x}"
@@ -497,7 +495,7 @@ def lose_tail(lua: GroupScripts, first: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 5])
-def test_only_records_on_a_lost_branch_cannot_be_confirmed(url: str, lost: int) -> None:
+def test_confirm_is_refused_only_for_records_on_a_lost_branch(url: str, lost: int) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", create=True)
         fill(stream, *[1] * 10)

@@ -184,7 +184,7 @@ class alarms:  # in lower case, because it is used like a function
 
     def _handle(self, *_: object) -> None:
         self._action()
-        if self._first_s < 0.1:  # not periodic: the next alarm is set only when this one is handled
+        if self._first_s < 0.1:  # not periodic: set the next alarm only after handling this one
             signal.setitimer(signal.ITIMER_REAL, self._first_s)
 
 
@@ -202,7 +202,7 @@ def lose_tail(stream: meteor.Stream) -> None:
 
 @pytest.fixture
 def ahead(stream: meteor.Stream) -> Iterator[meteor.Subscriber]:
-    """A subscriber that has read 50 records that the log has since lost."""
+    """A subscriber that started at the end of a log, which has since lost its last 50 records."""
     with stream.publisher() as pub:
         pub.publish_many([b"old %d" % n for n in range(150)]).result()
     with stream.subscriber() as sub:

@@ -87,7 +87,7 @@ def check_released(harness: GroupHarness, program: Process, at_least: int) -> in
     assert [event.what for event in harness.events()] == ["assigned", "released"]
     confirmed = harness.confirmed
     assert confirmed is not None
-    # The record in progress may be confirmed too; the receiver's thread continues meanwhile.
+    # The record in progress may be confirmed too, because the receiver's thread is still running.
     assert confirmed >= at_least
     return confirmed
 

@@ -61,8 +61,8 @@ class Client(threading.Thread):
 class Publishing(Client):
     """A thread that publishes numbered values in batches, each value with a key.
 
-    ``window`` is the number of batches in flight. A window of 1 measures pauses; with a larger
-    window, a failover can lose more records.
+    ``window`` is the number of batches in flight. Use 1 to measure pauses. With a larger window, a
+    failover can lose more records.
     """
 
     def __init__(

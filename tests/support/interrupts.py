@@ -52,10 +52,10 @@ class Interrupts:
             raise Interrupted
 
     def rounds(self, least: int, seconds: float) -> Iterator[None]:
-        """Yield repeatedly for ``seconds``, and longer until ``least`` calls were interrupted.
+        """Yield repeatedly for at least ``seconds``, and until ``least`` calls were interrupted.
 
         Raises:
-            AssertionError: That did not happen within 60 seconds.
+            AssertionError: Fewer calls were interrupted within 60 seconds.
         """
         start = time.monotonic()
         while time.monotonic() < start + seconds or self.count < least:

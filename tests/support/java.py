@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-#: Environment variables that make Spark start faster, and not look up the host name.
+#: Environment variables that make Spark start faster and stop it from looking up the host name.
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -1,8 +1,8 @@
 """A cluster whose nodes can be cut off from each other, while clients still reach all of them.
 
-Every node announces the ports of two proxies: one to its bus port, and one to its client port, for
-its replicas. Each node connects from its own address (127.0.0.2 and so on), so that the proxies
-know which node connects. Clients use the nodes' real ports, which they learn from `remap`.
+Every node announces the ports of two proxies: one for its bus port, and one for its client port,
+which its replicas use. Each node connects from its own address (127.0.0.2 and so on), so that the
+proxies know which node connects. Clients use the nodes' real ports, which they learn from `remap`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_S = 0.05
 
 
 class Door:
-    """A proxy for one port of a node. It closes connections between nodes that are cut off."""
+    """A proxy for one port of a node. It closes connections that the network separates."""
 
     def __init__(self, network: Network, owner: str, target_port: int) -> None:
         self._network, self._owner, self._target_port = network, owner, target_port

@@ -15,7 +15,7 @@ from meteor_py.peers.messaging.message import Message
 
 def main() -> None:
     url, name, member, path = sys.argv[1:5]
-    warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # the data need not be safe
+    warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this data may be lost
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with meteor.connect(url) as m, m.peer_group(name) as group:
         me = group.join(member or None)

@@ -46,7 +46,8 @@ _SMALL = {
     b"local LOADS = 400 ": b"local LOADS = 6 ",
     b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
     b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
-    b"local RETURN = 64": b"local RETURN = 8",  # one exchange takes back at most 64 portions
+    # Not smaller, because one exchange takes back at most 64 portions.
+    b"local RETURN = 64": b"local RETURN = 8",
     b"local SCAN = 512": b"local SCAN = 9",
 }
 
@@ -495,8 +496,8 @@ class Walk(Model):
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    # As if the consumer had died before its report, so that another buries the
-                    # letter again.
+                    # As if the consumer had died before its report. Another consumer then buries
+                    # the letter again.
                     continue
             hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
