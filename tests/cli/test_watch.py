@@ -56,13 +56,21 @@ def reported(
         (
             seen(),
             seen(epoch=2, epoch_first=10, next=30),
-            [("epoch_changed", "the server was restarted or failed over")],
+            [
+                (
+                    "epoch_changed",
+                    "the server was restarted or failed over, or the stream's slot moved",
+                )
+            ],
         ),
         (
             seen(),
             seen(epoch=2, epoch_first=8, next=30),
             [
-                ("epoch_changed", "the server was restarted or failed over"),
+                (
+                    "epoch_changed",
+                    "the server was restarted or failed over, or the stream's slot moved",
+                ),
                 ("log_truncated", "the server lost records 8 to 9"),
             ],
         ),

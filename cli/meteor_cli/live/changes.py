@@ -89,7 +89,7 @@ def _history(before: Description, after: Description) -> Iterator[Change]:
     kept = after.next
     if before.epoch != after.epoch:
         kept = min(kept, after.epoch_first)
-        text = "the server was restarted or failed over"
+        text = "the server was restarted or failed over, or the stream's slot moved"
         yield _change(after.name, "epoch_changed", text, epoch=after.epoch, before=before.epoch)
     if kept < before.next:
         last = before.next - 1
