@@ -121,7 +121,7 @@ def forbid_waiting() -> None:
     """Raise ``RuntimeError`` if called from a callback, which would wait for its own thread."""
     if in_callback():
         raise RuntimeError(
-            "A callback must not wait for an Ack, flush or close, because it runs in the thread that "
+            "A callback must not wait for an Ack, flush or close: it runs in the thread that "
             "completes them. Wait in another thread."
         )
 
