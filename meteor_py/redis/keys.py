@@ -144,8 +144,8 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 ``meteor:groups`` (set): The names of the peer groups, kept like ``meteor:streams``.
 ``meteor:group:{g}:...``: The state of one peer group, in the parts below; ``g`` is its name, or
-    ``name/instance``. Written by the scripts ``peers/...``, which start with ``peers/_messages``
-    and, except for sending and settling, ``peers/_group_state``. ``peers/open`` needs neither.
+    ``name/instance``. Written by the scripts ``peers/...``. Except for opening, sending and settling,
+    they also do what is due in the group (``peers/_group_state``).
     ``PeerProtocol.delete`` deletes all of them.
 ``...:config`` (hash): Settings (peers/config.py). Written by ``peers/open``.
 ``...:state`` (hash): ``life``, a random id of this incarnation; ``view``, the number of the last

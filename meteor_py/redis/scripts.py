@@ -98,8 +98,9 @@ def _read(name: str) -> bytes:
 _APPEND = "log/_append"
 _INDEX = "log/_index"
 _META = "log/_meta"
-_PEER_MESSAGES = "peers/_messages"
-_PEER_STATE = (_PEER_MESSAGES, "peers/_group_state")
+_PEER_MESSAGES = ("peers/_members", "peers/_messages")
+_PEER_STATE = ("peers/_members", "peers/_clock", "peers/_messages", "peers/_group_state")
+_PEER_WORK = ("peers/_members", "peers/_clock", "peers/_due_work")
 _SETTINGS = "log/_settings"
 _SHARED_ADMIN = "shared/_admin"
 _SHARED_NEW = "shared/_new_group"
@@ -147,17 +148,17 @@ SHARED_RESUME = Script("shared/resume", _SHARED_ADMIN)
 SHARED_STEP = Script("shared/step", *_SHARED_STATE)
 
 PEERS_DELETE = Script("peers/delete", *_PEER_STATE)
-PEERS_DESCRIBE = Script("peers/describe", *_PEER_STATE)
-PEERS_GUARDED_WRITE = Script("peers/guarded_write", *_PEER_STATE)
-PEERS_HEARTBEAT = Script("peers/heartbeat", *_PEER_STATE)
+PEERS_DESCRIBE = Script("peers/describe", *_PEER_WORK)
+PEERS_GUARDED_WRITE = Script("peers/guarded_write", *_PEER_WORK)
+PEERS_HEARTBEAT = Script("peers/heartbeat", *_PEER_WORK)
 PEERS_JOIN = Script("peers/join", *_PEER_STATE)
 PEERS_LEAVE = Script("peers/leave", *_PEER_STATE)
 PEERS_OPEN = Script("peers/open")
 PEERS_PROPOSE = Script("peers/propose", *_PEER_STATE)
 PEERS_READ_POLLS = Script("peers/read_polls", *_PEER_STATE)
-PEERS_SEND = Script("peers/send", _PEER_MESSAGES)
+PEERS_SEND = Script("peers/send", *_PEER_MESSAGES)
 PEERS_SET_PROPERTY = Script("peers/set_property", *_PEER_STATE)
-PEERS_SETTLE = Script("peers/settle", _PEER_MESSAGES)
+PEERS_SETTLE = Script("peers/settle", *_PEER_MESSAGES)
 PEERS_UPDATE_MEMBER = Script("peers/update_member", *_PEER_STATE)
 PEERS_VOTE = Script("peers/vote", *_PEER_STATE)
 

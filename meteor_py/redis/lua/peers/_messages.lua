@@ -1,36 +1,13 @@
--- Peer group messages: writes inboxes, replies and dead letters. The scripts that send and settle
--- messages include only this file, because they run for every message. All other scripts, except
--- open.lua, also include _group_state.lua.
---
--- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
--- keys.py describes the keys.
+-- Peer group messages: writes inboxes, replies and dead letters. Needs _members.lua.
 
-local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
-local P = KEYS[1]
-local CONFIG, STATE, MEMBERS = P .. 'config', P .. 'state', P .. 'members'
-local DEADLINES, LEAVING, HANDLERS = P .. 'deadlines', P .. 'leaving', P .. 'handlers'
-local HOUR = 3600000
 -- Size threshold in bytes. A larger body for several receivers is stored once. A larger reply is left
 -- out of the notification to the message's sender.
 local LONG = 4096
 
-local function int(x) return format('%.0f', x) end
 local function pairs_of(flat)
   local f = {}
   for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
   return f
-end
-
--- Members: 'index:session:persistent:alive:priority:joined:metadata'. A dead member's session is
--- prefixed with '-'. No process has such a session, but the process that had the session last can
--- still recognize it.
-local function read_member(id)
-  local raw = call('HGET', MEMBERS, id)
-  if not raw then return nil end
-  local m = {}
-  m.index, m.session, m.persistent, m.alive, m.priority, m.joined, m.metadata =
-    match(raw, '^(%d+):(.-):(.):(.):(%-?%d+):(%d+):(.*)$')
-  return m
 end
 
 -- Return the live members that can get new work. This excludes members that are overdue but not yet
