@@ -26,7 +26,7 @@ class PyPIReadme(MetadataHookInterface):
 
 
 def absolute(text: str, repository: str) -> str:
-    """Return Markdown whose relative links point to a repository; without one, remove them."""
+    """Make relative links point to ``repository``. If it is empty, keep only their labels."""
 
     def replace(link: re.Match[str]) -> str:
         picture, label, target = link.groups()

@@ -113,7 +113,7 @@ class Archive:
         return self._consistent(lambda *span: store.dataset(*span))
 
     def _consistent(self, find: Callable[[str, int, int], _T]) -> _T:
-        """Call ``find`` on the store. Retry if the store changes during the call."""
+        """Call ``find``. Retry if it fails, because the store may have changed during the call."""
         for _ in range(_ATTEMPTS):
             try:
                 return find(self._stream.incarnation, *self.bounds())

@@ -74,9 +74,9 @@ def _is_zero(value: object) -> bool:
 
 
 def _apply_limits(stream: StreamHandle, config: StreamConfig, end: int, total: int) -> None:
-    """Drop the records that exceed the limits in ``config``, and mark the remaining ones.
+    """Drop the records that exceed the limits in ``config``, and store marks for the other frames.
 
-    If the caller dies before this is done, the server drops the older records later, all at once.
+    If the caller dies before this is done, the server drops the records later, all at once.
 
     Args:
         stream: The stream, whose new limits are already stored on the server.

@@ -45,7 +45,7 @@ class EventReader(JoinableThread):
         self._again = True
 
     def stop(self) -> None:
-        """Stop the thread. Safe to repeat: the thread may have connected since the last call."""
+        """Stop the thread. Call it again until the thread has ended, which may be reconnecting."""
         self._stopped = True
         self._connection.interrupt()
 

@@ -64,7 +64,7 @@ class Heartbeat(JoinableThread):
             self._state.notify_all()
 
     def stop(self) -> None:
-        """Stop the thread. Safe to repeat: the thread may have connected since the last call."""
+        """Stop the thread. Call it again until the thread has ended, which may be reconnecting."""
         with self._state:
             self._stopped = True
             self._state.notify_all()

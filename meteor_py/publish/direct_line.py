@@ -377,7 +377,7 @@ class DirectLine:
                 self.state = _FREE
 
     def stop_own_read(self) -> None:
-        """Break off this thread's read: the caller is a signal handler that interrupted it."""
+        """End this thread's read, if there is one. The caller is then a signal handler."""
         if self.state is _READING and self._reader == get_ident():
             self._break_off()
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
 
-#: Seconds until a stage expires, before and after it becomes part of a plan.
+#: Seconds until a stage expires: ``STAGE_S`` at first, ``PLANNED_S`` once it is part of a plan.
 STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
 #: Maximum number of fences that one call to ``let_expire`` deletes.

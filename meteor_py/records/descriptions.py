@@ -151,7 +151,8 @@ class RepairReport:
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing, even if the entry has since been deleted.
+    #: Whether an entry beyond the end blocks publishing. The server remembers the ID of such an
+    #: entry even after the entry has been deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

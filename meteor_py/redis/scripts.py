@@ -73,7 +73,7 @@ class Script:
 
     @property
     def guarded(self) -> GuardedText:
-        """The text for clusters, which starts by dropping the guard key, and its hash."""
+        """The text to run on a cluster, and its hash. Its first statement drops the guard key."""
         return GuardedText.of(self.source)
 
     def __repr__(self) -> str:

@@ -65,8 +65,8 @@ class SignalSafeCondition:
         self._waiters.append(waiter)
         released: list[Any] = []
         try:
-            # Release the lock and append its state to the list in one call into C, so that
-            # ``finally`` can always restore it.
+            # Release the lock and append its state to the list in one call into C. If a signal
+            # handler could raise in between, ``finally`` would not restore the lock.
             released.extend(islice(iter(self._lock._release_save, None), 1))
             return waiter.acquire(True, -1 if timeout is None else max(timeout, 0.0))
         finally:

@@ -105,7 +105,10 @@ class RingbufferStore(Protocol):
         """Return the incarnations that have records here, in the order of their last appends."""
 
     def bounds(self, incarnation: str) -> Bounds:
-        """Return the offsets that the store holds, committed or not. Called before each append."""
+        """Return the offsets that the store holds, committed or not, and the highest term.
+
+        Called before each append.
+        """
 
     def epochs(self, incarnation: str) -> dict[int, int]:
         """Return each epoch (``term // TERMS``) with its first live offset.

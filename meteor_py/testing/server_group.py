@@ -13,7 +13,7 @@ from meteor_py.testing.waiting import eventually
 #: Number of attempts to start the servers. An attempt fails if another process has taken a port.
 START_TRIES = 3
 
-#: Seconds that all servers have to start or to recover from a change.
+#: Time limit in seconds for all servers to start, or to become stable after a change.
 STABLE_S = 40.0
 
 

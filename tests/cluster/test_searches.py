@@ -1,4 +1,4 @@
-"""The search for the server that has the keys ends within the timeout of the calling connection."""
+"""A connection's search for its server ends within its timeout, or when it is interrupted."""
 
 from __future__ import annotations
 

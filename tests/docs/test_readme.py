@@ -105,7 +105,7 @@ def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
 
 
 def output(command: list[str], folder: Path) -> str:
-    """Run a command in an empty home directory; return its output. It must exit with 0."""
+    """Run a command with ``folder`` as home directory; return its output. It must exit with 0."""
     # The `meteor` command is the one next to the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {

@@ -368,7 +368,7 @@ def test_repeated_send_of_a_finished_message_stores_nothing(server: Server, url:
         me.leave()
 
 
-def test_deleting_a_group_spares_messages_to_members_that_recreate_it(
+def test_deleting_a_group_spares_messages_sent_after_it_is_recreated(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(ttl=0.5), post.group()

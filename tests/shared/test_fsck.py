@@ -209,7 +209,7 @@ def test_unlisted_group_is_reported(damage: Damage, kind: str | None) -> None:
 
 def test_records_filed_under_the_wrong_key_are_reported(damage: Damage) -> None:
     raw = damage("HGET", "keys", "C")
-    other = KeyEntry.parse(raw).waiting[0] + 1  # a record of D
+    other = KeyEntry.parse(raw).waiting[0] + 1  # a record whose key is D
     damage("HSET", "keys", "C", raw[:-7] + line(other))
     assert f"Record {other} is filed under key b'C', not b'D'." in damage.flaws()
 

@@ -206,7 +206,8 @@ class Inbox:
                 if message.deliveries == turn:
                     self.settle_later(message, "failed", "", _reason(error))
             else:
-                if state.ack == "auto" and message.deliveries == turn:  # else retry() was called
+                # If the handler has called retry(), ``deliveries`` has changed.
+                if state.ack == "auto" and message.deliveries == turn:
                     self._reply_to(message, value)
         except BaseException:  # even SystemExit, from a registered codec function
             _log.exception("Message %s in queue %r was not settled.", message.id, state.queue)
