@@ -199,9 +199,9 @@ def read_all(
     counters: Counters,
     check: bool,
 ) -> float:
-    """Poll the subscribers in turn until each has read everything.
+    """Poll the subscribers in rounds until each has read everything.
 
-    A poll waits only if the previous turn found no records.
+    Only the first poll of a round waits, and only if the previous round found no records.
     """
     orders = [Order() for _ in ids]
     ready()

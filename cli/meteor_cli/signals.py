@@ -72,7 +72,7 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _repeat(number: int) -> None:
-    # Send the signal later: sent now, it would be lost in the same frame.
+    # Send the signal later: now, it would interrupt the same code again.
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()

@@ -479,7 +479,7 @@ class Connection:
         self.leave_node()
 
     def leave_node(self) -> None:
-        """Like ``interrupt``, but allow a retry, because the server was replaced."""
+        """Like ``interrupt``, but the call may be retried: another server is now the primary."""
         if self._pid != os.getpid():
             return  # the socket still belongs to the parent
         opening = self._opening

@@ -144,9 +144,8 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
 
 ``meteor:groups`` (set): The names of the peer groups, kept like ``meteor:streams``.
 ``meteor:group:{g}:...``: The state of one peer group, in the parts below; ``g`` is its name, or
-    ``name/instance``. Written by the scripts ``peers/...``. Except for opening, sending and settling,
-    they also do what is due in the group (``peers/_group_state``).
-    ``PeerProtocol.delete`` deletes all of them.
+    ``name/instance``. Written by the scripts ``peers/...``. Most of them also do the work that is
+    due in the group (``peers/_group_state``). ``PeerProtocol.delete`` deletes all of these keys.
 ``...:config`` (hash): Settings (peers/config.py). Written by ``peers/open``.
 ``...:state`` (hash): ``life``, a random id of this incarnation; ``view``, the number of the last
     event, and ``mark``, an id of that event, because after a failover another event can have the

@@ -47,6 +47,6 @@ def _read(datadir: Path, now: float) -> list[float]:
     try:
         lines = (datadir / RESTARTS).read_text().splitlines()
         times = [float(line) for line in lines]
-    except (FileNotFoundError, ValueError):  # no restarts yet, or a full disk truncated the file
+    except (FileNotFoundError, ValueError):  # no restarts yet, or the file is damaged
         return []
     return sorted(at for at in times if now - WINDOW_S < at <= now)

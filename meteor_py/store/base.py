@@ -133,8 +133,8 @@ class RingbufferStore(Protocol):
         Called for many records or for a single one. Callers often stop before the end.
 
         Raises:
-            RecordsLost: Records are missing. The error covers the offsets from the first missing
-                record to the last one before the next record that exists, or before ``stop``.
+            RecordsLost: Records are missing. The error covers the first gap: all offsets up to the
+                next record that exists, or up to ``stop`` - 1.
             CorruptSegment: Some records are damaged.
             StoreUnavailable: The store cannot be read at the moment.
         """

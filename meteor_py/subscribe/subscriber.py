@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds to wait at interpreter exit for receivers to stop, and then again for leases to be
+#: Seconds to wait at interpreter exit for receivers to stop, and the same again for leases to be
 #: released.
 _EXIT_S = 1.0
 

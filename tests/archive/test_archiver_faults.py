@@ -440,7 +440,7 @@ def test_lost_records_are_not_read_from_the_store_after_a_failover(
         assert poll_until(behind, lambda got: len(got) >= 300) == wanted[1000:]
         assert proxied.values() == wanted
         eventually(lambda: proxied.meta("archived") == "1300", 20)
-        with proxied.stream.publisher() as pub:  # beyond the lost records
+        with proxied.stream.publisher() as pub:
             pub.publish_many([other_value(i) for i in range(1300, 2000)]).result(10)
         wanted += [other_value(i) for i in range(1300, 2000)]
         assert proxied.stream.store.flush() == 2000

@@ -85,7 +85,7 @@ def lua(any_url: str) -> Iterator[ArchiveScripts]:
 # advance_archived
 
 
-def test_advance_records_progress_and_trims_the_ring_to_its_capacity(
+def test_advance_stores_the_progress_and_trims_the_ring_to_its_capacity(
     lua: ArchiveScripts,
 ) -> None:
     lua.begin(capacity=10)

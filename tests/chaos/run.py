@@ -272,7 +272,7 @@ class Participants:
         expected = self._plan.groups
         if not wait_for(self._sampler, lambda s: len(s.confirmed) == expected, START_S):
             words = "\n".join(slot.log_tail for slot in self._members)
-            raise RuntimeError(f"The groups did not start. {words}")
+            raise RuntimeError(f"Not all groups started. The members' logs end with:\n{words}")
         self._sampler.start()
         self._recorder.start()
         for slot in [*self._archivers, *self._publishers, *self._readers]:

@@ -18,7 +18,7 @@ from tests.chaos.run import Plan, Result, mutant_plan, run
 
 SECONDS = 7.0
 EVERY_S = (0.2, 0.4)
-#: Maximum number of runs: nearly every run reveals a planted bug.
+#: Maximum number of runs to find a planted bug. Nearly every run finds it.
 TRIES = 3
 
 

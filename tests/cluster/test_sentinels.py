@@ -80,7 +80,7 @@ def test_every_connection_leaves_the_former_primary_at_once(sentinels: Sentinels
         assert pub._sender._connection.node == after
 
 
-def test_sentinel_with_outdated_information_is_outvoted(sentinels: Sentinels) -> None:
+def test_sentinel_with_outdated_information_is_overruled(sentinels: Sentinels) -> None:
     old = sentinels.kill_primary()
     new = sentinels.wait_for_failover(old)
     stale = Sentinel(sentinels.servers[0].program)

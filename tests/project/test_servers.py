@@ -19,7 +19,7 @@ Kind = Literal["valkey", "redis"]
 
 
 @both_kinds
-def test_killed_server_restarts_with_its_append_only_file(
+def test_killed_server_restores_its_data_from_the_append_only_file(
     private_server: ServerFactory, kind: Kind
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always", kind=kind)

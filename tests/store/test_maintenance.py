@@ -86,7 +86,7 @@ def test_uncommitted_records_are_not_compacted(store: ParquetStore) -> None:
     check(store, 0, 140)
 
 
-def test_segments_from_several_terms_merge_into_the_newest_term(empty: ParquetStore) -> None:
+def test_merged_segment_gets_the_newest_of_its_terms(empty: ParquetStore) -> None:
     empty.append(INCARNATION, 1, records(0, 30))
     empty.append(INCARNATION, 2, records(20, 40))
     empty.append(INCARNATION, 5, records(40, 50))

@@ -239,8 +239,8 @@ class Archiving(RuleBasedStateMachine):
     def begin_a_term(self, n: int, back: int, kept: int | None) -> None:
         """Pause the archiver, which keeps the records that it has gathered; let another take over.
 
-        With `kept`, simulate a failover: the server loses its last commits and keeps only that many
-        records beyond them.
+        With `kept`, simulate a failover: the server loses its last commits, and keeps at most
+        `kept` records after the last remaining commit.
         """
         gathered = self.log[self.archived : self.archived + n]
         if gathered:

@@ -72,7 +72,7 @@ class NatsPublisher:
         self._client = client
 
     def send(self, value: bytes) -> None:
-        # Waits for the acknowledgement: the client writes only while its event loop runs.
+        # Wait for the acknowledgement: the client writes only while its event loop runs.
         self._client.run(self._client.jetstream.publish(_SUBJECT, value))
 
     def send_all(self, values: Sequence[bytes]) -> None:
