@@ -137,7 +137,7 @@ class ArchiveTerm:
         self._memory_is_short = False
         # The store, if it can keep the stream's state and the ACL lets this user read the state.
         self._states = store if isinstance(store, StatefulStore) else None
-        # In the order of their ends: the last one that ends by ``archived``, if known, and later ones.
+        # By their ends: the last one that ends by ``archived``, if known, and all later ones.
         self._snapshots: list[StreamState] = []
         self._saved: list[StreamState] = []
         self._until_merge = 0  # commits until the next search for small segments

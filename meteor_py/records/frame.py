@@ -148,8 +148,8 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
 def fingerprint(payload: Any) -> int:
     """Return a checksum that tells a publisher's batches apart. It does not detect corruption.
 
-    Of a payload over 8 KiB, it covers only the length, the start and the end: a crc32 of all bytes would
-    take as long as building the frame.
+    Of a payload over 8 KiB, it covers only the length, the start and the end: a crc32 of all bytes
+    would take as long as building the frame.
     """
     if len(payload) <= 8192:
         return zlib.crc32(payload)
