@@ -194,6 +194,20 @@ class LogReader:
         self._incarnation = position.incarnation
         self._expected = (b"", b"")
 
+    def check_kept(self, offset: int, epoch: int, end_offset: int) -> None:
+        """Check that the server still has all records below ``offset``, which were read earlier.
+
+        Args:
+            epoch: The stream's epoch, and ``end_offset`` its end, according to the server.
+
+        Raises:
+            LogTruncated: The server has lost some of them.
+            StreamNotFound: The stream was deleted.
+        """
+        if epoch != self.epoch or end_offset < offset:
+            self._ring.forget_ahead()
+            self._check(self._ring.read_meta(guarded=False), self.position(offset))
+
     def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
         """Prepare to read at the start of a new lease term, which the server has just granted.
 

@@ -139,7 +139,18 @@ class ReadBuffer:
         return self._log.epoch_of(offset)
 
     def start_term(self, group: str, term: Term) -> None:
-        """Move to the start of one of the group's terms."""
+        """Move to the start of one of the group's terms.
+
+        Raises:
+            LogTruncated: The server has lost records that this member read in an earlier term. Also
+                sets ``gap``.
+        """
+        if self.term is not None:
+            try:
+                self._log.check_kept(self.position, term.start.epoch, term.end_offset)
+            except LogTruncated as error:
+                self.note_gap(error)
+                raise
         self._log.start_term(term.start, term.end_offset, group, term.nonce)
         self._jump(term.start.offset, term.floating)
         self.term = term  # set it last: until then, other threads confirm records from the old term

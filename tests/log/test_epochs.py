@@ -230,6 +230,27 @@ def test_only_subscribers_that_were_ahead_learn_of_the_loss(replicated: Replicat
     assert read_to(behind, 300) == numbered("a", 50, 100) + numbered("b", 100, 300)
 
 
+@pytest.mark.parametrize("grown", [0, 5, 50])
+def test_group_member_whose_term_is_unknown_to_the_new_server_learns_of_the_loss(
+    any_replicated: ReplicatedStream, grown: int
+) -> None:
+    proxied = any_replicated.proxied
+    publish(proxied, "a", 0, 10)
+    sub = proxied.subscriber(group="g", initial_offset="earliest", lease_ttl=1.0)
+    any_replicated.lag()  # the replica knows the group, but not the term that begins now
+    publish(proxied, "a", 10, 30)
+    assert read_to(sub, 30) == numbered("a", 0, 30)
+    sub.confirm(20).result(5)
+    any_replicated.fail_over()
+    if grown:
+        publish(proxied, "b", 10, 10 + grown)
+    for _ in range(2):
+        assert poll_loss(sub) == (10, 29)
+    sub.skip_gap()
+    publish(proxied, "b", 10 + grown, 70)
+    assert read_to(sub, 70) == numbered("a", 0, 10) + numbered("b", 10, 70)
+
+
 def test_skip_gap_before_the_new_branch_begins_moves_to_its_start(
     any_replicated: ReplicatedStream,
 ) -> None:
