@@ -355,6 +355,20 @@ def test_poisoned_key_is_parked_until_resumed(any_url: str, dead_letter: str | N
         assert queue.shared.confirmed == 6
 
 
+def test_delayed_key_that_is_parked_is_no_longer_delayed(any_url: str) -> None:
+    with Queue(any_url, "AA", on_poison="park", dead_letter=None) as queue:
+        c1 = queue.consumer()
+        a0, a1 = c1.poll(5)
+        a1.release(delay=600)
+        c1.flush()
+        a0.reject("poison")
+        c1.flush()
+        assert queue.keys()["A"].state == "parked"
+        queue.check()
+        assert queue.shared.resume("A")
+        assert offsets(c1.poll(5)) == [0, 1]
+
+
 def test_parked_key_without_records_stays_parked(any_url: str) -> None:
     with Queue(any_url, "A", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()

@@ -83,6 +83,7 @@ class Hand:
         self.deliveries = Deliveries(shared._protocol, settings, ordering_rule, None, name)
         self.frames = FrameCache(shared.stream._handle)
         self.deliveries.exchange()
+        self.deliveries.dead_letters.clear()  # the server assigns them again
         self.held: dict[int, SharedRecord] = {}
         self.said: list[tuple[str, int, dict[str, Any]]] = []  # settled since the last exchange
 

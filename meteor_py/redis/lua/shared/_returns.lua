@@ -81,7 +81,10 @@ local function put_back(k, t, offsets)
 end
 -- Give up on a record; return whether to remove the record from its key.
 local function give_up(o, k, t, reason, failures)
-  if parks then extend(t).stop = PARKED end
+  if parks then
+    if extend(t).stop == DELAYED then call('ZREM', KEYS[9], k) end
+    t.extended.stop = PARKED
+  end
   if letters then
     call('HSET', KEYS[14], text(o), format('%d:%d:', failures, #k) .. k .. reason)
     call('ZADD', KEYS[15], 0, text(o))
