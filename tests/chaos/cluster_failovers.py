@@ -256,6 +256,9 @@ def test_planned_sentinel_failover_reports_losses_and_pausing_writes_prevents_th
         meteor.connect(sentinels.url, timeout=TIMEOUT_S) as client,
     ):
         stream = client.stream(STREAM, capacity=10_000_000)
+        with plain_client(sentinels.primary.url) as plain:  # all replicas must have the stream
+            plain.set("written", 1)
+            assert plain.wait(len(sentinels.replicas), 10_000) == len(sentinels.replicas)
         publishing, group = Publishing(stream, window=20, batch=100), GroupReading(stream)
         publishing.start()
         group.start()
