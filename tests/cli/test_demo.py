@@ -103,7 +103,13 @@ def test_demo_leaves_the_given_server_unchanged(url: str) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    ["Started a", "Read them all back", "three consumers", "leader of a peer", "once and in order"],
+    [
+        "Started a",
+        "Read them all back",
+        "three consumers",
+        "leader of a peer",
+        "embedded:///directory",
+    ],
 )
 def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None:
     # enough records to keep the last step busy
