@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal
 
 from meteor_py.errors import MeteorError
@@ -135,7 +136,7 @@ class StreamConfig:
             )
         return self
 
-    @property
+    @cached_property
     def ordering_rule(self) -> OrderingRule | None:
         """The rule that finds a record's ordering key; None without an ordering key."""
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
