@@ -26,7 +26,8 @@ from meteor_py.records.codec import CodecName
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.proxy import Proxy
-from tests.support.servers import HOST, Server
+from tests.support.readers import fill, replace_frame
+from tests.support.servers import HOST, Server, plain_client
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
@@ -336,6 +337,17 @@ def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> 
             proxy.cut()
             publish(m, b"after")
             assert running.line() == "after"
+
+
+def test_corrupt_frame_ends_tail_with_the_option_that_continues_after_it(url: str) -> None:
+    with connect(url) as m, plain_client(url) as client:
+        fill(m.stream("small", create=True), 2, 2, 2)
+        replace_frame(client, "small", b"3-2", b"not a frame")
+    done = meteor(url, "tail", "small", "-e", "--raw", "-o", "earliest")
+    assert (done.code, done.lines) == (1, ["value 0", "value 1"])
+    assert "Records 2 to 3 of stream 'small' are corrupt" in done.err
+    assert "Continue after them with `-o 4`." in done.err
+    assert succeed(url, "tail", "small", "-e", "--raw", "-o", "4").lines == ["value 4", "value 5"]
 
 
 def test_deleted_stream_ends_tail_with_a_message(url: str, stream: Stream) -> None:
