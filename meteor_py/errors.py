@@ -494,8 +494,8 @@ class ReadError(_OfStream):
 class _OfRange(ReadError):
     """An error about the records ``first`` to ``last``, inclusive."""
 
-    def __init__(self, message: str, *, stream: str, first: int, last: int) -> None:
-        super().__init__(message, stream=stream)
+    def __init__(self, problem: str, *, stream: str, first: int, last: int, hint: str = "") -> None:
+        super().__init__(problem, stream=stream, hint=hint)
         self.first = first
         self.last = last
 

@@ -66,6 +66,8 @@ def _hint(error: meteor_py.MeteorError) -> str:
             return f"Start an archiver: `meteor archive run {error.stream}`."
         case meteor_py.StoreUnavailable():
             return "Check that `meteor archive run` is running and can write to the store."
+        case meteor_py.CorruptFrame():
+            return f"Continue after them with `-o {error.last + 1}`."
         case meteor_py.RecordTooLarge():
             return "Publish a reference to the data, split it, or raise --max-bytes."
     return error.hint

@@ -9,6 +9,7 @@ from meteor_py.records.config import (
     OFFSET_MAX,
     StreamConfig,
     check_int,
+    check_lease_ttl,
     check_seconds,
 )
 
@@ -36,7 +37,7 @@ class ArchiverConfig:
         check_int("segment_records", self.segment_records, 1, OFFSET_MAX)
         check_int("segment_bytes", self.segment_bytes, 1, 2**40)
         check_seconds("segment_age", self.segment_age, zero=True)
-        check_seconds("lease_ttl", self.lease_ttl)
+        check_lease_ttl(self.lease_ttl)
 
     def segment_limit(self, stream: StreamConfig) -> int:
         """Return the number of records at which an archiver that has caught up writes a segment.

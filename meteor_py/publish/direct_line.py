@@ -414,6 +414,9 @@ class DirectLine:
         me = get_ident()
         if self.batch is not batch and self._reader != me:
             return timeout_s  # the sender has the record
+        if timeout_s is not None and timeout_s <= 0:
+            self.look_for_reply(batch)
+            return 0.0
         started = time.monotonic()
         read_s = _READ_S if timeout_s is None else min(timeout_s, _READ_S)
         try:

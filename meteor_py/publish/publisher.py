@@ -73,10 +73,7 @@ class Publisher(Closeable):
         settings = handle.config
         records_max = min(FRAME_RECORDS_MAX, settings.capacity)
         self._plain_max = config.max_record_bytes
-        self._ordering = settings.ordering_rule
-        self._validator = RecordValidator(
-            stream.name, records_max, config.max_record_bytes, self._ordering
-        )
+        self._validator = RecordValidator(handle, records_max, config.max_record_bytes)
         self._accumulator = Accumulator(
             stream=stream.name,
             records_max=records_max,
@@ -144,8 +141,9 @@ class Publisher(Closeable):
         if timestamp is not None:
             timestamp = to_ms(timestamp)
         self._validator.check_size(size)
-        if self._ordering is not None:
-            self._ordering.check(raw_key, raw_headers)
+        ordering = self._handle.config.ordering_rule  # another client may have added it
+        if ordering is not None:
+            ordering.check(raw_key, raw_headers)
         return self._accumulator.put(value, raw_key, raw_headers, timestamp, size=size)
 
     def publish_many(

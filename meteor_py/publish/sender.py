@@ -60,8 +60,8 @@ _log = logging.getLogger(__name__)
 PRODUCER_TTL_MS = 24 * 3600 * 1000
 #: Seconds after which the sender renews a producer's lifetime. The direct line does not renew it.
 _RENEW_PRODUCER_S = 3600.0
-#: Seconds to wait for a connection, for room in its buffers, and for each reply.
-SOCKET_TIMEOUT_S = 5.0
+#: Minimum seconds to wait for the server, even if a batch is about to expire.
+_WAIT_MIN_S = 0.05
 #: Seconds without an acknowledgement after which the sender reads the server's replication id
 #: again: a server can be demoted and promoted while the connection is idle.
 _REPLICATION_ID_S = 1.0
@@ -219,10 +219,10 @@ class Sender:
 
     def _exchange(self) -> None:
         """Send the unsent batches, read one reply, and handle failures."""
-        left_s = self.window.oldest.deadline - time.monotonic()
-        self._connection.timeout_s = min(max(left_s, 0.05), SOCKET_TIMEOUT_S)
         try:
+            self._limit_wait()
             self._send()
+            self._limit_wait()
             self._receive()
         except ConnectionFailed as error:
             self.window.doubt_sent()
@@ -233,6 +233,11 @@ class Sender:
             self._reason = error  # also for the errors of batches in doubt
             self._refuse(error)
         self._expire()
+
+    def _limit_wait(self) -> None:
+        """Limit the next wait for the server to the client's timeout and the oldest deadline."""
+        left_s = self.window.oldest.deadline - time.monotonic()
+        self._connection.timeout_s = min(max(left_s, _WAIT_MIN_S), self._handle.connector.timeout_s)
 
     def _send(self) -> None:
         idle = self._idle_s() > _REPLICATION_ID_S
@@ -261,6 +266,7 @@ class Sender:
             command = self._connection.script_call(
                 PUBLISH, self._keys, arguments, whole=self._send_whole
             )
+            self._limit_wait()  # again, because the batches before it may have taken long
             self.window.sent += 1  # before sending: an interrupted send leaves the batch in doubt
             self._connection.send([command])
             self._send_whole = False

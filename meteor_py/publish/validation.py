@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 
 from meteor_py.errors import RecordTooLarge
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.fast_path import RECORD_OVERHEAD
 from meteor_py.records.config import FRAME_BYTES_MAX, HEADERS_MAX
 from meteor_py.records.frame import Columns
-from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.times import to_ms, to_ms_column
 
 _HEADER_MAP = pa.map_(pa.string(), pa.binary())
@@ -25,23 +25,15 @@ class RecordValidator:
     """Checks one publisher's records.
 
     Args:
-        stream: Name of the stream, for error messages.
+        stream: The stream. Its ordering key may be added later.
         records_max: Maximum number of records in a frame.
         record_bytes_max: Maximum size of a record in bytes, including key and headers.
-        ordering: Finds a record's ordering key, if the stream has ordering keys.
     """
 
-    def __init__(
-        self,
-        stream: str,
-        records_max: int,
-        record_bytes_max: int,
-        ordering: OrderingRule | None = None,
-    ) -> None:
+    def __init__(self, stream: StreamHandle, records_max: int, record_bytes_max: int) -> None:
         self._stream = stream
         self._records_max = records_max
         self._record_bytes_max = record_bytes_max
-        self._ordering = ordering
 
     def rows(
         self, values: list[Any], keys: Any, headers: Any, timestamps: Any
@@ -66,8 +58,9 @@ class RecordValidator:
         if not values:
             raise ValueError("publish_many got no values. Pass at least one.")
         self.check_size(max(sizes))
-        if self._ordering is not None:
-            self._ordering.check_columns(columns)
+        ordering = self._stream.config.ordering_rule
+        if ordering is not None:
+            ordering.check_columns(columns)
         return columns, sizes
 
     def frames(
@@ -104,9 +97,10 @@ class RecordValidator:
         for start in range(0, size, self._records_max):
             stop = min(start + self._records_max, size)
             self._cut({n: c.slice(start, stop - start) for n, c in columns.items()}, frames)
-        if self._ordering is not None:
+        ordering = self._stream.config.ordering_rule
+        if ordering is not None:
             for frame, _ in frames:
-                self._ordering.check_columns(frame)
+                ordering.check_columns(frame)
         return frames
 
     def _cut(self, columns: dict[str, Any], frames: list[tuple[Columns, int]]) -> None:
@@ -129,7 +123,7 @@ class RecordValidator:
             raise RecordTooLarge(
                 f"The record is too large: it has {size} bytes, but max_record_bytes is "
                 f"{self._record_bytes_max}.",
-                stream=self._stream,
+                stream=self._stream.name,
                 hint="Publish a reference to it, split it, or raise max_record_bytes.",
             )
 

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal
 
 from meteor_py.errors import MeteorError
@@ -135,7 +136,7 @@ class StreamConfig:
             )
         return self
 
-    @property
+    @cached_property
     def ordering_rule(self) -> OrderingRule | None:
         """The rule that finds a record's ordering key; None without an ordering key."""
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
@@ -254,11 +255,7 @@ class SubscriberConfig:
         if self.group is not None:
             keys.check_name(self.group, "group")
         parse_start("initial_offset", self.initial_offset)
-        low, high = LEASE_TTL_S
-        if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
-            raise ValueError(
-                f"lease_ttl must be from {low:g} to {high:g} seconds, not {self.lease_ttl}."
-            )
+        check_lease_ttl(self.lease_ttl)
         check_seconds("max_poll_interval", self.max_poll_interval)
         check_choice("on_gap", self.on_gap, ("raise", "skip"))
         if self.on_gap_skipped is not None and not callable(self.on_gap_skipped):
@@ -324,6 +321,13 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
         bound = "at least 0" if zero else "more than 0"
         raise ValueError(f"{name} must be {bound} and less than 1e9 seconds, not {value}.")
     return float(value)
+
+
+def check_lease_ttl(value: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a permitted ``lease_ttl``."""
+    low, high = LEASE_TTL_S
+    if not low <= check_seconds("lease_ttl", value) <= high:
+        raise ValueError(f"lease_ttl must be from {low:g} to {high:g} seconds, not {value}.")
 
 
 def check_function(name: str, value: Any) -> None:

@@ -409,9 +409,9 @@ def foreign_entry(stream: str, entry_id: bytes) -> CorruptStream:
 
 def _corrupt(stream: str, first: int, last: int, why: str) -> CorruptFrame:
     return CorruptFrame(
-        f"Records {first} to {last} of stream {stream!r} are corrupt: {why.strip().rstrip('.')}. "
-        f"Call seek({last + 1}) to continue after them.",
+        f"Records {first} to {last} of stream {stream!r} are corrupt: {why.strip().rstrip('.')}.",
         stream=stream,
         first=first,
         last=last,
+        hint=f"Call seek({last + 1}) to continue after them.",
     )

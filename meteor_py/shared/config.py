@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
+from meteor_py.records.config import (
+    OnGap,
+    check_choice,
+    check_int,
+    check_lease_ttl,
+    check_seconds,
+)
 from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
 from meteor_py.shared.ack_timeouts import TimeLimit
@@ -53,11 +59,7 @@ class SharedConfig:
     def __post_init__(self) -> None:
         if check_int("max_per_key", self.max_per_key, 0, PREFETCH_MAX) == 0:
             object.__setattr__(self, "max_per_key", PREFETCH_MAX)
-        low, high = LEASE_TTL_S
-        if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
-            raise ValueError(
-                f"lease_ttl must be from {low:g} to {high:g} seconds, not {self.lease_ttl}."
-            )
+        check_lease_ttl(self.lease_ttl)
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
                 "max_deliveries must be 0 (no limit) or at least 2. When a consumer dies, any of "

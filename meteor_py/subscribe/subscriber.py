@@ -171,9 +171,9 @@ class Subscriber(Closeable):
         waits for an Ack. ``close()`` and ``deactivate()`` wait for the last confirm.
 
         Args:
-            record: A record, a batch, or an offset. None confirms everything delivered so far: all
-                records returned by ``poll()``, or in a loop or a receiver, all records up to the
-                current one.
+            record: A record, a batch, or an offset. An empty batch confirms the records delivered
+                before it. None confirms everything delivered so far: all records returned by
+                ``poll()``, or in a loop or a receiver, all records up to the current one.
 
         Returns:
             An Ack. Its ``result()`` returns the offset after the record. It raises ``LeaseLost`` if
@@ -189,18 +189,20 @@ class Subscriber(Closeable):
         term = self._fetcher.buffer.term  # read it before the position: a new term may begin
         if record is None:
             return session.confirm(self.position, term)
-        if isinstance(record, (Record, RecordBatch)):
-            record = record.offset if isinstance(record, Record) else record.last_offset
-        offset = check_int("offset", record, 0, OFFSET_MAX) + 1
+        if isinstance(record, RecordBatch):
+            offset = record.first_offset + len(record)
+        else:
+            last = record.offset if isinstance(record, Record) else record
+            offset = check_int("offset", last, 0, OFFSET_MAX) + 1
         if offset > self.position:
             if offset > self._fetcher.handed_out:
                 raise ValueError(
-                    f"Record {record} has not been delivered yet: the position is {self.position}. "
-                    "Confirm only records that this subscriber has delivered."
+                    f"Record {offset - 1} has not been delivered yet: the position is "
+                    f"{self.position}. Confirm only records that this subscriber has delivered."
                 )
             raise LeaseLost(
-                f"Record {record} was delivered in an earlier term of {session.lease}, and this "
-                "member has lost the lease since. The record will be delivered again.",
+                f"Record {offset - 1} was delivered in an earlier term of {session.lease}, and "
+                "this member has lost the lease since. The record will be delivered again.",
                 stream=self.stream.name,
                 group=session.lease.group,
             )

@@ -70,9 +70,7 @@ def stage_all(
                 if owner.run:  # delete what earlier runs left, to free its memory
                     retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
-                validator = RecordValidator(
-                    stream_name, records, _MAX_RECORD_BYTES, stream.config.ordering_rule
-                )
+                validator = RecordValidator(stream._handle, records, _MAX_RECORD_BYTES)
                 stages[stream_name] = Stage(stream._handle, name, retry, owner), validator
             stage, validator = stages[stream_name]
             for columns, _ in validator.frames(**_arguments(rows)):

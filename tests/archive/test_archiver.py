@@ -15,10 +15,12 @@ import meteor_py as meteor
 from meteor_py.archive import archive_term
 from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.archive.config import ArchiverConfig
+from meteor_py.records.config import SubscriberConfig
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.threads import JoinableThread
+from meteor_py.shared.config import SharedConfig
 from tests.conftest import ServerFactory
 from tests.support.archivers import (
     LONG_S,
@@ -292,6 +294,14 @@ def test_invalid_settings_are_refused_and_the_automatic_archiver_keeps_running(
         with pytest.raises(error, match=setting):
             stream.archiver(**settings)
     assert len(archiver_threads()) == 1
+
+
+@pytest.mark.parametrize("lease_ttl", [0.0001, 86_401])
+def test_lease_ttl_has_the_same_limits_as_in_groups(lease_ttl: float) -> None:
+    wanted = f"lease_ttl must be from 0.1 to 86400 seconds, not {lease_ttl}"
+    for config in (ArchiverConfig, SubscriberConfig, SharedConfig):
+        with pytest.raises(ValueError, match=wanted):
+            config(lease_ttl=lease_ttl)
 
 
 def test_stream_without_a_store_has_no_archiver(url: str) -> None:

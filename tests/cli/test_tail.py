@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,22 @@ from meteor_cli.args.positions import Position, parse_span
 from meteor_cli.commands.tail import Tailer
 from meteor_cli.render.records import as_raw
 from meteor_cli.session import Session
-from meteor_py import Client, Stream, connect
+from meteor_py import (
+    Client,
+    LeaseLost,
+    MeteorError,
+    OutcomeUnknown,
+    RecordBatch,
+    Stream,
+    Subscriber,
+    connect,
+)
 from meteor_py.records.codec import CodecName
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.proxy import Proxy
-from tests.support.servers import HOST, Server
+from tests.support.readers import fill, replace_frame
+from tests.support.servers import HOST, Server, plain_client
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
@@ -328,6 +339,17 @@ def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> 
             assert running.line() == "after"
 
 
+def test_corrupt_frame_ends_tail_with_the_option_that_continues_after_it(url: str) -> None:
+    with connect(url) as m, plain_client(url) as client:
+        fill(m.stream("small", create=True), 2, 2, 2)
+        replace_frame(client, "small", b"3-2", b"not a frame")
+    done = meteor(url, "tail", "small", "-e", "--raw", "-o", "earliest")
+    assert (done.code, done.lines) == (1, ["value 0", "value 1"])
+    assert "Records 2 to 3 of stream 'small' are corrupt" in done.err
+    assert "Continue after them with `-o 4`." in done.err
+    assert succeed(url, "tail", "small", "-e", "--raw", "-o", "4").lines == ["value 4", "value 5"]
+
+
 def test_deleted_stream_ends_tail_with_a_message(url: str, stream: Stream) -> None:
     with RunningCommand(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
@@ -358,6 +380,35 @@ def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Str
             tailing.line()
         eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group did not continue")
         assert tailing.end(signal.SIGINT).code == 130
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LeaseLost("Lost.", stream="orders", group="billing"),
+        OutcomeUnknown("Unknown.", stream="orders"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_tail_continues_if_the_group_was_taken_over_during_a_confirm(
+    stream: Stream,
+    error: MeteorError,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    poll, errors = Subscriber.poll, [error]
+
+    def poll_after_error(sub: Subscriber, *arguments: Any) -> RecordBatch:
+        if errors:
+            raise errors.pop()
+        return poll(sub, *arguments)
+
+    monkeypatch.setattr(Subscriber, "poll", poll_after_error)
+    tailer = Tailer(Session(), stream, as_raw(b"\n"), None)
+    tailer.read_for("billing", None, None, follow=False)
+    shown = capfd.readouterr()
+    assert shown.out.splitlines() == [value.decode() for value in VALUES]
+    assert "another member has taken over group 'billing'" in shown.err
 
 
 @pytest.mark.parametrize("start", ["-100", "+0"])

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hatchling.metadata.core import ProjectMetadata
@@ -70,6 +72,44 @@ def test_code_block_runs(block: str, tmp_path: Path) -> None:
     if language == "sh":
         command = ["bash", "-euc", code]
     assert output(command, tmp_path).strip(), "the block prints nothing"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        meteor.LeaseLost("Lost.", stream="s", group="billing"),
+        meteor.OutcomeUnknown("Unknown.", stream="s"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_loop_for_production_survives_the_loss_of_its_lease(
+    url: str, error: meteor.MeteorError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = (code for _, code in BLOCKS.values() if "def consume(" in code)
+    names: dict[str, Any] = {}
+    exec(code.partition("\nwith meteor.connect(")[0], names)
+    poll, polls = meteor.Subscriber.poll, 0
+
+    def poll_after_error(sub: meteor.Subscriber, **options: Any) -> meteor.RecordBatch:
+        nonlocal polls
+        polls += 1
+        if polls == 1:
+            raise error
+        return poll(sub, **options)
+
+    monkeypatch.setattr(meteor.Subscriber, "poll", poll_after_error)
+    with meteor.connect(url) as m:
+        stream, stop = m.stream("s", create=True), threading.Event()
+        with stream.publisher() as pub:
+            pub.publish(b"x").result()
+        found: list[bytes] = []
+
+        def handle(record: meteor.Record) -> None:
+            found.append(record.value)
+            stop.set()
+
+        names["consume"](stream, handle, stop)
+        assert (found, stream.group("billing").confirmed) == ([b"x"], 1)
 
 
 def test_second_peer_leads_only_after_the_first_has_exited(url: str) -> None:

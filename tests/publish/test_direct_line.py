@@ -443,6 +443,20 @@ def test_result_honours_its_timeout_and_the_record_arrives_later(proxied: Proxie
     assert ack.result(10) == proxied.next - 1
 
 
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_result_without_time_to_wait_keeps_the_connection(
+    proxied: ProxiedStream, timeout: float
+) -> None:
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
+    connections = proxied.proxy.counters.connections
+    with pytest.raises(TimeoutError):
+        ack.result(timeout)
+    proxied.proxy.resume()
+    assert ack.result(10) == proxied.next - 1
+    assert proxied.proxy.counters.connections == connections, "the publisher reconnected"
+
+
 def test_unanswered_record_has_an_unknown_outcome_after_its_delivery_timeout(
     proxied: ProxiedStream,
 ) -> None:

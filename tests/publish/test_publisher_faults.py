@@ -294,15 +294,41 @@ def test_a_brief_server_pause_changes_nothing(private: ProxiedStream) -> None:
     assert poll_until(sub, lambda values: len(values) > 1000) == expected
 
 
-def test_a_pause_longer_than_the_socket_timeout_duplicates_nothing(
-    private: ProxiedStream, monkeypatch: pytest.MonkeyPatch
+def test_a_pause_longer_than_the_clients_timeout_duplicates_nothing(
+    private: ProxiedStream,
 ) -> None:
-    monkeypatch.setattr("meteor_py.publish.sender.SOCKET_TIMEOUT_S", 0.2)
-    pub = private.warm_publisher()
-    private.server.pause()
-    connections = private.proxy.counters.connections
-    acks = [pub.publish(b"%d" % n) for n in range(1000)]
-    eventually(lambda: private.proxy.counters.connections >= connections + 3)
-    private.server.resume()
-    assert [ack.result(10) for ack in acks] == list(range(1, 1001))
-    assert private.next == 1001
+    with meteor.connect(private.proxy.url, timeout=0.2) as impatient:
+        pub = impatient.stream(NAME, create=False).publisher()
+        pub.publish(b"first").result(10)
+        private.server.pause()
+        connections = private.proxy.counters.connections
+        acks = [pub.publish(b"%d" % n) for n in range(1000)]
+        eventually(lambda: private.proxy.counters.connections >= connections + 3)
+        private.server.resume()
+        assert [ack.result(10) for ack in acks] == list(range(1, 1001))
+        assert private.next == 1001
+
+
+@pytest.mark.slow
+def test_publisher_waits_for_a_slow_reply_as_long_as_its_client_does(
+    proxied: ProxiedStream,
+) -> None:
+    with meteor.connect(proxied.proxy.url, timeout=20) as patient:
+        pub = patient.stream(NAME, create=False).publisher()
+        pub.publish(b"first").result(10)
+        connections = proxied.proxy.counters.connections
+        proxied.proxy.delay(5.5, "replies")  # longer than the default timeout
+        assert pub.publish(bytes(100_000)).result(15) == 1
+        assert proxied.proxy.counters.connections == connections, "the publisher reconnected"
+        proxied.proxy.delay(0)
+
+
+def test_record_fails_at_its_delivery_timeout_even_if_the_clients_timeout_is_longer(
+    proxied: ProxiedStream,
+) -> None:
+    with meteor.connect(proxied.proxy.url, timeout=20) as patient:
+        pub = patient.stream(NAME, create=False).publisher(delivery_timeout=0.4)
+        pub.publish(b"first").result(10)
+        proxied.proxy.stall("replies")
+        assert isinstance(failure(pub.publish(b"x"), timeout=5), meteor.OutcomeUnknown)
+        proxied.proxy.resume()

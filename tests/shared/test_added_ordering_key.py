@@ -96,6 +96,26 @@ def test_open_publisher_adopts_the_ordering_key(client: meteor.Client, any_url: 
         assert stream.config.ordering_key == "key"
 
 
+def test_open_publisher_refuses_keys_that_are_too_long_once_it_has_adopted_the_ordering_key(
+    client: meteor.Client, any_url: str
+) -> None:
+    stream = client.stream("s", create=True)
+    long = {"id": bytes(257)}
+    with stream.publisher() as pub, meteor.connect(any_url) as other:
+        pub.publish(b"1", headers={"id": b"A"}).result(20)
+        other.stream("s").configure(ordering_key="header:id")
+        pub.publish(b"2", headers=long).result(20)  # the reply tells the publisher
+        with pytest.raises(ValueError, match="limit is 256 bytes"):
+            pub.publish(b"3", headers=long)
+        for records in (2, 1_000):  # lists, and Arrow arrays
+            with pytest.raises(ValueError, match="limit is 256 bytes"):
+                pub.publish_many([b"3"] * records, headers=[long] * records)
+        pub.publish(b"4", headers={"id": b"A"}).result(20)
+        found = dict(processed(other.stream("s")))
+    assert (found[0], found[2]) == (b"A", b"A")
+    assert len(found[1]) < 257, "the key that is too long counts as missing"
+
+
 def test_busy_publisher_adopts_the_ordering_key_without_loss_or_duplicates(
     client: meteor.Client, any_url: str
 ) -> None:

@@ -58,6 +58,19 @@ def test_confirm_before_the_first_read_changes_nothing(harness: GroupHarness) ->
     assert harness.confirmed is None
 
 
+def test_confirm_of_an_empty_batch_confirms_only_the_records_before_it(
+    harness: GroupHarness,
+) -> None:
+    sub, standby = harness.subscriber(), harness.subscriber()
+    assert sub.confirm(sub.poll(0)).result(5) == 0
+    assert standby.confirm(standby.poll(0)).result(5) == 0
+    assert harness.confirmed is None
+    harness.fill(2)
+    assert check_values(sub.poll(5)) == [0, 1]
+    assert sub.confirm(sub.poll(0)).result(5) == 2
+    assert harness.confirmed == 2
+
+
 def test_waiting_poll_returns_records_once_the_lease_is_free(harness: GroupHarness) -> None:
     harness.fill(2)
     sub = harness.subscriber(lease_ttl=0.3)

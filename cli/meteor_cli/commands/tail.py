@@ -314,7 +314,7 @@ class Tailer:
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
         """Poll once; return None after an error that may be temporary."""
-        from meteor_py import ConnectionFailed, LeaseLost
+        from meteor_py import ConnectionFailed, LeaseLost, OutcomeUnknown
 
         most = _BATCH
         if bounds.stop is not None:
@@ -323,7 +323,7 @@ class Tailer:
             most = min(most, bounds.number)
         try:
             batch = sub.poll(_POLL_S, max(most, 1))
-        except LeaseLost:
+        except (LeaseLost, OutcomeUnknown):
             _report_lost_lease(sub)
             return None
         except ConnectionFailed:
