@@ -48,8 +48,8 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Ring capacity of a dead-letter stream that meteor_py creates, in records. It is larger than that of
-#: other streams, because the records that the letters copy are settled and may be gone.
+#: Ring capacity of a dead-letter stream that meteor_py creates, in records. It is larger than that
+#: of other streams, because the records that the letters copy are settled and may be gone.
 LETTERS_CAPACITY = 1_000_000
 #: Maximum length of a reason in UTF-8 bytes. Longer reasons are cut: an error may quote a record.
 REASON_BYTES_MAX = 1024

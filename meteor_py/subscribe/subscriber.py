@@ -335,8 +335,8 @@ class Subscriber(Closeable):
             handler: Called with each record. Within the handler, ``confirm()`` confirms that
                 record.
             on_error: What to do if the handler raises an exception: "stop" the receiver, "skip" the
-                record, or "retry" it. Pass a stream to publish the record there as a dead letter. If
-                that stream does not exist, the receiver creates it with room for many letters.
+                record, or "retry" it. Pass a stream to publish the record there as a dead letter.
+                If that stream does not exist, the receiver creates it with room for many letters.
             tries: Number of times to call the handler with a record before ``on_error`` applies.
                 Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.
