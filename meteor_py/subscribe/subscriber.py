@@ -111,14 +111,16 @@ class Subscriber(Closeable):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
+    def poll(self, timeout: float | None = 1.0, max_records: int = 10_000) -> RecordBatch:
         """Return the next records, waiting up to ``timeout`` seconds for the first of them.
 
         In a group, ``poll`` first acquires the lease. If another member holds the lease until the
         timeout, ``poll`` returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 returns only records that are already available.
+            timeout: Seconds to wait; 0 returns only records that are already available. None waits
+                until there are records, or until another thread or a signal handler closes the
+                subscriber; the batch is then empty.
             max_records: Maximum number of records to return.
 
         Returns:
@@ -135,9 +137,10 @@ class Subscriber(Closeable):
             CorruptSegment: The next records are damaged in the store. ``skip_gap()`` skips them.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed, StoreUnavailable: The server or the store could not be reached within
-                the timeout.
+                the timeout, or for 30 seconds if the timeout is None.
         """
-        check_seconds("timeout", timeout, zero=True)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
         self._check_reader()
         fetcher = self._fetcher

@@ -140,9 +140,7 @@ class BatchWriter(DataSourceArrowWriter):
         options = self._options
 
         def commit_again() -> list[StreamHandle]:
-            return commit_all(
-                options, messages, options.txn_version, again=True, lifetime_s=_TXN_S
-            )
+            return commit_all(options, messages, options.txn_version, again=True, lifetime_s=_TXN_S)
 
         streams = outlast(options.server, commit_again)
         if options.txn_id is None:
