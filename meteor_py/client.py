@@ -261,8 +261,13 @@ class Client(Closeable):
         finally:
             self._connector.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the client is closed."""
+        return self._connector.closed
+
     def __repr__(self) -> str:
-        return f"<Client of {self.address}{' (closed)' if self._connector.closed else ''}>"
+        return f"<Client of {self.address}{' (closed)' if self.closed else ''}>"
 
 
 def _load_scripts(connection: Connection) -> None:

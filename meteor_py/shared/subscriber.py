@@ -68,11 +68,11 @@ class SharedSubscriber(Closeable):
         self.config = config
         #: The settings of the group.
         self.settings = settings
-        #: The name of this consumer: host, process and a random part.
-        self.name = member_name()
+        #: The name of this consumer in its group: host, process and a random part.
+        self.member = member_name()
         self._shared = shared
         self._handle = shared._handle
-        self._prefetcher = Prefetcher(shared._protocol, settings, config, codec, self.name)
+        self._prefetcher = Prefetcher(shared._protocol, settings, config, codec, self.member)
         self._deliveries = self._prefetcher.deliveries
         self._lease_renewer = LeaseRenewer(self._deliveries, config.max_poll_interval)
         self._worker_pool: WorkerPool | None = None

@@ -72,7 +72,7 @@ class Subscriber(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This subscriber's name in its group.
+        #: The name of this subscriber in its group: host, process and a random part.
         self.member = member_name()
         self._codec = codec
         self._closed = False
@@ -108,6 +108,11 @@ class Subscriber(Closeable):
                 f"Records have no column {sorted(unknown)[0]!r}. Use the names in ARROW_SCHEMA."
             )
         self._fetcher.buffer.read_columns(list(columns))
+
+    @property
+    def group(self) -> str | None:
+        """The name of the group; None if the subscriber reads alone."""
+        return self.config.group
 
     # -- reading -------------------------------------------------------------------------------
 
