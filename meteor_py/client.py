@@ -53,8 +53,8 @@ def connect(
             * ``fake://``: an emulation inside this process, for tests.
 
             If an embedded server is killed, its clients restart it. The default is
-            ``$METEOR_URL`` or, if that is not set, an embedded server that all of the user's
-            programs share.
+            ``$METEOR_URL`` or, if that is not set, the user's personal server: an embedded server
+            that all of the user's programs share. Its first use in a process logs a WARNING.
         timeout: Seconds to wait for a connection and for each reply. On a cluster or with
             sentinels, also the time that a call waits for a failover or a slot move before it
             raises ``ConnectionFailed``.
@@ -262,8 +262,13 @@ class Client(Closeable):
         finally:
             self._connector.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the client is closed."""
+        return self._connector.closed
+
     def __repr__(self) -> str:
-        return f"<Client of {self.address}{' (closed)' if self._connector.closed else ''}>"
+        return f"<Client of {self.address}{' (closed)' if self.closed else ''}>"
 
 
 def _load_scripts(connection: Connection) -> None:

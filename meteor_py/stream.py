@@ -38,6 +38,7 @@ from meteor_py.redis.scripts import DELETE_STREAM
 from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
 from meteor_py.shared.config import ConsumerConfig, Keyless, OnPoison
 from meteor_py.shared.subscriber import SharedSubscriber
+from meteor_py.subscribe.dead_letters import open_letters
 from meteor_py.subscribe.group_admin import delete_group, find_archiver, list_groups, seek_group
 from meteor_py.subscribe.subscriber import Subscriber
 
@@ -70,6 +71,12 @@ class Stream:
     def _open_for_writing(self) -> StreamHandle:
         """Return the stream's handle, creating the stream if it does not exist."""
         return self._open(create=True)
+
+    def _open_for_dead_letters(self) -> StreamHandle:
+        """Like ``_open_for_writing``, but a created stream has room for many dead letters."""
+        if self._opened is None:
+            self._opened = open_letters(self.client._connector, self._name)
+        return self._opened
 
     def _open(self, *, create: bool) -> StreamHandle:
         if self._opened is None:

@@ -254,6 +254,7 @@ class PeerGroup(Sender):
     def on_elected(self, function: _F) -> _F:
         """Call a function with the leader and its term number: at once if there is already a
         leader, and whenever one is elected."""
+        self._check_open()  # before the lock: another thread may have held it at a fork
         with self._handle.lock:
             self._listen("elected", function)
             leader = self.leader
@@ -267,6 +268,7 @@ class PeerGroup(Sender):
 
     def on_decision(self, function: _F) -> _F:
         """Call a function with the ``Outcome`` of each vote, whichever process called the vote."""
+        self._check_open()
         self._handle.polls.use()
         return self._listen("decision", function)
 
@@ -285,6 +287,7 @@ class PeerGroup(Sender):
         return self._listen("reset", function)
 
     def _listen(self, what: str, function: _F) -> _F:
+        self._check_open()
         with self._handle.lock:
             return self._handle.listeners.add(what, function)
 

@@ -194,6 +194,7 @@ class Membership(Sender):
         as a vote against. A vote after ``proposal.deadline`` does not count. Registering another
         function replaces this one.
         """
+        self._handle.check_owned()
         check_function("on_vote", function)
         # The docstring gives the function's signature.
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]
@@ -226,6 +227,7 @@ class Membership(Sender):
                 the action and call the ``on_missed`` functions, or "run" it anyway.
             max_late: Seconds of lateness beyond which the action counts as missed.
         """
+        self._handle.check_owned()
         keys.check_name(name, "action")
         check_choice("late", late, ("skip", "run"))
         if check_seconds("early", early, zero=True) > 1:
@@ -246,6 +248,7 @@ class Membership(Sender):
         Either the action's time had passed, or the member has no name and rejoined under a
         different id, because the server had presumed it dead after the vote started.
         """
+        self._handle.check_owned()
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)
         return function

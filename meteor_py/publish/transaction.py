@@ -20,9 +20,16 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meteor_py.errors import MeteorError, NotReplicated, PublishError, ServerRefused
+from meteor_py.errors import (
+    AccessDenied,
+    MeteorError,
+    NotReplicated,
+    PublishError,
+    ServerRefused,
+)
 from meteor_py.log.epochs import begin_epoch
 from meteor_py.records.frame import Columns, encode
 from meteor_py.records.ordering_index import packed
@@ -346,11 +353,14 @@ def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
     stages = [keys.stage(stream.name, name) for name in {*names, *planned, *listed}]
     hdel = ("HDEL", keys.fences(stream.name), writer)
     stream.connector.pipeline([("MULTI",), ("UNLINK", plan, index, *stages), hdel, ("EXEC",)])
+    forget(stream, writer)  # also deletes the expiry time
 
 
 def forget(stream: StreamHandle, writer: str) -> None:
-    """Delete the fence of a writer that will not write again."""
+    """Delete the fence of a writer that will not write again, and the fence's expiry time."""
     stream.connector.call("HDEL", keys.fences(stream.name), writer)
+    with suppress(AccessDenied):  # an ACL for an older release refused the expiry time too
+        stream.connector.call("ZREM", keys.fence_times(stream.name), writer)
 
 
 def let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:

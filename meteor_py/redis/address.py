@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from redis.connection import AbstractConnection, Connection, parse_url
+
+_log = logging.getLogger(__name__)
 
 #: The environment variable that holds the default address for ``connect()``.
 URL_VARIABLE = "METEOR_URL"
@@ -162,7 +167,9 @@ def _mask_parameter(match: re.Match[str]) -> str:
 
 
 def parse(url: str | None, remap: Mapping[Node, Node] | None = None) -> Address:
-    """Parse ``url``. None means ``$METEOR_URL`` if set, or the user's default embedded server.
+    """Parse ``url``. None means ``$METEOR_URL`` if set, or the user's personal server.
+
+    The first use of the personal server is logged: in a deployment, the variable may be misspelled.
 
     Args:
         remap: For a cluster or sentinels, a mapping ``{(host, port): (host, port)}``. It maps an
@@ -363,4 +370,15 @@ def _check_tls(options: dict[str, Any]) -> None:
 def _default_url() -> str:
     from meteor_py.server import default_directory
 
-    return f"embedded://{quote(str(default_directory()))}"
+    directory = default_directory()
+    _log_default(directory)
+    return f"embedded://{quote(str(directory))}"
+
+
+@cache  # log once per process
+def _log_default(directory: Path) -> None:
+    _log.warning(
+        "%s is not set, so this process uses your personal server, which keeps its data in %s. To "
+        "use another server, set the variable, or pass an address to connect().",
+        *(URL_VARIABLE, directory),
+    )

@@ -69,6 +69,8 @@ class Connector:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        #: Whether to warn about server settings that can lose data.
+        self.warns = True
         self._server: EmbeddedServer | None = None
         self._resolved: Address | None = None
         self._topology = _topology(address, timeout_s)
@@ -116,6 +118,8 @@ class Connector:
 
     def warn_of_hidden_history(self, tag: str) -> None:
         """Warn if the server that holds these keys could lose records undetected."""
+        if not self.warns:
+            return
         try:
             self.use(warn_of_hidden_history, tag)
         except ConnectionFailed:
@@ -300,7 +304,7 @@ class Connector:
         connection.timeout_s = _left_s(search)
         try:
             if node not in self._checked:
-                check_server(connection)
+                check_server(connection, warn=self.warns)
                 self._checked.add(node)
         except BaseException:
             connection.close()
@@ -333,7 +337,7 @@ class Connector:
         if self._closed:  # another thread may have closed the client in the meantime
             self._check_open()
         if connection.node not in self._checked:
-            check_server(connection)
+            check_server(connection, warn=self.warns)
             self._checked.add(connection.node)
         return connection.retry_idle(work, connection, *args)
 

@@ -83,7 +83,8 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     ``plan_commit`` and ``move_staged``, restored by ``resume_stream``. A fence is kept until its
     writer is known not to return, so that nothing is written twice.
 ``meteor:{s}:fences:times`` (zset): Writers whose fences expire, by expiry time (ms). Written by
-    ``expire_fences``, which also deletes expired fences.
+    ``expire_fences``, which also deletes expired fences; ``forget`` in ``publish.transaction``
+    removes a writer.
 
 **Shared groups**
 

@@ -17,8 +17,12 @@ from meteor_py.redis.connection import (
 _OLDEST = (7, 0)
 
 
-def check_server(connection: Connection) -> None:
-    """Warn if the server is too old, evicts keys, or has append-only persistence turned off.
+def check_server(connection: Connection, *, warn: bool) -> None:
+    """Check a server before its first use.
+
+    Args:
+        warn: Whether to warn if the server is too old, evicts keys, or has append-only persistence
+            turned off.
 
     Raises:
         ServerRefused: The server is a node of a cluster, but the address names a single server.
@@ -32,7 +36,7 @@ def check_server(connection: Connection) -> None:
         return  # the user is not allowed to call INFO; see warn_of_hidden_history
     if facts.get("cluster_enabled") == "1" and not connection.topology.guards_slots:
         raise node_of_cluster(connection.address)
-    for danger in dangers(facts):
+    for danger in dangers(facts) if warn else ():
         text = f"The server at {connection.target} {danger}"
         warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
 

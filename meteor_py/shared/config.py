@@ -44,7 +44,8 @@ class SharedConfig:
     lease_ttl: float = 10.0
     #: Number of failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
-    #: The stream for dead letters; None = consumers only log and count them.
+    #: The stream for dead letters; None = consumers only log and count them. If the stream does not
+    #: exist, a consumer creates it with room for many letters.
     dead_letter: str | None = None
     #: What happens to the ordering key of a dead letter: "skip" continues with the key's next
     #: record, "park" stops the key until ``resume()``.

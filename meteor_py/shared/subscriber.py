@@ -68,11 +68,11 @@ class SharedSubscriber(Closeable):
         self.config = config
         #: The settings of the group.
         self.settings = settings
-        #: The name of this consumer: host, process and a random part.
-        self.name = member_name()
+        #: The name of this consumer in its group: host, process and a random part.
+        self.member = member_name()
         self._shared = shared
         self._handle = shared._handle
-        self._prefetcher = Prefetcher(shared._protocol, settings, config, codec, self.name)
+        self._prefetcher = Prefetcher(shared._protocol, settings, config, codec, self.member)
         self._deliveries = self._prefetcher.deliveries
         self._lease_renewer = LeaseRenewer(self._deliveries, config.max_poll_interval)
         self._worker_pool: WorkerPool | None = None
@@ -90,13 +90,17 @@ class SharedSubscriber(Closeable):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def poll(self, timeout: float = 1.0, max_records: int = PREFETCH_MAX) -> list[SharedRecord]:
+    def poll(
+        self, timeout: float | None = 1.0, max_records: int = PREFETCH_MAX
+    ) -> list[SharedRecord]:
         """Return records for this consumer to process, waiting up to ``timeout`` seconds for some.
 
         Also sends earlier settlements.
 
         Args:
-            timeout: Seconds to wait; 0 returns at once.
+            timeout: Seconds to wait; 0 returns at once. None waits until there are records, or
+                until another thread or a signal handler closes the subscriber; the list is then
+                empty.
             max_records: The maximum number of records to return.
 
         Returns:
@@ -114,10 +118,12 @@ class SharedSubscriber(Closeable):
             LogTruncated: The server lost records after this consumer had received some of them.
                 Raised once per loss. Also raised if the stream was recreated.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
-            ConnectionFailed: The server was unreachable until the timeout expired.
+            ConnectionFailed: The server was unreachable until the timeout expired, or for 30
+                seconds if the timeout is None.
             MeteorError: Another thread is in ``run()``, or the subscriber is closed.
         """
-        check_seconds("timeout", timeout, zero=True)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, PREFETCH_MAX)
         self._check_open()
         if self._worker_pool is not None:
@@ -126,7 +132,24 @@ class SharedSubscriber(Closeable):
                 "receives all its records. To poll, open another one with "
                 "stream.shared_subscriber()."
             )
+        if timeout is None:
+            return self._poll_until_available(max_records)
         return self._poll(timeout, max_records, self.config.poll_limit)
+
+    def _poll_until_available(self, max_records: int) -> list[SharedRecord]:
+        """Poll until there are records or the subscriber is being closed."""
+        away_since: float | None = None
+        while True:
+            records: list[SharedRecord] = []
+            try:
+                records = self._poll(1.0, max_records, self.config.poll_limit)
+                away_since = None
+            except ConnectionFailed:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > _RECONNECT_S:
+                    raise
+            if records or self._prefetcher.halted:
+                return records
 
     def _poll(
         self, timeout: float, max_records: int, limit: TimeLimit | None
@@ -146,17 +169,8 @@ class SharedSubscriber(Closeable):
         Waits up to 30 seconds for an unreachable server before raising ``ConnectionFailed``.
         """
         self._check_open()
-        away_since: float | None = None
         while not self._prefetcher.halted:
-            try:
-                records = self.poll(1.0, 1)
-                away_since = None
-            except ConnectionFailed:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > _RECONNECT_S:
-                    raise
-                continue
-            yield from records
+            yield from self.poll(None, 1)
 
     def run(self, handler: Handler, *, concurrency: int = 1) -> None:
         """Call a handler with each record, in worker threads, until ``stop()`` or ``close()``.

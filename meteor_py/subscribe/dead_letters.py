@@ -18,6 +18,7 @@ the record already has headers with these names (it may be a dead letter itself)
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import zlib
 from collections.abc import Callable
@@ -47,6 +48,9 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
+#: Ring capacity of a dead-letter stream that meteor_py creates, in records. It is larger than that
+#: of other streams, because the records that the letters copy are settled and may be gone.
+LETTERS_CAPACITY = 1_000_000
 #: Maximum length of a reason in UTF-8 bytes. Longer reasons are cut: an error may quote a record.
 REASON_BYTES_MAX = 1024
 
@@ -54,6 +58,8 @@ REASON_BYTES_MAX = 1024
 _BACKOFF_S = (0.01, 0.5)
 #: Seconds that one attempt waits for replicas. The client's connection is busy during the wait.
 _REPLICAS_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class _Letter(NamedTuple):
@@ -149,12 +155,20 @@ def _store(target: StreamHandle, compose: Callable[[], _Letter], acks: int) -> s
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
-    """Open the dead-letter stream ``name``, creating it if it does not exist."""
+    """Open the dead-letter stream ``name``, creating it if it does not exist.
+
+    A created stream keeps the newest ``LETTERS_CAPACITY`` letters.
+    """
     keys.check_name(name)
     try:
         meta = find_stream(connector, name)
     except StreamNotFound:
-        meta = create_stream(connector, name, StreamConfig())[1]
+        config = StreamConfig(capacity=LETTERS_CAPACITY)
+        created, meta = create_stream(connector, name, config)
+        if created:
+            _log.info(
+                "Created stream %r, which keeps the newest %d dead letters.", name, LETTERS_CAPACITY
+            )
     return StreamHandle(connector, name, meta)
 
 

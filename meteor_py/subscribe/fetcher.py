@@ -92,16 +92,17 @@ class Fetcher:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def fetch(self, timeout_s: float, records: int, *, endless: bool = False) -> None:
+    def fetch(self, timeout_s: float | None, records: int) -> None:
         """Fetch records until some are available or the timeout expires.
 
         In a group, acquire the lease first.
 
         Args:
-            endless: Whether the timeout counts only while the server is unreachable.
+            timeout_s: None waits until interrupted, or until the server has been unreachable for
+                ``_RECONNECT_S``.
         """
         if self.session is None:
-            self._fetch_until_available(timeout_s, records, endless)
+            self._fetch_until_available(timeout_s, records)
             return
         self.session.check_process()
         try:
@@ -109,7 +110,7 @@ class Fetcher:
         except LogTruncated as error:
             self.buffer.note_gap(error)
             raise
-        self.run_blocking(lambda: self._fetch_until_available(timeout_s, records, endless))
+        self.run_blocking(lambda: self._fetch_until_available(timeout_s, records))
 
     def run_blocking(self, work: Callable[[], _T]) -> _T:
         """Run a blocking call without letting max_poll_interval expire."""
@@ -146,7 +147,7 @@ class Fetcher:
     def iterate(self, codec: Codec | None) -> Iterator[Record]:
         """Yield records until interrupted, moving the position past each."""
         while not self.interrupted:
-            self.fetch(_RECONNECT_S, _ITERATE, endless=True)
+            self.fetch(None, _ITERATE)
             buffer, session = self.buffer, self.session
             jumps = buffer.jumps
             for record in buffer.peek(_ITERATE, codec):
@@ -172,8 +173,9 @@ class Fetcher:
         except LeaseLost as error:
             _log.info("%s", error)
 
-    def _fetch_until_available(self, timeout_s: float, records: int, endless: bool) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _fetch_until_available(self, timeout_s: float | None, records: int) -> None:
+        wait_s = _RECONNECT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + wait_s
         failure: ConnectionFailed | StoreUnavailable | None = None
         tried = False
         while not self.interrupted:
@@ -193,8 +195,8 @@ class Fetcher:
                     if self._holds_lease() and not self.interrupted and self.buffer.ready():
                         return
                 failure, self._failures = None, 0
-                if endless:
-                    deadline = time.monotonic() + timeout_s
+                if timeout_s is None:  # the time counts only while the server is unreachable
+                    deadline = time.monotonic() + wait_s
             except (ConnectionFailed, StoreUnavailable) as error:
                 failure = error
                 self._failures += 1

@@ -66,7 +66,7 @@ class Receiver:
         if isinstance(on_error, str):
             check_choice("on_error", on_error, ("stop", "skip", "retry"))
         elif hasattr(on_error, "publisher"):
-            self._letters = on_error._open_for_writing()
+            self._letters = on_error._open_for_dead_letters()
             if (on_error.name, on_error.incarnation) == (
                 subscriber.stream.name,
                 subscriber.stream.incarnation,

@@ -72,7 +72,7 @@ class Subscriber(Closeable):
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: This subscriber's name in its group.
+        #: The name of this subscriber in its group: host, process and a random part.
         self.member = member_name()
         self._codec = codec
         self._closed = False
@@ -109,16 +109,23 @@ class Subscriber(Closeable):
             )
         self._fetcher.buffer.read_columns(list(columns))
 
+    @property
+    def group(self) -> str | None:
+        """The name of the group; None if the subscriber reads alone."""
+        return self.config.group
+
     # -- reading -------------------------------------------------------------------------------
 
-    def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
+    def poll(self, timeout: float | None = 1.0, max_records: int = 10_000) -> RecordBatch:
         """Return the next records, waiting up to ``timeout`` seconds for the first of them.
 
         In a group, ``poll`` first acquires the lease. If another member holds the lease until the
         timeout, ``poll`` returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 returns only records that are already available.
+            timeout: Seconds to wait; 0 returns only records that are already available. None waits
+                until there are records, or until another thread or a signal handler closes the
+                subscriber; the batch is then empty.
             max_records: Maximum number of records to return.
 
         Returns:
@@ -135,9 +142,10 @@ class Subscriber(Closeable):
             CorruptSegment: The next records are damaged in the store. ``skip_gap()`` skips them.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed, StoreUnavailable: The server or the store could not be reached within
-                the timeout.
+                the timeout, or for 30 seconds if the timeout is None.
         """
-        check_seconds("timeout", timeout, zero=True)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
         self._check_reader()
         fetcher = self._fetcher
@@ -338,6 +346,7 @@ class Subscriber(Closeable):
                 record.
             on_error: What to do if the handler raises an exception: "stop" the receiver, "skip" the
                 record, or "retry" it. Pass a stream to publish the record there as a dead letter.
+                If that stream does not exist, the receiver creates it with room for many letters.
             tries: Number of times to call the handler with a record before ``on_error`` applies.
                 Default: 1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
             acks: Number of replicas that must have a dead letter before its record is confirmed.

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import threading
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,8 +134,11 @@ class ServerOptions:
         key = (os.getpid(), self)
         with _lock:
             if key not in _clients:
-                warnings.simplefilter("ignore", meteor_py.DataSafetyWarning)
-                _clients[key] = self._connect()
+                client = self._connect()
+                # The driver logs dangerous settings. A filter for warnings would also hide those
+                # that concern the application's own clients.
+                client._connector.warns = False
+                _clients[key] = client
             return _clients[key]
 
     def log_dangers(self) -> None:

@@ -57,7 +57,8 @@ _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 #: The local property with the id of the job group, which for a streaming query is the run id.
 _RUN = "spark.jobGroup.id"
-#: The stream remembers a txnId for this many seconds after its last write, even a repeated one.
+#: The stream remembers a batch write for this many seconds after its last commit, even a repeated
+#: one. Without a txnId, the driver makes the stream forget the write earlier, unless it dies first.
 _TXN_S = 30 * 86_400
 
 
@@ -139,10 +140,7 @@ class BatchWriter(DataSourceArrowWriter):
         options = self._options
 
         def commit_again() -> list[StreamHandle]:
-            lifetime_s = _TXN_S if options.txn_id else None
-            return commit_all(
-                options, messages, options.txn_version, again=True, lifetime_s=lifetime_s
-            )
+            return commit_all(options, messages, options.txn_version, again=True, lifetime_s=_TXN_S)
 
         streams = outlast(options.server, commit_again)
         if options.txn_id is None:
@@ -259,7 +257,7 @@ def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
     try:
         let_expire(stream, writer, lifetime_s)
     except AccessDenied as error:  # the user's ACL was written for an older release
-        _log.warning("The stream will never forget the txnId: %s", error)
+        _log.warning("The stream will never forget writer %s: %s", writer, error)
 
 
 def _divide(

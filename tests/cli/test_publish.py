@@ -117,6 +117,7 @@ def test_publish_and_tail_without_an_address_share_the_personal_server(tmp_path:
     home = {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     done = meteor(None, "publish", "orders", "first", environ=home)
     assert (done.code, done.out) == (0, b"0\n"), done
+    assert "METEOR_URL" not in done.err, "a command uses this server by design"
     command: list[str | Path] = [METEOR, "tail", "-f", "orders", "--raw"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(None, home)) as tailing:
         assert tailing.stdout is not None

@@ -79,14 +79,14 @@ def test_info_explains_why_records_wait(url: str, sub: SharedSubscriber) -> None
     shown = succeed(url, "shared", "info", "carts", "billing").text
     assert "below 0 of 12, lag 12" in shown
     assert "after 5 failures, then park the key" in shown
-    assert f"{sub.name}     1        2  " in shown
+    assert f"{sub.member}     1        2  " in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["a", "4", "0", "4", "0", "parked", "-"] in lines
     assert ["b", "4", "0", "4", "1", "delayed", "-"] in lines
-    assert [SHOWN, "4", "2", "2", "2", "owned", sub.name] in lines
+    assert [SHOWN, "4", "2", "2", "2", "owned", sub.member] in lines
     assert "* 1 key is parked, with 4 records. Resume one with `meteor shared resume" in shown
     assert "* 1 key is delayed, with 4 records." in shown
-    assert f"* 2 records wait until {sub.name}" in shown
+    assert f"* 2 records wait until {sub.member}" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -111,7 +111,7 @@ def test_key_can_be_passed_as_shown_or_in_hex(
     arguments = ["shared", "purge", "carts", "billing", *given]
     done = succeed(url, *arguments, "--dry-run")
     assert f"2 waiting records of {SHOWN} would be purged from" in done.err
-    assert f"; 2 records stay with {sub.name}." in done.err
+    assert f"; 2 records stay with {sub.member}." in done.err
     done = succeed(url, *arguments, "--limit", "1", "--yes")
     assert f"1 record of {SHOWN}" in done.err
     assert "1 record of" in succeed(url, *arguments, "--yes").err
@@ -216,8 +216,8 @@ def test_dead_consumer_is_not_counted(url: str, stream: Stream) -> None:
         assert sub.poll(20)
         eventually(lambda: stream.groups()[0].consumers == 0)  # without polls, the lease expires
         shown = succeed(url, "shared", "info", "carts", "billing").text
-        assert f"{sub.name}     3       12   dead" in shown
-        assert f"* {sub.name} is dead. Other consumers get its records" in shown
+        assert f"{sub.member}     3       12   dead" in shown
+        assert f"* {sub.member} is dead. Other consumers get its records" in shown
         assert succeed(url, "shared", "ls").lines[1].split()[2] == "0"
         succeed(url, "groups", "rm", "carts", "billing", "--yes")
     finally:
@@ -339,7 +339,7 @@ def test_deleting_a_shared_group_with_consumers_needs_force(
 ) -> None:
     done = meteor(url, "groups", "rm", "carts", "billing", "--yes")
     assert done.code == 1
-    assert f"{sub.name} consumes from it" in done.err
+    assert f"{sub.member} consumes from it" in done.err
     with stream.shared_subscriber("other"):
         pass
     succeed(url, "groups", "rm", "carts", "other", "--yes")

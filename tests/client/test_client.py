@@ -88,6 +88,29 @@ def test_without_an_address_an_embedded_server_runs_in_the_state_directory(
         assert (tmp_path / directory / "meteor").is_dir()
 
 
+def test_use_of_the_personal_server_is_logged_once_per_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("METEOR_URL", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for _ in range(2):
+        meteor.connect().close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "METEOR_URL is not set" in record.getMessage()
+    assert str(tmp_path / "meteor") in record.getMessage()
+
+
+def test_use_of_a_chosen_server_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("METEOR_URL", raising=False)
+    meteor.connect(f"embedded://{tmp_path}").close()
+    monkeypatch.setenv("METEOR_URL", "fake://from-environment")
+    meteor.connect().close()
+    assert caplog.records == []
+
+
 def test_two_processes_without_an_address_share_a_server(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "XDG_STATE_HOME": ""}
     publish = """
@@ -405,8 +428,10 @@ def test_every_call_on_a_closed_client_raises(any_url: str) -> None:
     m = meteor.connect(any_url)
     use(m)
     stream = m.stream("s", create=True)
+    assert not m.closed
     m.close()
     m.close()
+    assert m.closed
     attempts: list[Callable[[], Any]] = [
         m.streams, lambda: m.stream("s"), stream.describe, stream.subscriber, stream.publisher,
         lambda: list(stream.read()), stream.delete, m.load_scripts, lambda: m.redis,

@@ -23,6 +23,7 @@ from meteor_py.errors import (
 )
 from meteor_py.peers import member_handle
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE
+from tests.support.forking import in_child
 from tests.support.peering import GROUP, LONG_S, Heard, Open, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
@@ -280,6 +281,54 @@ def test_closed_handle_raises(open_group: Open) -> None:
             call()
     with pytest.raises(MembershipLost, match="left"):
         me.update(1)
+
+
+@pytest.mark.parametrize("method", [name for name in dir(meteor.PeerGroup) if name[:3] == "on_"])
+def test_closed_handle_refuses_callbacks(open_group: Open, method: str) -> None:
+    group = open_group(ttl=LONG_S)
+    group.close()
+    with pytest.raises(MeteorError, match="closed"):
+        getattr(group, method)(print)
+
+
+def test_forked_handle_refuses_callbacks_even_if_a_thread_held_its_lock(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with group._handle.lock:
+            held.set()
+            forked.wait(20)
+
+    def register() -> None:
+        for method in (group.on_join, group.on_elected, group.on_decision):
+            with pytest.raises(MeteorError, match="belongs to the parent process"):
+                method(print)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    code = in_child(register)
+    forked.set()
+    thread.join()
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda me: me.on_vote(print),
+        lambda me: me.on_missed(print),
+        lambda me: me.on_action("open")(print),
+    ],
+)
+def test_lost_membership_refuses_functions_for_votes_and_actions(
+    open_group: Open, register: Callable[[meteor.Membership], object]
+) -> None:
+    me = open_group(ttl=LONG_S).join()
+    me.leave()
+    with pytest.raises(MembershipLost, match="left"):
+        register(me)
 
 
 # On every kind of server, and while handles are closed

@@ -52,7 +52,7 @@ def test_settling_an_expired_record_raises_and_names_the_timeout(url: str) -> No
                 settle()
             assert (caught.value.offsets, caught.value.setting) == ((0,), "ack_timeout")
             assert caught.value.seconds == 0.05
-        assert queue.shared.describe().consumers[0].name == c1.name  # c1 keeps its lease
+        assert queue.shared.describe().consumers[0].name == c1.member  # c1 keeps its lease
 
 
 def test_time_limit_does_not_apply_to_buffered_records(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue as queues
 import random
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
+from meteor_py.subscribe.dead_letters import LETTERS_CAPACITY
 from tests.conftest import emptied
 from tests.support.sharing import STREAM, Queue, Runner, check, die, drain, offsets
 from tests.support.waiting import eventually
@@ -218,7 +220,18 @@ def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_p
         check(stream)
 
 
-# Dead-letter streams that are deleted and recreated
+# Dead-letter streams that are created, deleted and recreated
+
+
+def test_created_dead_letter_stream_has_room_for_many_letters(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url, "A", dead_letter="dead") as queue, caplog.at_level(logging.INFO):
+        c1 = queue.consumer()
+        c1.poll(5)[0].reject("no")
+        c1.poll(0)
+        assert queue.client.stream("dead").config.capacity == LETTERS_CAPACITY
+        assert f"keeps the newest {LETTERS_CAPACITY} dead letters" in caplog.text
 
 
 def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:

@@ -24,7 +24,7 @@ def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
         assert other.closed
         c1 = queue.consumer()
         assert offsets(c1.poll(5)) == [1]
-        assert [each.name for each in queue.shared.describe().consumers] == [c1.name]
+        assert [each.name for each in queue.shared.describe().consumers] == [c1.member]
 
 
 def test_garbage_collected_consumer_leaves_no_thread(url: str) -> None:

@@ -58,7 +58,7 @@ def test_consumer_of_a_deleted_group_does_not_join_a_new_one_with_the_same_name(
         for call in (old.flush, old.keys, old.fsck):
             with pytest.raises(meteor.GroupNotFound):
                 call()
-        assert [each.name for each in queue.shared.describe().consumers] == [new.name]
+        assert [each.name for each in queue.shared.describe().consumers] == [new.member]
         assert offsets(new.poll(5)) == [0, 1, 2]
         with pytest.raises(meteor.GroupNotFound):
             old.close()

@@ -38,7 +38,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "c-7"
 
         queue.release(c2, "a-1", only_this=True)
-        assert queue.keys()["a"].owner == c2.name  # c2 still holds a-2
+        assert queue.keys()["a"].owner == c2.member  # c2 still holds a-2
         queue.release(c2, "a-2", only_this=True)
         assert queue.keys()["a"].owner is None
         assert queue.get(c1) == "a-1"
@@ -259,8 +259,8 @@ def test_query(any_url: str) -> None:
         assert queue.get(c2) == "B-1"
         groups = queue.keys()
         assert {name: (g.count, g.owner) for name, g in groups.items()} == {
-            "A": (3, c1.name),
-            "B": (2, c2.name),
+            "A": (3, c1.member),
+            "B": (2, c2.member),
             "C": (2, None),
         }
         assert {name: (g.acquired, g.waiting, g.oldest) for name, g in groups.items()} == {

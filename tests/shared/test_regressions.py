@@ -71,7 +71,7 @@ def test_pulsar_24736_nothing_is_kept_for_a_consumer_that_left(any_url: str) -> 
         die(c2)
         c3.flush()  # c3 reaps the dead consumer
         assert rest(queue, c3) == ["B-1", "A-2", "B-3"]
-        assert [consumer.name for consumer in queue.shared.describe().consumers] == [c3.name]
+        assert [consumer.name for consumer in queue.shared.describe().consumers] == [c3.member]
         parts = queue.shared._protocol.find()
         assert {part for part in parts if part.startswith((b"batches:", b"more:", b"wake:"))} == {
             b"batches:" + c3._deliveries._consumer.encode()

@@ -500,8 +500,33 @@ def test_ctrl_c_ends_a_waiting_run_and_its_threads(url: str) -> None:
         assert queue.shared.confirmed == 3
 
 
+def test_poll_without_a_limit_waits_for_records(url: str) -> None:
+    with Queue(url) as queue:
+        c1 = queue.consumer()
+
+        def publish(stop: threading.Event) -> None:
+            blocked(queue.client.redis)
+            queue.publish("A")
+
+        with background(publish):
+            assert offsets(c1.poll(None)) == [0]
+
+
+def test_closing_in_another_thread_ends_a_poll_without_a_limit(url: str) -> None:
+    with Queue(url) as queue:
+        c1 = queue.consumer()
+
+        def close(stop: threading.Event) -> None:
+            blocked(queue.client.redis)
+            c1.close()
+
+        with background(close):
+            assert c1.poll(None) == []
+
+
 @pytest.mark.usefixtures("interrupting")
-def test_consumer_continues_after_ctrl_c_in_poll(url: str) -> None:
+@pytest.mark.parametrize("timeout", [100, None])
+def test_consumer_continues_after_ctrl_c_in_poll(url: str, timeout: float | None) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
 
@@ -512,7 +537,7 @@ def test_consumer_continues_after_ctrl_c_in_poll(url: str) -> None:
             signal.pthread_kill(ident, signal.SIGUSR1)
 
         with background(interrupt), pytest.raises(KeyboardInterrupt):
-            c1.poll(100)
+            c1.poll(timeout)
         queue.publish("A")
         assert offsets(c1.poll(5)) == [0]
 

@@ -480,7 +480,7 @@ def test_expired_consumer_is_fenced_by_its_next_poll_and_continues(any_url: str)
         queue.publish("B")
         assert offsets(c1.poll(5)) == [1]
         names = {consumer.name for consumer in queue.shared.describe().consumers}
-        assert names == {c1.name, c2.name}
+        assert names == {c1.member, c2.member}
 
 
 def test_expired_consumer_that_was_not_reaped_continues(any_url: str) -> None:

@@ -366,7 +366,7 @@ def test_description_counts_settled_records_by_kind(any_url: str) -> None:
         assert (found.acked, found.dead, found.returned, found.purged) == (1, 1, 2, 0)
         assert (found.waiting, found.ready, found.blocked, found.scanned) == (2, 1, 0, 4)
         (consumer,) = found.consumers
-        assert (consumer.name, consumer.keys, consumer.records) == (c1.name, 0, 0)
+        assert (consumer.name, consumer.keys, consumer.records) == (c1.member, 0, 0)
         assert (found.name, found.config, found.reaped) == (GROUP, c1.settings, 0)
         c1.close()
         assert queue.shared.describe().consumers == ()
@@ -433,9 +433,9 @@ def test_group_with_consumers_is_deleted_only_by_force(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         c1 = queue.consumer()
         shared = queue.shared
-        with pytest.raises(meteor.GroupActive, match=c1.name) as refused:
+        with pytest.raises(meteor.GroupActive, match=c1.member) as refused:
             shared.delete()
-        assert refused.value.owner == c1.name
+        assert refused.value.owner == c1.member
         assert refused.value.shared
         with pytest.raises(meteor.GroupActive):
             queue.stream.delete_group(GROUP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,22 @@ def test_exactly_once_is_refused_on_a_server_that_may_evict_keys(
     strict.commit([written], 0)
     with meteor.connect(running.url) as m:
         assert m.stream("s").end().offset == 2
+
+
+def test_connectors_client_does_not_hide_warnings_about_the_applications_own(
+    private_server: ServerFactory,
+) -> None:
+    url = private_server("--appendonly", "no").url
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stream = sink({"url": url}).server.connect().stream("s", create=True)
+        with stream.publisher() as pub:
+            pub.publish(b"x").result(10)
+        assert caught == []
+        with meteor.connect(url) as m:
+            m.stream("s").end()
+    (warning,) = caught
+    assert warning.category is meteor.DataSafetyWarning
 
 
 @pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")

@@ -377,3 +377,47 @@ def test_txn_ids_are_remembered_for_a_month(
     write("c")
     assert b"txn.b" not in m.redis.hkeys(keys.fences("s"))
     assert b"txn.a" in m.redis.hkeys(keys.fences("s"))
+
+
+def test_write_without_a_txn_id_is_forgotten_even_if_the_driver_dies_after_the_commit(
+    url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "TaskContext", Task(0))
+
+    def write() -> None:
+        given = {"url": url, "stream": "s"}
+        writer = writers.BatchWriter(parse_sink(given, SCHEMA, streaming=False))
+        writer.commit([writer.write(iter([some("", rows=1)]))])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "_TXN_S", 0.001)
+        patch.setattr(writers, "forget", lambda *_: None)  # as if the driver had died before
+        write()
+    assert len(m.redis.hkeys(keys.fences("s"))) == 1
+    write()
+    assert not m.redis.exists(keys.fences("s"), keys.fence_times("s"))
+
+
+def test_failed_write_without_a_txn_id_leaves_no_expiry_time(
+    url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "TaskContext", Task(0))
+    monkeypatch.setattr(writers, "commit", fail)
+    given = {"url": url, "stream": "s"}
+    writer = writers.BatchWriter(parse_sink(given, SCHEMA, streaming=False))
+    written = writer.write(iter([some("", rows=1)]))
+    with pytest.raises(meteor.PublishError, match="failed"):
+        writer.commit([written])
+    assert m.redis.exists(keys.fence_times("s"))
+    writer.abort([written])
+    assert not m.redis.exists(keys.fences("s"), keys.fence_times("s"))
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise meteor.PublishError("The commit failed.", stream="s")
+
+
+def test_streaming_query_is_never_forgotten(m: meteor.Client, sink: Sink) -> None:
+    sink.writer.commit([sink.attempt("x")], 0)
+    assert m.redis.hkeys(keys.fences("s")) == [b"q"]
+    assert not m.redis.exists(keys.fence_times("s"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -477,6 +478,32 @@ def test_record_that_survived_a_restart_gets_no_second_dead_letter(
             server.start()
         offsets = [(r.headers or {})[dead_letters.OFFSET_HEADER] for b in dead.read() for r in b]
         assert offsets == [b"0", b"1"]
+
+
+# Streams that are created for dead letters
+
+
+def test_receiver_creates_a_dead_letter_stream_with_room_for_many_letters(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with meteor.connect(any_url) as client, caplog.at_level(logging.INFO):
+        dead = client.stream("dead")
+        with client.stream(NAME, create=True).subscriber() as sub:
+            sub.attach_receiver(print, on_error=dead)
+        assert dead.config.capacity == dead_letters.LETTERS_CAPACITY
+        assert f"keeps the newest {dead.config.capacity} dead letters" in caplog.text
+
+
+def test_receiver_keeps_the_settings_of_an_existing_dead_letter_stream(any_url: str) -> None:
+    with meteor.connect(any_url) as client:
+        client.stream("dead", capacity=77)
+        dead = client.stream("dead")
+        with client.stream(NAME, create=True).subscriber() as sub:
+            sub.attach_receiver(print, on_error=dead)
+        assert dead.config.capacity == 77
+
+
+# Replicas
 
 
 def test_dead_letter_waits_for_replicas(replicated: ReplicatedStream) -> None:

@@ -210,6 +210,19 @@ def test_initial_offset_none_needs_a_confirmed_offset(harness: GroupHarness) -> 
     assert check_values(harness.subscriber(initial_offset="none").poll(5)) == [2]
 
 
+def test_subscribers_of_both_kinds_name_their_group_and_themselves(url: str) -> None:
+    with meteor.connect(url) as m:
+        stream = m.stream("s", ordering_key="key")
+        alone, member = stream.subscriber(), stream.subscriber(group="a")
+        consumer = stream.shared_subscriber("b")
+        assert (alone.group, member.group, consumer.group) == (None, "a", "b")
+        member.poll(0)
+        assert stream.group("a").owner == member.member
+        assert [each.name for each in stream.shared_group("b").describe().consumers] == [
+            consumer.member
+        ]
+
+
 def test_two_members_take_turns_by_deactivating(harness: GroupHarness) -> None:
     harness.fill(2)
     first, second = harness.subscriber(lease_ttl=60), harness.subscriber(lease_ttl=60)

@@ -22,6 +22,7 @@ import redis
 import meteor_py as meteor
 from meteor_py.log.log_reader import LogReader
 from meteor_py.redis.connection import Connection
+from meteor_py.subscribe import fetcher
 from tests.conftest import ServerFactory
 from tests.support.forking import exit_code, fork
 from tests.support.proxy import Proxy
@@ -72,7 +73,9 @@ def test_closing_from_another_thread_ends_a_wait(stream: meteor.Stream, plain: r
     eventually(lambda: plain.info("clients")["blocked_clients"] == 0)
 
 
-def interrupted_poll(sub: meteor.Subscriber, plain: redis.Redis) -> None:
+def interrupted_poll(
+    sub: meteor.Subscriber, plain: redis.Redis, timeout: float | None = 20
+) -> None:
     """Poll, and interrupt the wait with Ctrl-C."""
     main = threading.get_ident()
 
@@ -81,7 +84,7 @@ def interrupted_poll(sub: meteor.Subscriber, plain: redis.Redis) -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
     with background(interrupt), pytest.raises(KeyboardInterrupt):
-        sub.poll(timeout=20)
+        sub.poll(timeout)
 
 
 def test_subscriber_continues_after_ctrl_c_in_a_waiting_poll(
@@ -96,6 +99,39 @@ def test_subscriber_continues_after_ctrl_c_in_a_waiting_poll(
                 assert drain(sub) == [i]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_poll_without_a_limit_waits_for_records_until_ctrl_c(
+    stream: meteor.Stream, plain: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "_RECONNECT_S", 0.2)  # counts only while the server is away
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stream.subscriber() as sub:
+            interrupted_poll(sub, plain, timeout=None)
+
+            def publish(stop: threading.Event) -> None:
+                blocked(plain)
+                fill(stream, 1)
+
+            with background(publish):
+                assert check_values(sub.poll(None)) == [0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("group", [None, "billing"])
+def test_closing_in_another_thread_ends_a_poll_without_a_limit(
+    stream: meteor.Stream, plain: redis.Redis, group: str | None
+) -> None:
+    sub = stream.subscriber(group=group)
+
+    def close(stop: threading.Event) -> None:
+        blocked(plain)
+        sub.close()
+
+    with background(close):
+        assert not sub.poll(None)
 
 
 @pytest.mark.parametrize("place", ["before the reply is read", "after everything is read"])

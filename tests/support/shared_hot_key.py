@@ -49,7 +49,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
             sub.flush()
         if case == "held":
             hot = next(state for state in queue.shared.keys() if state.key == HOT)
-            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key is no longer held"
+            assert (hot.acquired, hot.owner) == (1, owner.member), "the hot key is no longer held"
         discard(owner)
         assert left == [0]
         return others / took
