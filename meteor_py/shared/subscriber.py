@@ -15,6 +15,7 @@ from meteor_py.errors import (
     GroupNotFound,
     LogTruncated,
     MeteorError,
+    StoreUnavailable,
     StreamNotFound,
 )
 from meteor_py.records.codec import Codec
@@ -34,7 +35,7 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that iteration waits for an unreachable server before it raises an error.
+#: Seconds that iteration waits for an unreachable server or store before it raises an error.
 _RECONNECT_S = 30.0
 #: At interpreter exit, the timeout in seconds for closing each subscriber, and then for any threads
 #: that are still running.
@@ -115,6 +116,7 @@ class SharedSubscriber(Closeable):
                 Raised once per loss. Also raised if the stream was recreated.
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed: The server was unreachable until the timeout expired.
+            StoreUnavailable: The same, for the store.
             MeteorError: Another thread is in ``run()``, or the subscriber is closed.
         """
         check_seconds("timeout", timeout, zero=True)
@@ -143,7 +145,8 @@ class SharedSubscriber(Closeable):
     def __iter__(self) -> Iterator[SharedRecord]:
         """Iterate over records one by one until the subscriber is closed.
 
-        Waits up to 30 seconds for an unreachable server before raising ``ConnectionFailed``.
+        Waits up to 30 seconds for an unreachable server or store before raising
+        ``ConnectionFailed`` or ``StoreUnavailable``.
         """
         self._check_open()
         away_since: float | None = None
@@ -151,7 +154,7 @@ class SharedSubscriber(Closeable):
             try:
                 records = self.poll(1.0, 1)
                 away_since = None
-            except ConnectionFailed:
+            except (ConnectionFailed, StoreUnavailable):
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > _RECONNECT_S:
                     raise
@@ -177,8 +180,9 @@ class SharedSubscriber(Closeable):
             concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` is
-                only logged, and ``ConnectionFailed`` is raised after an outage of 30 seconds.
+            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` and
+                ``OutcomeUnknown`` are only logged. ``ConnectionFailed`` and ``StoreUnavailable``
+                are raised after an outage of 30 seconds.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
