@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from meteor_py.errors import (
@@ -37,9 +37,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that iteration waits for an unreachable server or store before it raises an error.
 _RECONNECT_S = 30.0
-#: At interpreter exit, the timeout in seconds for closing each subscriber, and then for any threads
-#: that are still running.
-_EXIT_S = 5.0
+#: Seconds that closing waits for handlers, and then for each lease renewer.
+_CLOSE_S = 5.0
 
 
 class SharedSubscriber(Closeable):
@@ -323,7 +322,7 @@ class SharedSubscriber(Closeable):
 
     # -- closing -------------------------------------------------------------------------------
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = _CLOSE_S) -> None:
         """Send pending settlements, return all other records, and leave the group.
 
         Returned records do not count as failures. If the server cannot be reached, other consumers
@@ -339,15 +338,24 @@ class SharedSubscriber(Closeable):
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            with self._pool_lock:  # no run() may start after this
-                self._prefetcher.halt()
-                pool = self._worker_pool
+            pool = self._start_closing()
             if pool is not None:
                 pool.close(timeout)
-            self._close(timeout)
+            self._close()
         self._closed = True
 
-    def _close(self, timeout_s: float) -> None:
+    def _start_closing(self) -> WorkerPool | None:
+        """Start no more handlers, without waiting for those that are running.
+
+        Return their worker pool; None if no ``run()`` is active.
+        """
+        with self._pool_lock:  # no run() may start after this
+            self._prefetcher.halt()
+            if self._worker_pool is not None:
+                self._worker_pool.stop()
+            return self._worker_pool
+
+    def _close(self) -> None:
         with self._close_lock:
             if self._closed:
                 return
@@ -358,7 +366,7 @@ class SharedSubscriber(Closeable):
                     self._prefetcher.interrupt()
                 self._leave()
             finally:
-                self._lease_renewer.join(timeout_s)
+                self._lease_renewer.join(_CLOSE_S)
                 self._prefetcher.close()
                 _open_subscribers.discard(self)
         self._prefetcher.raise_refusals()
@@ -401,14 +409,32 @@ class SharedSubscriber(Closeable):
             )
 
 
+def _start_closing(
+    subscribers: Sequence[SharedSubscriber],
+) -> Callable[[SharedSubscriber], None]:
+    """Start closing all subscribers, and return the function that closes each of them.
+
+    The function waits for their handlers under one deadline, so that these waits do not add up.
+    """
+    for subscriber in subscribers:
+        subscriber._start_closing()
+    deadline = time.monotonic() + _CLOSE_S
+    return lambda subscriber: subscriber.close(max(deadline - time.monotonic(), 0.0))
+
+
+def _close_together(subscribers: Sequence[SharedSubscriber]) -> None:
+    close_each(subscribers, _start_closing(subscribers), MeteorError)
+
+
 def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
     """Close subscribers, so that other consumers get their records at once."""
+    close = _start_closing(subscribers)
     for subscriber in subscribers:
         try:
-            subscriber.close(_EXIT_S)
+            close(subscriber)
         except MeteorError as error:
             _log.error("Closing %r at exit failed: %s", subscriber, error)
-    join_named(THREAD_PREFIX, _EXIT_S)
+    join_named(THREAD_PREFIX, _CLOSE_S)
 
 
 def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
@@ -419,7 +445,7 @@ def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
 _open_subscribers: Registry[SharedSubscriber] = Registry(
     ClosingOrder.SHARED_SUBSCRIBERS,
     owner=lambda subscriber: subscriber._handle.connector,
-    close=lambda subscribers: close_each(subscribers, SharedSubscriber.close, MeteorError),
+    close=_close_together,
     at_exit=_at_exit,
     after_fork=_after_fork,
 )
