@@ -72,9 +72,13 @@ class GroupHandle:
         self.polls = Polls(self)
         self.heartbeat = Heartbeat(self)
         self.event_reader = EventReader(self)
-        for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
-            thread.start()
-        _open_groups.add(self)
+        try:
+            for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
+                thread.start()
+            _open_groups.add(self)
+        except BaseException:  # such as Ctrl-C, or RuntimeError if the process has no more threads
+            self.close()
+            raise
 
     def now(self) -> float:
         """See ``PeerGroup.now``."""

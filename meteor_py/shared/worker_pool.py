@@ -83,10 +83,10 @@ class WorkerPool:
         """Fetch records and distribute them, until stopped or closed."""
         # The application polled these records before run(), and must settle them itself.
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
-        for thread in self._threads:
-            thread.start()
         away_since: float | None = None
         try:
+            for thread in self._threads:
+                thread.start()
             while not (self._stopped or self._prefetcher.halted):
                 try:
                     if not self._all_hang():
@@ -105,7 +105,8 @@ class WorkerPool:
             self.stop()
             self._prefetcher.target = None
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # otherwise the process could not start it
+                    thread.join()
             # This includes records that were not distributed because of a Ctrl-C.
             self._prefetcher.keep(
                 record
