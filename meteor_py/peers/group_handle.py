@@ -7,7 +7,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -29,6 +28,7 @@ from meteor_py.peers.voting.clock import GroupClock
 from meteor_py.peers.voting.polls import Polls
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each
+from meteor_py.runtime.weak_set import WeakSet
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
@@ -61,7 +61,7 @@ class GroupHandle:
         #: Held while the view changes and events are passed to listeners.
         self.lock = threading.RLock()
         self._members: list[MemberHandle] = []
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._threads = WeakSet[threading.Thread]()
         self.closed = False
         self._stopped = False
         #: Whether the server is unreachable, as noticed when the members started to leave.
@@ -334,7 +334,7 @@ class GroupHandle:
                 member.lose("left")  # the server will notice the missing heartbeats
             else:
                 self._is_away = not member.finish_leaving(deadline) and now() > patience
-        for thread in list(self._threads):
+        for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():

@@ -12,11 +12,12 @@ import atexit
 import enum
 import os
 import time
-import weakref
-from collections.abc import Callable, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
+
+from meteor_py.runtime.weak_set import WeakSet
 
 _T = TypeVar("_T")
 
@@ -85,7 +86,7 @@ class Registry(Generic[_T]):
     close_within: Callable[[Sequence[_T], float], None] | None = None
 
     def __post_init__(self) -> None:
-        self._open: MutableSet[_T] = set() if self.keep else weakref.WeakSet()
+        self._open: set[_T] | WeakSet[_T] = set() if self.keep else WeakSet()
         _registries.append(self)
         _registries.sort(key=lambda registry: registry.order)
 

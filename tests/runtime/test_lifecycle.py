@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from meteor_py.runtime import lifecycle
 from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each, close_owned
+from tests.support.interrupts import interrupt_at
 
 
 class Opened:
@@ -21,7 +24,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def register(
-    seen: list[str], order: ClosingOrder, error: BaseException | None = None
+    seen: list[str],
+    order: ClosingOrder,
+    error: BaseException | None = None,
+    *,
+    keep: bool = True,
 ) -> Registry[Opened]:
     def note(moment: str) -> None:
         seen.append(f"{moment} {order.name}")
@@ -34,7 +41,7 @@ def register(
         close=lambda opened: note(f"close {len(opened)}"),
         at_exit=lambda opened: note("exit"),
         after_fork=lambda opened: note("fork"),
-        keep=True,
+        keep=keep,
     )
 
 
@@ -53,6 +60,22 @@ def test_only_the_owners_objects_are_closed(seen: list[str]) -> None:
         registry.add(Opened(owner))
     close_owned(ours)
     assert seen == ["close 2 PUBLISHERS"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_objects_are_closed_even_if_others_are_opened_at_any_moment(
+    seen: list[str], keep: bool
+) -> None:
+    registry, ours = register(seen, ClosingOrder.PUBLISHERS, keep=keep), object()
+    opened, another = [Opened(ours) for _ in range(3)], Opened(object())
+    for each in opened:
+        registry.add(each)
+    for moment in itertools.count(1):
+        if not interrupt_at(moment, lambda: registry.add(another), lambda: close_owned(ours)):
+            break
+        registry.discard(another)
+    assert set(seen) == {"close 3 PUBLISHERS"}
+    assert moment > 10
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
