@@ -7,8 +7,7 @@ import os
 import secrets
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from meteor_py.peers.voting.clock import GroupClock
 from meteor_py.peers.voting.polls import Polls
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each
+from meteor_py.runtime.weak_set import WeakSet
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
@@ -61,18 +61,24 @@ class GroupHandle:
         #: Held while the view changes and events are passed to listeners.
         self.lock = threading.RLock()
         self._members: list[MemberHandle] = []
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._threads = WeakSet[threading.Thread]()
         self.closed = False
         self._stopped = False
+        #: Whether the server is unreachable, as noticed when the members started to leave.
+        self._is_away = False
         self._pid = os.getpid()
         self.listeners = Listeners(name)
         self.requests = Requests(self, codec)
         self.polls = Polls(self)
         self.heartbeat = Heartbeat(self)
         self.event_reader = EventReader(self)
-        for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
-            thread.start()
-        _open_groups.add(self)
+        try:
+            for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
+                thread.start()
+            _open_groups.add(self)
+        except BaseException:  # such as Ctrl-C, or RuntimeError if the process has no more threads
+            self.close()
+            raise
 
     def now(self) -> float:
         """See ``PeerGroup.now``."""
@@ -283,12 +289,30 @@ class GroupHandle:
 
     # -- closing -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """See ``PeerGroup.close``."""
+    def start_closing(self) -> None:
+        """Accept no new work, and announce to the server which members are about to leave.
+
+        Does not wait for handlers and leader tasks.
+        """
         self.closed = True
         if self._stopped or self._pid != os.getpid():
             return
-        self._leave_all(now() + _LEAVE_S)
+        patience = now() + self.protocol.connector.timeout_s
+        leaving = [member for member in self.local_members() if member.start_leaving()]
+        announced = all(member.announce_leaving() for member in leaving)
+        self._is_away = not announced and now() > patience
+
+    def close(self) -> None:
+        """See ``PeerGroup.close``."""
+        deadline = now() + _LEAVE_S
+        self.start_closing()
+        self.finish_closing(deadline)
+
+    def finish_closing(self, deadline: float) -> None:
+        """Wait for handlers and leader tasks until ``deadline`` (``now()`` clock), and leave."""
+        if self._stopped or self._pid != os.getpid():
+            return
+        self._leave_all(deadline)
         deadline = now() + _JOIN_S
         self.requests.close(deadline)
         self.polls.close(deadline)
@@ -304,26 +328,41 @@ class GroupHandle:
 
     def _leave_all(self, deadline: float) -> None:
         """Make all members leave together, so that a slow handler does not delay other members."""
-        leaving = [member for member in self.local_members() if member.start_leaving()]
         patience = now() + self.protocol.connector.timeout_s
-        is_away = not all(member.announce_leaving() for member in leaving) and now() > patience
-        for member in sorted(leaving, key=attrgetter("busy")):
-            if is_away:
+        for member in sorted(self.local_members(), key=attrgetter("busy")):
+            if self._is_away:
                 member.lose("left")  # the server will notice the missing heartbeats
             else:
-                is_away = not member.finish_leaving(deadline) and now() > patience
-        for thread in list(self._threads):
+                self._is_away = not member.finish_leaving(deadline) and now() > patience
+        for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
                     _log.warning("A leader task for group %r did not end in time.", self.name)
 
 
+def _start_closing(groups: Sequence[GroupHandle]) -> Callable[[GroupHandle], None]:
+    """Start closing all groups, and return the function that closes each of them.
+
+    The function waits for their handlers and leader tasks under one deadline, so that these waits
+    do not add up.
+    """
+    deadline = now() + _LEAVE_S
+    for group in groups:
+        group.start_closing()
+    return lambda group: group.finish_closing(deadline)
+
+
+def _close_together(groups: Sequence[GroupHandle]) -> None:
+    close_each(groups, _start_closing(groups), MeteorError)
+
+
 def _at_exit(groups: Sequence[GroupHandle]) -> None:
     """Close the groups, so that other processes need not wait until the members time out."""
+    close = _start_closing(groups)
     for group in groups:
         try:
-            group.close()
+            close(group)
         except MeteorError as error:
             _log.error("Closing %r at exit failed: %s", group, error)
 
@@ -331,7 +370,7 @@ def _at_exit(groups: Sequence[GroupHandle]) -> None:
 _open_groups: Registry[GroupHandle] = Registry(
     ClosingOrder.PEER_GROUPS,
     owner=lambda group: group.protocol.connector,
-    close=lambda groups: close_each(groups, GroupHandle.close, MeteorError),
+    close=_close_together,
     at_exit=_at_exit,
     after_fork=lambda groups: None,  # members, threads and connections belong to the parent
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from meteor_py.peers.event import Event
 from meteor_py.records.config import check_function
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
+from meteor_py.runtime.weak_set import WeakSet
 
 _log = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -31,7 +31,7 @@ class Listeners:
     def __init__(self, group: str) -> None:
         self._group = group
         self._functions: dict[str, list[Callable[..., object]]] = {}
-        self._queues: weakref.WeakSet[EventQueue] = weakref.WeakSet()
+        self._queues = WeakSet[EventQueue]()
         self.thread = CallbackThread(group, lambda: list(self._functions.get("reset", ())))
 
     def add(self, what: str, function: _F) -> _F:
@@ -48,7 +48,7 @@ class Listeners:
     def spread(self, event: Event) -> None:
         """Pass an event to the ``on_event`` callbacks and to all iterators."""
         self.tell("event", event)
-        for events in list(self._queues):
+        for events in self._queues:
             if events.qsize() >= _QUEUE_MAX:
                 events.behind = True
                 self._queues.discard(events)
@@ -80,7 +80,7 @@ class Listeners:
             )
 
     def end_queues(self) -> None:
-        for events in list(self._queues):
+        for events in self._queues:
             events.put(None)
 
 

@@ -13,10 +13,12 @@ import enum
 import os
 import time
 import weakref
-from collections.abc import Callable, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
+
+from meteor_py.runtime.weak_set import WeakSet
 
 _T = TypeVar("_T")
 
@@ -85,16 +87,13 @@ class Registry(Generic[_T]):
     close_within: Callable[[Sequence[_T], float], None] | None = None
 
     def __post_init__(self) -> None:
-        self._open: MutableSet[_T] = set() if self.keep else weakref.WeakSet()
+        self._open: set[_T] | WeakSet[_T] = set() if self.keep else WeakSet()
         _registries.append(self)
         _registries.sort(key=lambda registry: registry.order)
 
     def add(self, opened: _T) -> None:
         self._open.add(opened)
-        # Register again each time: Python calls the last registered handler first. This handler
-        # must run before the embedded server is released, because objects may still need it.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
+        _register_at_exit()
 
     def discard(self, closed: _T) -> None:
         self._open.discard(closed)
@@ -113,6 +112,8 @@ _WITHIN_SHARE = 0.8
 
 #: All registries, in closing order.
 _registries: list[Registry[Any]] = []
+#: The process that has registered ``_close_all``; 0 if none has.
+_registered_in = 0
 
 
 def close_owned(owner: object) -> None:
@@ -169,6 +170,23 @@ def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
     if failures:
         interrupts = [error for error in failures if not isinstance(error, Exception)]
         raise (interrupts or failures)[0]
+
+
+def _register_at_exit() -> None:
+    """Make interpreter exit close all objects.
+
+    Registers the handler once per process, because Python never frees the slot of a handler. A
+    child of ``multiprocessing`` needs its own, because it starts without its parent's handlers.
+    """
+    global _registered_in
+    if _registered_in != os.getpid():
+        # Python calls the last registered handler first. This one must run before the handler of
+        # ``weakref.finalize``, which releases the embedded server: objects may still need it. The
+        # first finalizer registers that handler.
+        weakref.finalize(_register_at_exit, int).detach()
+        atexit.unregister(_close_all)  # a forked child may have its parent's
+        atexit.register(_close_all)
+        _registered_in = os.getpid()
 
 
 def _close_all() -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from meteor_py.errors import (
@@ -15,6 +15,7 @@ from meteor_py.errors import (
     GroupNotFound,
     LogTruncated,
     MeteorError,
+    StoreUnavailable,
     StreamNotFound,
 )
 from meteor_py.records.codec import Codec
@@ -34,11 +35,10 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that iteration waits for an unreachable server before it raises an error.
+#: Seconds that iteration waits for an unreachable server or store before it raises an error.
 _RECONNECT_S = 30.0
-#: At interpreter exit, the timeout in seconds for closing each subscriber, and then for any threads
-#: that are still running.
-_EXIT_S = 5.0
+#: Seconds that closing waits for handlers, and then for each lease renewer.
+_CLOSE_S = 5.0
 
 
 class SharedSubscriber(Closeable):
@@ -120,6 +120,7 @@ class SharedSubscriber(Closeable):
             StreamNotFound, GroupNotFound: The stream or the group was deleted.
             ConnectionFailed: The server was unreachable until the timeout expired, or for 30
                 seconds if the timeout is None.
+            StoreUnavailable: The same, for the store.
             MeteorError: Another thread is in ``run()``, or the subscriber is closed.
         """
         if timeout is not None:
@@ -144,7 +145,7 @@ class SharedSubscriber(Closeable):
             try:
                 records = self._poll(1.0, max_records, self.config.poll_limit)
                 away_since = None
-            except ConnectionFailed:
+            except (ConnectionFailed, StoreUnavailable):
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > _RECONNECT_S:
                     raise
@@ -166,7 +167,8 @@ class SharedSubscriber(Closeable):
     def __iter__(self) -> Iterator[SharedRecord]:
         """Iterate over records one by one until the subscriber is closed.
 
-        Waits up to 30 seconds for an unreachable server before raising ``ConnectionFailed``.
+        Waits up to 30 seconds for an unreachable server or store before raising
+        ``ConnectionFailed`` or ``StoreUnavailable``.
         """
         self._check_open()
         while not self._prefetcher.halted:
@@ -191,8 +193,9 @@ class SharedSubscriber(Closeable):
             concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` is
-                only logged, and ``ConnectionFailed`` is raised after an outage of 30 seconds.
+            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` and
+                ``OutcomeUnknown`` are only logged. ``ConnectionFailed`` and ``StoreUnavailable``
+                are raised after an outage of 30 seconds.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
@@ -333,7 +336,7 @@ class SharedSubscriber(Closeable):
 
     # -- closing -------------------------------------------------------------------------------
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = _CLOSE_S) -> None:
         """Send pending settlements, return all other records, and leave the group.
 
         Returned records do not count as failures. If the server cannot be reached, other consumers
@@ -349,15 +352,24 @@ class SharedSubscriber(Closeable):
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            with self._pool_lock:  # no run() may start after this
-                self._prefetcher.halt()
-                pool = self._worker_pool
+            pool = self._start_closing()
             if pool is not None:
                 pool.close(timeout)
-            self._close(timeout)
+            self._close()
         self._closed = True
 
-    def _close(self, timeout_s: float) -> None:
+    def _start_closing(self) -> WorkerPool | None:
+        """Start no more handlers, without waiting for those that are running.
+
+        Return their worker pool; None if no ``run()`` is active.
+        """
+        with self._pool_lock:  # no run() may start after this
+            self._prefetcher.halt()
+            if self._worker_pool is not None:
+                self._worker_pool.stop()
+            return self._worker_pool
+
+    def _close(self) -> None:
         with self._close_lock:
             if self._closed:
                 return
@@ -368,7 +380,7 @@ class SharedSubscriber(Closeable):
                     self._prefetcher.interrupt()
                 self._leave()
             finally:
-                self._lease_renewer.join(timeout_s)
+                self._lease_renewer.join(_CLOSE_S)
                 self._prefetcher.close()
                 _open_subscribers.discard(self)
         self._prefetcher.raise_refusals()
@@ -411,14 +423,32 @@ class SharedSubscriber(Closeable):
             )
 
 
+def _start_closing(
+    subscribers: Sequence[SharedSubscriber],
+) -> Callable[[SharedSubscriber], None]:
+    """Start closing all subscribers, and return the function that closes each of them.
+
+    The function waits for their handlers under one deadline, so that these waits do not add up.
+    """
+    for subscriber in subscribers:
+        subscriber._start_closing()
+    deadline = time.monotonic() + _CLOSE_S
+    return lambda subscriber: subscriber.close(max(deadline - time.monotonic(), 0.0))
+
+
+def _close_together(subscribers: Sequence[SharedSubscriber]) -> None:
+    close_each(subscribers, _start_closing(subscribers), MeteorError)
+
+
 def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
     """Close subscribers, so that other consumers get their records at once."""
+    close = _start_closing(subscribers)
     for subscriber in subscribers:
         try:
-            subscriber.close(_EXIT_S)
+            close(subscriber)
         except MeteorError as error:
             _log.error("Closing %r at exit failed: %s", subscriber, error)
-    join_named(THREAD_PREFIX, _EXIT_S)
+    join_named(THREAD_PREFIX, _CLOSE_S)
 
 
 def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
@@ -429,7 +459,7 @@ def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
 _open_subscribers: Registry[SharedSubscriber] = Registry(
     ClosingOrder.SHARED_SUBSCRIBERS,
     owner=lambda subscriber: subscriber._handle.connector,
-    close=lambda subscribers: close_each(subscribers, SharedSubscriber.close, MeteorError),
+    close=_close_together,
     at_exit=_at_exit,
     after_fork=_after_fork,
 )

@@ -9,7 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
+from meteor_py.errors import (
+    ConnectionFailed,
+    Fenced,
+    MeteorError,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
@@ -30,7 +36,7 @@ Handler = Callable[[SharedRecord], object]
 _DELAY_S = (0.1, 10.0)
 #: Timeout for each poll, in seconds.
 _POLL_S = 0.5
-#: If the server is unreachable for this many seconds, ``run()`` raises an error.
+#: If the server or the store is unreachable for this many seconds, ``run()`` raises an error.
 _AWAY_S = 30.0
 #: Seconds to delay the ordering key of a hung handler each time one of its records returns to the
 #: group.
@@ -77,20 +83,20 @@ class WorkerPool:
         """Fetch records and distribute them, until stopped or closed."""
         # The application polled these records before run(), and must settle them itself.
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
-        for thread in self._threads:
-            thread.start()
         away_since: float | None = None
         try:
+            for thread in self._threads:
+                thread.start()
             while not (self._stopped or self._prefetcher.halted):
                 try:
                     if not self._all_hang():
                         self._distribute(self._fetch_more())
                     away_since = None
-                except ConnectionFailed:
+                except (ConnectionFailed, StoreUnavailable):
                     away_since = away_since or time.monotonic()
                     if time.monotonic() - away_since > _AWAY_S:
                         raise
-                except Fenced as error:
+                except (Fenced, OutcomeUnknown) as error:
                     _log.warning("%s", error)
                 except MeteorError:
                     if not self._subscriber.closed:
@@ -99,7 +105,8 @@ class WorkerPool:
             self.stop()
             self._prefetcher.target = None
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # otherwise the process could not start it
+                    thread.join()
             # This includes records that were not distributed because of a Ctrl-C.
             self._prefetcher.keep(
                 record
@@ -110,6 +117,8 @@ class WorkerPool:
             raise self._failure
         try:
             self._subscriber.flush()
+        except (Fenced, OutcomeUnknown) as error:
+            _log.warning("%s", error)
         except MeteorError:
             if not self._subscriber.closed:
                 raise

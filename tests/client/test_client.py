@@ -428,10 +428,10 @@ def test_every_call_on_a_closed_client_raises(any_url: str) -> None:
     m = meteor.connect(any_url)
     use(m)
     stream = m.stream("s", create=True)
-    assert not m.closed
+    was_closed = m.closed
     m.close()
     m.close()
-    assert m.closed
+    assert (was_closed, m.closed) == (False, True)
     attempts: list[Callable[[], Any]] = [
         m.streams, lambda: m.stream("s"), stream.describe, stream.subscriber, stream.publisher,
         lambda: list(stream.read()), stream.delete, m.load_scripts, lambda: m.redis,

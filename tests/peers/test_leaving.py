@@ -110,6 +110,31 @@ def test_running_handler_can_send_while_its_handle_closes(post: Post) -> None:
         other.any.tell("price")
 
 
+@pytest.mark.parametrize("how", ["client", "exit"])
+def test_groups_that_close_together_finish_their_handlers_at_the_same_time(
+    post: Post, how: str
+) -> None:
+    client, names = post.client(), ("one", "two")
+    groups = [client.peer_group(name) for name in names]
+    begun: list[meteor.Message] = []
+
+    def handle(message: meteor.Message) -> str:
+        begun.append(message)
+        eventually(lambda: all(group.closed for group in groups), 60)
+        return "done"
+
+    for group in groups:
+        group.join("a").on("work")(handle)
+    sender = post.client()
+    asked = [sender.peer_group(name).member("a").ask("work", timeout=60) for name in names]
+    eventually(lambda: len(begun) == 2)
+    if how == "client":
+        client.close()
+    else:
+        group_handle._at_exit([group._handle for group in groups])
+    assert [result(future) for future in asked] == ["done", "done"]
+
+
 def test_member_whose_handler_hangs_leaves_after_the_timeout(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import meteor_py as meteor
 from meteor_py.runtime import lifecycle
 from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each, close_owned
+from tests.support.forking import exit_code, fork
+from tests.support.interrupts import interrupt_at
+
+ROOT = Path(__file__).parents[2]
 
 
 class Opened:
@@ -21,7 +33,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def register(
-    seen: list[str], order: ClosingOrder, error: BaseException | None = None
+    seen: list[str],
+    order: ClosingOrder,
+    error: BaseException | None = None,
+    *,
+    keep: bool = True,
 ) -> Registry[Opened]:
     def note(moment: str) -> None:
         seen.append(f"{moment} {order.name}")
@@ -34,7 +50,7 @@ def register(
         close=lambda opened: note(f"close {len(opened)}"),
         at_exit=lambda opened: note("exit"),
         after_fork=lambda opened: note("fork"),
-        keep=True,
+        keep=keep,
     )
 
 
@@ -53,6 +69,61 @@ def test_only_the_owners_objects_are_closed(seen: list[str]) -> None:
         registry.add(Opened(owner))
     close_owned(ours)
     assert seen == ["close 2 PUBLISHERS"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_objects_are_closed_even_if_others_are_opened_at_any_moment(
+    seen: list[str], keep: bool
+) -> None:
+    registry, ours = register(seen, ClosingOrder.PUBLISHERS, keep=keep), object()
+    opened, another = [Opened(ours) for _ in range(3)], Opened(object())
+    for each in opened:
+        registry.add(each)
+    for moment in itertools.count(1):
+        if not interrupt_at(moment, lambda: registry.add(another), lambda: close_owned(ours)):
+            break
+        registry.discard(another)
+    assert set(seen) == {"close 3 PUBLISHERS"}
+    assert moment > 10
+
+
+def test_number_of_exit_handlers_does_not_grow_with_each_object(seen: list[str]) -> None:
+    registry = register(seen, ClosingOrder.PUBLISHERS, keep=False)
+    registry.add(Opened(object()))
+    before = atexit._ncallbacks()
+    for _ in range(100):
+        registry.add(Opened(object()))
+    assert atexit._ncallbacks() == before
+
+
+def test_forked_child_without_exit_handlers_closes_its_own_objects(
+    seen: list[str],
+) -> None:
+    registry = register(seen, ClosingOrder.PUBLISHERS)
+    registry.add(Opened(object()))
+    child = fork()
+    if child == 0:
+        try:
+            atexit._clear()  # as multiprocessing does
+            registry.add(Opened(object()))
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(0 if seen == ["fork PUBLISHERS", "exit PUBLISHERS"] else 7)
+    assert exit_code(child) == 0
+
+
+def test_exit_closes_objects_before_it_releases_an_embedded_server_opened_later(
+    url: str, tmp_path: Path
+) -> None:
+    script = f"""
+import meteor_py as meteor
+first = meteor.connect({url!r}).stream("s", create=True).publisher()
+second = meteor.connect("embedded://{tmp_path / "kept"}").stream("s").publisher(linger=60)
+second.publish(b"x")
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True)
+    with meteor.connect(f"embedded://{tmp_path / 'kept'}") as client:
+        assert client.stream("s").end().offset == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])

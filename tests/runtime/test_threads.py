@@ -1,4 +1,7 @@
-"""A JoinableThread is alive until it has ended, even if a join was interrupted."""
+"""A JoinableThread is alive until it has ended, even if a join was interrupted.
+
+If a process cannot start all threads that an object needs, those that it has started end.
+"""
 
 from __future__ import annotations
 
@@ -171,3 +174,53 @@ def test_close_waits_for_the_handler_after_a_signal_interrupted_the_receivers_jo
         assert receiver.join(0)
         assert handler.done == [0, 1, 2]
         assert confirmed(stream) == 3
+
+
+def run(client: meteor.Client) -> None:
+    with client.stream("s", ordering_key="key").shared_subscriber("g") as consumer:
+        consumer.run(print, concurrency=3)
+
+
+def add_handler(client: meteor.Client) -> None:
+    with client.peer_group("g") as group:
+        member = group.join("a")
+        try:
+            member.on("q", workers=3)(print)
+        finally:
+            before = threads_named("meteor-handler")
+            member.on("q")(print)  # the queue is still free
+            assert before == []
+
+
+def open_group(client: meteor.Client) -> None:
+    client.peer_group("g")
+
+
+def threads_named(prefix: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("work", "last"),
+    [
+        (run, "meteor-worker-s-2"),
+        (add_handler, "meteor-handler-g-q-2"),
+        (open_group, "meteor-heartbeat-g"),
+        (open_group, "meteor-events-g"),
+    ],
+)
+def test_started_threads_end_if_another_cannot_be_started(
+    url: str, monkeypatch: pytest.MonkeyPatch, work: Callable[[meteor.Client], None], last: str
+) -> None:
+    start = JoinableThread.start
+
+    def start_unless_last(thread: JoinableThread) -> None:
+        if thread.name == last:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(JoinableThread, "start", start_unless_last)
+    with meteor.connect(url) as client:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            work(client)
+        assert threads_named("meteor-") == []

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
 import meteor_py as meteor
+from meteor_py.shared import subscriber
 from tests.conftest import ServerFactory
 from tests.support.group_members import Process
-from tests.support.sharing import GROUP, STREAM, Queue, collect, discard, expire, offsets
+from tests.support.sharing import (
+    GROUP,
+    STREAM,
+    Queue,
+    Runner,
+    collect,
+    discard,
+    expire,
+    offsets,
+)
 from tests.support.waiting import eventually
 
 
@@ -25,6 +38,62 @@ def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
         c1 = queue.consumer()
         assert offsets(c1.poll(5)) == [1]
         assert [each.name for each in queue.shared.describe().consumers] == [c1.member]
+
+
+#: Ways to close all open consumers at once.
+together = pytest.mark.parametrize(
+    "close_all",
+    [
+        meteor.Client.close,
+        lambda client: subscriber._at_exit(subscriber._open_subscribers.objects()),
+    ],
+    ids=["client", "exit"],
+)
+
+
+@together
+def test_consumers_that_close_together_finish_their_records_at_the_same_time(
+    url: str, close_all: Callable[[meteor.Client], None]
+) -> None:
+    with Queue(url, "ABC") as queue, meteor.connect(url) as client, ExitStack() as stack:
+        stream = client.stream(STREAM)
+        consumers = [stream.shared_subscriber(GROUP, prefetch=1) for _ in range(3)]
+        begun: list[int] = []
+
+        def handle(record: meteor.SharedRecord) -> None:
+            begun.append(record.offset)
+            eventually(lambda: all(c._prefetcher.halted for c in consumers), 60)
+
+        for consumer in consumers:
+            stack.enter_context(Runner(consumer, handle))
+        eventually(lambda: len(begun) == 3, 20)
+        close_all(client)
+        assert queue.shared.confirmed == 3
+
+
+@together
+def test_waits_for_hung_handlers_of_consumers_that_close_together_do_not_add_up(
+    url: str, monkeypatch: pytest.MonkeyPatch, close_all: Callable[[meteor.Client], None]
+) -> None:
+    with Queue(url, "ABCD") as queue, meteor.connect(url) as client, ExitStack() as stack:
+        stream = client.stream(STREAM)
+        consumers = [stream.shared_subscriber(GROUP, prefetch=1) for _ in range(4)]
+        begun: list[int] = []
+        released = threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            begun.append(record.offset)
+            assert released.wait(60)
+
+        for consumer in consumers:
+            stack.enter_context(Runner(consumer, handle))
+        stack.callback(released.set)
+        eventually(lambda: len(begun) == 4, 20)
+        monkeypatch.setattr(subscriber, "_CLOSE_S", 2.0)
+        began = time.monotonic()
+        close_all(client)
+        assert time.monotonic() - began < 6
+        assert queue.shared.describe().consumers == ()
 
 
 def test_garbage_collected_consumer_leaves_no_thread(url: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.errors import ConnectionFailed
 from meteor_py.shared.protocol import StepReply, StepRequest
-from tests.support.sharing import Queue, change_progress, expire, offsets
+from tests.support.readers import blocked
+from tests.support.sharing import Queue, Runner, change_progress, expire, offsets
 from tests.support.waiting import eventually
 
 
@@ -50,6 +51,12 @@ def cut_off(
     return late, other
 
 
+def forget(queue: Queue, consumer: meteor.SharedSubscriber) -> None:
+    """Make the server forget a consumer, as it does ten lease TTLs after the lease expired."""
+    queue.client._connector.call("HDEL", queue.key("members"), consumer._deliveries.consumer)
+    queue.client._connector.call("ZREM", queue.key("leases"), consumer._deliveries.consumer)
+
+
 def test_ack_that_counted_is_not_reported_as_refused_after_the_lease_expired(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,10 +84,54 @@ def test_ack_in_doubt_is_reported_as_unknown_if_the_server_forgot_the_consumer(
 ) -> None:
     with Queue(any_url, "A") as queue:
         late, _ = cut_off(queue, monkeypatch, request=False)
-        queue.client._connector.call("HDEL", queue.key("members"), late._deliveries.consumer)
-        queue.client._connector.call("ZREM", queue.key("leases"), late._deliveries.consumer)
+        forget(queue, late)
         with pytest.raises(meteor.OutcomeUnknown):
             late.flush()
+
+
+def test_run_continues_after_an_ack_in_doubt(
+    any_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url, "A") as queue:
+        consumer = queue.consumer()
+        protocol = consumer._deliveries.protocol
+        real = protocol.step
+        lost: list[StepReply] = []
+
+        def step(connection: Any, id: str, asked: StepRequest) -> StepReply:
+            reply = real(connection, id, asked)
+            if lost or not (asked.acks or asked.settlements):
+                return reply
+            lost.append(reply)
+            forget(queue, consumer)
+            raise ConnectionFailed("Cut.")
+
+        monkeypatch.setattr(protocol, "step", step)
+        seen: list[int] = []
+        with Runner(consumer, lambda record: seen.append(record.offset)) as runner:
+            eventually(lambda: "these settlements took effect" in caplog.text, 20)
+            queue.publish("B")
+            eventually(lambda: 1 in seen, 20)
+        assert runner.error is None
+
+
+def test_run_only_logs_that_its_last_ack_was_refused(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(url, "A") as queue:
+        late, other = queue.consumers(2)
+        late._lease_renewer.stop()
+        late._lease_renewer.join(20)
+
+        def handle(record: meteor.SharedRecord) -> None:
+            blocked(queue.client.redis)  # run() waits for more records, so it sends the ack last
+            expire(late)
+            other.flush()
+            record.ack()
+            late.stop()
+
+        late.run(handle)
+        assert "no longer holds record 0" in caplog.text
 
 
 def test_expired_consumer_is_forgotten_after_ten_lease_ttls(any_url: str) -> None:

@@ -1,24 +1,31 @@
-"""Shared subscribers when the server is cut off, fails over, restarts or is full."""
+"""Shared subscribers when the server is cut off, fails over, restarts or is full.
+
+Also when the store is unavailable.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.shared import subscriber, worker_pool
 from meteor_py.shared.record import Standing
 from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
 from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
+from tests.support.readers import background
 from tests.support.servers import plain_client
-from tests.support.sharing import GROUP, Queue, discard, expire, offsets
+from tests.support.sharing import GROUP, STREAM, Queue, Runner, discard, expire, offsets
 from tests.support.waiting import eventually
 
 RECORDS = 3_000
@@ -198,6 +205,87 @@ def test_server_restart_without_loss_changes_nothing(private_server: ServerFacto
         assert witness.fenced == state.reaped == 0
         assert Counter(offset for _, offset in witness.done) == Counter(range(RECORDS))
         assert stream.shared_group(GROUP).fsck() == []
+
+
+@pytest.fixture
+def archived(url: str, tmp_path: Path) -> Iterator[Queue]:
+    """A queue of 100 records, most of which only the store in ``tmp_path / "store"`` has."""
+    settings = {"capacity": 20, "store": tmp_path / "store", "max_unarchived": 1_000}
+    with Queue(url, settings=settings) as queue:
+        queue.publish("ABCD" * 25, frame=10)
+        queue.stream.store.flush()
+        eventually(lambda: queue.client.redis.xlen(keys.log(STREAM)) <= 3)
+        yield queue
+
+
+@contextmanager
+def unavailable(
+    store: Path, consumer: meteor.SharedSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], None]]:
+    """Make the store unavailable, and shorten polls. Yield a function that waits for two polls to
+    fail and then restores the store."""
+    failed: list[meteor.StoreUnavailable] = []
+    fill, away = consumer._prefetcher.fill, store.with_name("away")
+
+    def fill_briefly(timeout_s: float) -> None:
+        try:
+            fill(min(timeout_s, 0.05))
+        except meteor.StoreUnavailable as error:
+            failed.append(error)
+            raise
+
+    def restore() -> None:
+        eventually(lambda: len(failed) >= 2, 20, "no second poll failed")
+        away.rename(store)
+
+    monkeypatch.setattr(consumer._prefetcher, "fill", fill_briefly)
+    store.rename(away)
+    try:
+        yield restore
+    finally:
+        if away.exists():
+            away.rename(store)
+
+
+def test_run_continues_after_the_store_was_unavailable(
+    archived: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = archived.consumer()
+    with (
+        unavailable(tmp_path / "store", consumer, monkeypatch) as restore,
+        Runner(consumer, lambda record: None) as runner,
+    ):
+        restore()
+        eventually(lambda: archived.shared.confirmed == 100, 20)
+    assert runner.error is None
+
+
+def test_iteration_continues_after_the_store_was_unavailable(
+    archived: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = archived.consumer()
+    with (
+        unavailable(tmp_path / "store", consumer, monkeypatch) as restore,
+        background(lambda stop: restore()),
+    ):
+        assert next(iter(consumer)).offset == 0
+
+
+@pytest.mark.parametrize("receive", [lambda c: c.run(print), lambda c: next(iter(c))])
+def test_run_and_iteration_raise_if_the_store_stays_unavailable(
+    archived: Queue,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    receive: Callable[[meteor.SharedSubscriber], object],
+) -> None:
+    monkeypatch.setattr(worker_pool, "_AWAY_S", 0.1)
+    monkeypatch.setattr(subscriber, "_RECONNECT_S", 0.1)
+    consumer = archived.consumer()
+    with (
+        unavailable(tmp_path / "store", consumer, monkeypatch),
+        pytest.raises(meteor.StoreUnavailable),
+    ):
+        receive(consumer)
 
 
 def test_consumers_settle_and_claim_on_a_full_server(private_server: ServerFactory) -> None:

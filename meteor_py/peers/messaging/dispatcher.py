@@ -12,6 +12,9 @@ from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
+#: Seconds to wait for idle threads to end.
+_JOIN_S = 1.0
+
 
 class Dispatcher:
     """The dispatcher for one queue, or for all queues whose handlers have a priority and take
@@ -27,8 +30,13 @@ class Dispatcher:
         #: Threads that are handling a message.
         self._working: set[threading.Thread] = set()
         self._threads = [JoinableThread(self._run, f"{name}-{n}") for n in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # such as Ctrl-C, or RuntimeError if the process has no more threads
+            self.stop()
+            self.join(now() + _JOIN_S)
+            raise
 
     def stop(self) -> None:
         with self._state:
