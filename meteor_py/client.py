@@ -150,9 +150,8 @@ class Client(Closeable):
                 drops a record only after it is in the store.
             archive: With a store, whether to run an archiver in the background until the client is
                 closed. If false, another process must archive.
-            resume: With a store, if the stream does not exist, continue the stream archived there
-                instead of starting at offset 0. Its groups and transactions continue, but shared
-                groups start from the beginning.
+            resume: With a store, if the stream does not exist, continue the stream archived there,
+                with its groups (not shared groups) and transactions, instead of starting at 0.
             create: If true, create the stream now if it does not exist. Use this in consumers that
                 may start before the first publisher. If false, raise ``StreamNotFound`` instead.
 
