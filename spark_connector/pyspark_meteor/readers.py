@@ -27,7 +27,14 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from meteor_py import LeaseLost, LogTruncated, MeteorError, Position, StreamNotFound
+from meteor_py import (
+    LeaseLost,
+    LogTruncated,
+    MeteorError,
+    OutcomeUnknown,
+    Position,
+    StreamNotFound,
+)
 from pyspark_meteor.columns import check_schema
 from pyspark_meteor.membership import Membership, group_start
 from pyspark_meteor.offsets import (
@@ -323,9 +330,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             try:
                 self._member(name, group, position).confirm(position)
-            except LeaseLost as error:
+            except (LeaseLost, OutcomeUnknown) as error:
                 # A failover may have lost the term. If another member has taken over, rejoining
-                # raises an error.
+                # raises an error. To confirm again is harmless.
                 _log.warning("%s Rejoining the group.", error)
                 self._leave(name)
                 self._member(name, group, position).confirm(position)
