@@ -86,9 +86,10 @@ NOTES = (
     "  Figures are medians (empty triggers: averages) of several alternating runs.",
     "- Shared, processes: both sides acknowledge a whole batch with one call. Script CPU: from",
     "  INFO commandstats, the lowest of five runs.",
-    "- Cluster: all servers listen on TCP. Three nodes are faster than one server only if there is",
-    "  a core for each node and each publisher. The pause in a failover is the longest time",
-    "  between two acknowledgements of a publisher that waits for each of its records.",
+    "- Cluster: all servers listen on TCP. Medians of alternating runs, except for three nodes,",
+    "  which are faster than one server only if there is a core for each node and each publisher.",
+    "  The pause in a failover is the longest time between two acknowledgements of a publisher",
+    "  that waits for each of its records.",
     "- Server CPU, total: CPU time of the server while records are published one by one, minus",
     "  the CPU time of an idle server. Inside the command: usec_per_call from INFO commandstats.",
 )

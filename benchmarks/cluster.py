@@ -171,11 +171,16 @@ def lister(url: str) -> Callable[[], float]:
 
 
 def in_turn(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Run the cases in turn, and return the median result of each."""
+    """Run the cases in turn, and return the median result of each.
+
+    Every second round is in reverse order, because a run can affect the next one.
+    """
     found: dict[str, list[float]] = {name: [] for name in cases}
+    order = list(cases.items())
     for _ in range(repeats):
-        for name, case in cases.items():
+        for name, case in order:
             found[name].append(case())
+        order.reverse()
     return {name: statistics.median(results) for name, results in found.items()}
 
 

@@ -42,8 +42,8 @@ NOTES = """\
 - Everything runs on one machine, over TCP on loopback. meteor_py uses its defaults; Kafka uses the
   best settings from a sweep. The column `acknowledged in` says where a record is stored when it is
   acknowledged. Compare Kafka with `meteor_py, aof`, which is at least as durable: it also writes to
-  the disk every second. That server rewrites its append-only file only after 1 GB, as our
-  documentation recommends, and therefore in none of the jobs with a fixed rate.
+  the disk every second. That server rewrites its append-only file when it exceeds 1 GB, as our
+  documentation recommends. A rewrite takes a core, and raises the p99 of the job in which it occurs.
 - NATS and FastStream are measured through their Python clients, which limit their speed.
 """
 

@@ -28,8 +28,8 @@ START_S = 60.0
 STOP_S = 30.0
 _SETTLE_S = 4.0
 
-#: As docs/production/server-settings.md recommends. The server then rewrites its append-only file
-#: in none of the open-loop jobs, as Kafka compacts nothing in them.
+#: As docs/production/server-settings.md recommends. By default, the server would rewrite its
+#: append-only file several times in a job.
 _REWRITE = ("--auto-aof-rewrite-min-size", "1gb")
 
 _KAFKA_PROPERTIES = """\
