@@ -43,7 +43,7 @@ NOTES = """\
   best settings from a sweep. The column `acknowledged in` says where a record is stored when it is
   acknowledged. Compare Kafka with `meteor_py, aof`, which is at least as durable: it also writes to
   the disk every second. That server rewrites its append-only file when it exceeds 1 GB, as our
-  documentation recommends. A rewrite takes a core, and raises the p99 of the job in which it occurs.
+  documentation recommends. A rewrite takes a core, and raises the p99 of the job that it is in.
 - NATS and FastStream are measured through their Python clients, which limit their speed.
 """
 
