@@ -1,4 +1,4 @@
-"""Time to import ``meteor_py`` in a new interpreter, and modules that it must not load."""
+"""Measure ``import meteor_py`` in a new interpreter, and check that it loads no unneeded module."""
 
 from __future__ import annotations
 

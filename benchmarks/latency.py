@@ -1,7 +1,7 @@
 """Latency of one record at a time: publish to receipt, acknowledgement, groups, and round trips.
 
-Each process has our client and redis-py's, and uses them in turn. Noise therefore affects both.
-Every row is measured through a unix socket and through TCP on the loopback interface.
+Each process runs our client and redis-py's in turn, so that noise affects both equally. Every row
+is measured over a unix socket and over TCP on the loopback interface.
 """
 
 from __future__ import annotations

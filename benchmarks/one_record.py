@@ -1,4 +1,4 @@
-"""One-record frames: reading them, the server's cost to publish one, and 50 publishers."""
+"""One-record frames: the cost to read them, the server's cost to publish one, and 50 publishers."""
 
 from __future__ import annotations
 

@@ -266,9 +266,10 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
-    """Return the duration, in milliseconds, of a trigger that finds nothing and runs no batch.
+    """Return, for each source, the duration of a trigger that finds nothing and runs no batch.
 
-    Takes the mean instead of the median, because Spark reports whole milliseconds.
+    The durations are in milliseconds, and means instead of medians, because Spark reports whole
+    milliseconds.
     """
     interval = "spark.sql.streaming.noDataProgressEventInterval"
     spark.conf.set(interval, "0")  # otherwise Spark reports one empty trigger every ten seconds

@@ -112,10 +112,10 @@ class ConnectionFailed(MeteorError):
 
     retriable = True
     #: Whether the server itself rejected the command, for example because it is loading its data.
-    #: The command then had no effect.
+    #: If so, the command had no effect.
     answered = False
-    #: Whether another server has the keys, or a cluster is moving them. The command then had no
-    #: effect, and is likely to succeed soon.
+    #: Whether another server has the keys, or a cluster is moving them. If so, the command had no
+    #: effect, and a retry is likely to succeed soon.
     redirected = False
 
 

@@ -1,7 +1,7 @@
 """A hatchling metadata hook: the README without relative links, which do not work on PyPI.
 
-If ``[project.urls]`` names a ``Repository``, relative links and pictures lead there. Otherwise the
-links become plain text and the pictures are left out.
+If ``[project.urls]`` names a ``Repository``, relative links and images point there. Otherwise, the
+links become plain text and the images are omitted.
 """
 
 from __future__ import annotations

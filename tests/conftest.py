@@ -58,7 +58,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[Server]:
-    """Like ``server``, but this machine's Redis."""
+    """Like ``server``, but runs the Redis that is installed on this machine."""
     require_redis()
     with Server(binaries()["redis"]) as running:
         yield running
@@ -210,7 +210,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Fail a test whose `meteor...` threads outlive it: it did not close every object."""
+    """Fail a test that leaves ``meteor...`` threads running: it did not close every object."""
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + THREAD_GRACE_S

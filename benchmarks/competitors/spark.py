@@ -1,4 +1,4 @@
-"""Spark's reads from our source, from its own Kafka source, and from Parquet files."""
+"""How fast Spark reads from our source, from its own Kafka source, and from Parquet files."""
 
 from __future__ import annotations
 

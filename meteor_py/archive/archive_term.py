@@ -68,8 +68,8 @@ _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two cleanups of the store.
 _TIDY_S = 600.0
-#: Seconds after a commit, or after the start of the term, during which the set of live segments is
-#: certain, because no other archiver can have changed it.
+#: Seconds after a commit, or after the start of the term, during which the archiver relies on the
+#: set of live segments that it knows, because no other archiver can have changed it.
 _CERTAIN_S = 60.0
 #: Maximum number of snapshots to take for a segment if each contains a partial transaction, and the
 #: seconds to wait for more of the transaction before the next snapshot.

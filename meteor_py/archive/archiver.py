@@ -321,7 +321,7 @@ class Archiver(Closeable):
             self.error = error
         if self._failures == 0 or not isinstance(error, MeteorError):
             _log.warning(
-                "Cannot archive stream %r now; retrying: %s",
+                "Failed to archive stream %r; will retry: %s",
                 *(self.stream.name, error),
                 exc_info=not isinstance(error, MeteorError),
             )

@@ -109,7 +109,7 @@ class LogReader:
             try:
                 return self._fetch_from_store(store, offset)
             except RecordsLost:
-                pass  # the ring may exceed its capacity and hold this record or later ones
+                pass  # not lost yet: a ring above its capacity may hold this record or later ones
         epoch, known_end = self.epoch, self.end_offset
         if offset < known_end:
             block_s = 0.0  # do not wait: the record exists already, or it is lost

@@ -107,9 +107,10 @@ def _measure(
         frames = zip(found[::3], found[1::3], found[2::3], strict=True)
         for offset, size, time in (map(int, frame) for frame in frames):
             mark = _Mark(offset, left, time)
-            # Always keep the newest frame, as publishing does.
+            # Always keep the newest frame, even if it exceeds a limit. Publishing does the same.
             if marks and (total - left + size > most or int(clock) - time >= age_ms):
-                return offset + 1, [*marks, mark]  # mark it too: the trim keeps unarchived frames
+                # Mark this frame too, because the trim keeps it if it is not archived yet.
+                return offset + 1, [*marks, mark]
             if not marks or (
                 marks[-1].bytes - left >= most / _STEPS or marks[-1].time - time >= age_ms / _STEPS
             ):

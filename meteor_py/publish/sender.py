@@ -230,7 +230,7 @@ class Sender:
             self._pause()
         except ServerRefused as error:  # the server refused a command other than publish
             self.window.doubt_sent()
-            self._reason = error  # also for the errors of batches in doubt
+            self._reason = error  # the errors of batches in doubt name it as their cause
             self._refuse(error)
         self._expire()
 
@@ -481,10 +481,11 @@ class Sender:
         return self._stream_epoch != self._known_epoch
 
     def _lost_from(self) -> tuple[bytes | None, int | None]:
-        """Read the stream's epochs.
+        """Read the stream's epochs, and find the first acknowledged offset that was lost.
 
         Returns:
-            The stream's incarnation, and the first acknowledged offset that was lost, or None.
+            The stream's incarnation, and that offset. The offset is None if none was lost, or if
+            the stream is gone.
         """
         fields = ("incarnation", "epochs", "next")
         incarnation, epochs, end = self._connection.call("HMGET", self._keys[1], *fields)

@@ -218,7 +218,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
-    """Return the record at ``offset`` if the entry holds just its value; None for other entries."""
+    """Decode an entry that is one record with only a value; for other entries, return None."""
     chunk = ListChunk(offset, [], None, None, None, [])
     return chunk if _append_bare(chunk, *entry) else None
 

@@ -117,12 +117,12 @@ _registered_in = 0
 
 
 def close_owned(owner: object) -> None:
-    """Close an owner's open objects, then raise the first failure."""
+    """Close an owner's open objects, then raise the first failure, if any."""
     _for_each_kind(lambda kind: kind.close([x for x in kind.objects() if kind.owner(x) is owner]))
 
 
 def close_all(timeout_s: float) -> None:
-    """Close every open object in this process, then raise the first failure.
+    """Close every open object in this process, then raise the first failure, if any.
 
     A signal handler in the main thread may call this at any time. Publishers have most of
     ``timeout_s`` seconds to send their records, and then drop those that remain. Other objects have
@@ -144,7 +144,7 @@ def close_each(
     close: Callable[[_T], object],
     failures: type[BaseException] | tuple[type[BaseException], ...] = Exception,
 ) -> None:
-    """Close objects one after another, then raise the first failure."""
+    """Close objects one after another, then raise the first failure, if any."""
     first: BaseException | None = None
     for opened in objects:
         try:
@@ -156,7 +156,7 @@ def close_each(
 
 
 def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
-    """Call ``work`` for every registry, even if some calls fail; then raise the first failure.
+    """Call ``work`` for every registry, even if some calls fail. Then raise the first failure.
 
     ``KeyboardInterrupt`` and ``SystemExit`` take precedence over errors, so that the program ends
     even if it catches errors.

@@ -44,7 +44,7 @@ TCP_TRIES = 3
 class EmbeddedServer:
     """An open embedded server, returned by ``open_embedded``.
 
-    The server runs until ``close()`` or the end of this process, and longer if it has other users.
+    The server runs until ``close()`` or the end of this process, or longer if it has other users.
     If it exits or is killed, the next ``reach()`` by any user restarts it. A forked child may use
     the server while its parent keeps it open.
     """

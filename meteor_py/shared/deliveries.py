@@ -182,11 +182,14 @@ class Deliveries:
     def settle_batch(
         self, records: Sequence[SharedRecord], settle: Callable[[SharedRecord], None]
     ) -> list[SharedRecord]:
-        """Settle the records that are still held; return the others.
+        """Settle the records that the consumer still holds.
+
+        Returns:
+            The other records, which had already gone back to the group.
 
         Raises:
-            ValueError: A record was already settled, or belongs to another consumer. No record is
-                settled.
+            ValueError: One of the records was already settled, or belongs to another consumer. The
+                call then settles none of them.
         """
         with self.condition:
             others = self._check_batch(records)

@@ -124,7 +124,9 @@ class Fetcher:
         finally:
             try:
                 session.alive_at = now()
-            finally:  # even if a signal handler raises: while polling is true, no lease lapses
+            finally:
+                # Reset polling even if a signal handler raises. If it stayed true, an application
+                # that hangs would keep its lease forever.
                 session.polling = False
 
     def _call_back(self, callback: Callable[[], _T]) -> _T:

@@ -318,8 +318,8 @@ class Subscriber(Closeable):
     def skip_gap(self) -> None:
         """Continue with the first record after the gap that the last poll reported.
 
-        After ``LogTruncated``, continue with the records that the server still has. In a group,
-        start at the confirmed offset that the server now has. Do nothing if there is no gap.
+        After ``LogTruncated``, continue with the records that the server still has or, in a group,
+        from the confirmed offset that it now has. Without a gap, the call does nothing.
         """
         self._check_reader()
         self._fetcher.skip_gap()

@@ -209,7 +209,7 @@ def _has_password(url: str) -> bool:
 
 
 def _check(url: str, password: Password | None, for_sentinels: Password | None) -> None:
-    """Check that the URL may be shown, works in all processes, and fits the passwords.
+    """Check that the URL has no password in it, works in all processes, and fits the options.
 
     Raises:
         ValueError: The URL fails one of these checks.

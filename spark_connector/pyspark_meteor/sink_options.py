@@ -106,7 +106,7 @@ def check_columns(schema: StructType, *, named: bool) -> None:
     if "value" not in names:
         raise ValueError("A record needs a value. Select or cast a column as value.")
     if not named and "stream" not in names:
-        raise ValueError("Name the target stream in the stream option or in a stream column.")
+        raise ValueError("No target stream is set. Set the stream option, or add a stream column.")
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:

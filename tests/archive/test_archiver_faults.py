@@ -232,7 +232,7 @@ def test_publisher_waits_for_an_unreachable_store_and_continues(
             assert late.result(20) == 300
         stored.check(400)
         assert archiver.error is None
-    logged = [record for record in caplog.records if "Cannot archive stream" in record.message]
+    logged = [record for record in caplog.records if "Failed to archive stream" in record.message]
     assert len(logged) == 1  # not once per attempt
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.records.test_frames import BASES, decode_mutants
 
 CASES = 1_000_000
-#: Maximum growth of the process, in MiB, while it decodes broken frames.
+#: Maximum growth of the process's memory, in MiB, while it decodes broken frames.
 GROWTH_MAX_MB = 256
 
 

@@ -47,7 +47,7 @@ class Publishing:
         try:
             self._publisher.close(SETTLE_S)
         except meteor.MeteorError:
-            pass  # the record's ack reports it too
+            pass  # the acks of the affected records report this error too
 
     def _publish(self) -> None:
         count = self._rng.choice((1, 2, 10, self._rng.randint(1, 50)))

@@ -340,7 +340,7 @@ def test_run_continues_when_the_store_is_back(stored: StoredStream) -> None:
         assert "this process is the archiver" in command.line("stderr")
         stored.root.rename(away)
         stored.fill(60)
-        while "Cannot archive stream" not in command.line("stderr"):
+        while "Failed to archive stream" not in command.line("stderr"):
             pass  # line() raises when the command has ended
         away.rename(stored.root)
         while "all records below 60 are archived, 0 waiting" not in command.line("stderr"):

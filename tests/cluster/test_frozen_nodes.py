@@ -91,7 +91,7 @@ def test_pipeline_over_all_nodes_fails_in_time_and_names_a_node_that_does_not_re
         assert through.streams() == sorted(NAMES)
 
 
-def test_describing_a_frozen_cluster_waits_for_one_timeout_and_not_for_one_per_node(
+def test_describing_a_frozen_cluster_takes_one_timeout_instead_of_one_per_node(
     cluster: Cluster, client: meteor.Client
 ) -> None:
     # Three timeouts of 4 s would take longer than outcome() waits.

@@ -197,7 +197,7 @@ def table_rows(text: str) -> list[list[str]]:
 def test_readme_figures_equal_the_benchmark_results() -> None:
     results: dict[str, list[str]] = {}
     for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text()):
-        results.setdefault(row[0], row)  # a few rows have a second comparison
+        results.setdefault(row[0], row)  # of several rows with the same name, keep the first
     speed = README.partition("## Speed")[2].partition("\n## ")[0]
     rows = table_rows(speed)[1:]
     assert len(rows) >= 6

@@ -64,7 +64,7 @@ def test_lost_request_does_not_lose_a_record(
     assert values(stream) == [b"first", b"second"]
 
 
-def test_network_that_fails_repeatedly_does_not_lose_duplicate_or_reorder_records(
+def test_repeated_network_failures_cause_no_loss_duplicates_or_reordering(
     far: meteor.Stream, network: Proxy, stream: meteor.Stream, rng: Random
 ) -> None:
     with far.publisher() as pub:

@@ -1,4 +1,7 @@
-"""The setup scripts work on machines that lack programs. A short PATH simulates such machines."""
+"""The setup scripts install missing programs, or say how to install them.
+
+A PATH with few programs simulates machines that lack the others.
+"""
 
 from __future__ import annotations
 

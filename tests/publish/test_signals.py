@@ -227,9 +227,8 @@ def test_publish_in_another_thread_during_a_signal_handler_keeps_both_records(
     def publish_in_another_thread() -> None:
         thread = threading.Thread(target=publish, args=(b"other",))
         thread.start()
-        while (
-            thread.is_alive()
-        ):  # that thread needs the lock, which flush() releases while it waits
+        # That thread needs the lock, which flush() releases while it waits.
+        while thread.is_alive():
             with pytest.raises(TimeoutError):
                 pub.flush(0.001)
 

@@ -1,4 +1,4 @@
-"""A frame that would unpack to more than the limit is refused before it unpacks.
+"""The decoder refuses a frame that would unpack to more than the limit, without unpacking it.
 
 A bomb can hide in the frame's own compression, in Arrow's compression inside a message, and in
 lengths that MessagePack declares without providing the data. Arrow's compression can be declared in

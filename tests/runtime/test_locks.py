@@ -171,7 +171,7 @@ def test_event_can_be_set_after_a_wait_for_it_was_interrupted(rng: Random) -> No
         eventually(lambda: not unset, 5, "the thread that sets events waits forever")
 
 
-def test_interrupted_run_locked_leaves_nothing_locked(rng: Random) -> None:
+def test_run_locked_releases_the_lock_when_interrupted(rng: Random) -> None:
     lock = threading.RLock()
 
     def other_thread_advances() -> None:

@@ -107,7 +107,7 @@ def test_open_publisher_refuses_keys_that_are_too_long_once_it_has_adopted_the_o
         pub.publish(b"2", headers=long).result(20)  # the reply tells the publisher
         with pytest.raises(ValueError, match="limit is 256 bytes"):
             pub.publish(b"3", headers=long)
-        for records in (2, 1_000):  # lists, and Arrow arrays
+        for records in (2, 1_000):  # a short batch stays a list; a long one becomes Arrow arrays
             with pytest.raises(ValueError, match="limit is 256 bytes"):
                 pub.publish_many([b"3"] * records, headers=[long] * records)
         pub.publish(b"4", headers={"id": b"A"}).result(20)
@@ -211,7 +211,9 @@ def test_frames_staged_before_the_key_was_added_are_indexed_by_consumers(
 def test_stage_that_lost_frames_is_refused(client: meteor.Client) -> None:
     stream = client.stream("s", ordering_key="key")
     stage = Stage(stream._handle, "w.0.0")
-    for number in range(5):  # four frames with index entries have as many fields as five without
+    # Without one of its five frames, the stage has 4 x 5 fields. Five frames without index entries
+    # have as many, 5 x 4. A check of the number of fields alone would therefore miss the loss.
+    for number in range(5):
         stage.write(Columns([b"v"], [b"%d" % number]))
     staged = stage.finish()
     fields = ["0n", "0f", "0p", "0c", "0g"]

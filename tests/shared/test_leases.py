@@ -154,7 +154,7 @@ def test_consumers_that_come_and_go_do_not_prolong_a_dead_consumers_lease(any_ur
     with Queue(any_url, "A", lease_ttl=60.0) as queue:
         dead = queue.consumer()
         assert offsets(dead.poll(5)) == [0]
-        dead._lease_renewer.stop()  # it sends nothing more
+        dead._lease_renewer.stop()  # from now on, the consumer sends nothing
         dead._lease_renewer.join(20)
         found: list[int] = []
         visits = 0

@@ -220,7 +220,7 @@ def test_merged_segments_stay_while_their_replacement_is_young(
 def test_expiry_does_not_remove_superseded_segments_above_the_expired_offset(
     store: ParquetStore, tmp_path: Path
 ) -> None:
-    """A reader may have listed them just before their replacement appeared."""
+    """A reader may have listed the small segments just before the merged one appeared."""
     store.compact(INCARNATION, 40, END, records=1000, size=1 << 30)
     store.delete(INCARNATION, 40)
     assert {name[:41] for name in names(tmp_path)} == {

@@ -401,7 +401,8 @@ def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_dead_letter(
         assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 2"]
         replicated.fail_over()
         assert values_of(proxied.client.stream("dead", create=True)) == []
-        with proxied.stream.publisher() as pub:  # causes another confirm, after record 3's
+        # This record triggers one more confirm, after the one for record 3.
+        with proxied.stream.publisher() as pub:
             pub.publish(b"ok 4").result(10)
         go_on.set()
         eventually(lambda: proxied.stream.group(GROUP).confirmed >= 4, 30)

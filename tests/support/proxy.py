@@ -245,7 +245,7 @@ class Proxy:
             server = socket.create_connection(self._target, timeout=CONNECT_S)
         except OSError:
             self._counters.refused += 1
-            # With a linger time of 0, close() sends a reset instead of an orderly end.
+            # With a linger time of 0, close() sends a reset (RST) instead of a FIN.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
             return

@@ -121,7 +121,7 @@ class Link:
         self.lose_next_request = False
         self.reply_bytes_left: int | None = None
         self._counters = counters
-        self._opaque = plain  # no requests and replies: a replication link, or another protocol
+        self._opaque = plain  # do not parse the bytes: a replication link, or another protocol
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0

@@ -152,11 +152,13 @@ class Requests:
         self.group = group
         self.codec = codec
         lock = threading.RLock()
-        #: Wakes the reply thread, and callers that wait for room.
-        self._state, self._room = SignalSafeCondition(lock), SignalSafeCondition(lock)
-        #: All unfinished messages, by id; the messages that no call has taken yet, and their total
-        #: bytes.
+        #: Wakes the reply thread.
+        self._state = SignalSafeCondition(lock)
+        #: Wakes callers that wait for room.
+        self._room = SignalSafeCondition(lock)
+        #: All unfinished messages, by id.
         self._pending: dict[str, Request] = {}
+        #: The messages that no call has taken yet, and their total size.
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
         self._batch: _Batch | None = None

@@ -4,10 +4,15 @@
 --
 -- KEYS  1 the prefix of the group's keys
 -- ARGV  1 member  2 its session
---       3... for each message: the operation: settle, settle-begun if its deliveries may have been
---       counted, or begin; its entry in the inbox; its id; then, to settle it: ok, failed, expired, or
---       unknown if it cannot be decoded and becomes a dead letter; type of the reply; reply, or the
---       reason; or, to begin it: a token, which is the same in a repeat after a lost reply
+--       3... six arguments for each message:
+--         operation: settle, settle-begun (an earlier begin may have counted its deliveries), or begin
+--         entry in the inbox
+--         message id
+--         settle: the result, which is ok, failed, expired, or unknown (the member cannot decode the
+--           message, which becomes a dead letter). begin: a token; a retry after a lost reply sends the
+--           same one
+--         settle: type of the reply. begin: unused
+--         settle: the reply, or the reason of the failure. begin: unused
 -- Returns {'OK', a result for each message...}, or {'NOGROUP'}  {'FENCED'}: another session now owns the
 --   member and its messages. A result is 0 if the message is not in the inbox. Otherwise, it is 1 if the
 --   message was settled. For begin, it is the delivery count, including this delivery, or -1 if the
