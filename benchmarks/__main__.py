@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run all benchmarks, print a table, write ``benchmarks/RESULTS.md``."""
+"""``python -m benchmarks``: run benchmarks and print a table; a full run writes ``RESULTS*.md``."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Compare meteor_py with redis-py on a private server. A complete run takes "
-        "about 20 minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
+        "about 20 minutes and writes benchmarks/RESULTS.md, or RESULTS-redis.md with --server "
+        "redis. Run nothing else at the same time.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="take fewer measurements, in about a minute"
@@ -164,7 +165,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
     names = options.only or list(FAMILIES)
     if not options.only and not spark.possible():
         names.remove("spark")
-        console.print("Java was not found, so Spark is skipped. `make spark` installs both.")
+        console.print("Java was not found, so Spark is skipped. `make spark` installs Java.")
     rows: list[Row] = []
     # Draw only between measurements: a drawing thread would disturb them.
     with Progress(

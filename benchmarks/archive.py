@@ -30,7 +30,7 @@ from benchmarks.common import (
 from meteor_py.store.storage import LocalStorage
 
 _CAPACITY = 100_000
-#: Distinct records, which are published repeatedly.
+#: Number of distinct values, which are published repeatedly.
 _VALUES = 500_000
 _SAMPLES = 200
 
@@ -112,7 +112,7 @@ def history(bench: Bench) -> list[Row]:
     count = bench.pick(10_000_000, 1_000_000)
     with archived(bench, count) as stream:
         files = stream.store.files()
-        end = stream.store.bounds()[1] - _CAPACITY  # below this, only the store has the records
+        end = stream.store.bounds()[1] - _CAPACITY  # below this offset, only the store has records
         best = bench.best(
             {
                 "cold": lambda: read_cold(stream, end),
@@ -160,7 +160,7 @@ def read_cold(stream: meteor.Stream, end: int) -> float:
 
 
 def read_files(files: list[str], *, use_threads: bool = False) -> float:
-    """Read the files with pyarrow alone, one file at a time."""
+    """Read the files with pyarrow alone, one file at a time; return records per second."""
     start = time.perf_counter()
     found = 0
     for name in files:
@@ -171,7 +171,7 @@ def read_files(files: list[str], *, use_threads: bool = False) -> float:
 
 
 def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:
-    """Return the most files that one read opened, and the median read time in microseconds."""
+    """Return the maximum number of files opened by one read, and the median time in us."""
     rng = random.Random(SEED)
     took: list[float] = []
     opened: list[int] = []

@@ -18,7 +18,7 @@ from benchmarks.common import CALL, RECORD_BYTES, Bench, Row, cut, faster, plain
 
 METEOR = Path(sys.executable).parent / "meteor"
 _STREAM, _PLAIN = "bench", "plain"
-#: Goal for publishing lines, independent of the peer.
+#: Goal for publishing lines, in lines per second. It does not depend on the peer.
 _LINES_PER_S = 300_000
 
 
@@ -88,9 +88,13 @@ def _help(bench: Bench) -> Row:
 
 
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
-    """Return the run time, in seconds, of a process whose input and output are pipes."""
+    """Return the run time, in seconds, of a process that reads ``given`` from a pipe.
+
+    The output of the process is discarded.
+    """
     environment = os.environ | {"METEOR_URL": bench.url}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # use bytecode files, as when installed
+    # Let Python write and use bytecode files, as it does for an installed command.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.perf_counter()
     with subprocess.Popen(["cat", given or os.devnull], stdout=subprocess.PIPE) as source:
         subprocess.run(
@@ -105,7 +109,7 @@ def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
 
 
 def _redis_cli(bench: Bench) -> list[str] | None:
-    """Return the redis-cli command with the server's address; None without redis-cli."""
+    """Return the redis-cli command with the server's address; None if it is not installed."""
     found = shutil.which("redis-cli")
     return None if found is None else [found, "-s", unquote(urlsplit(bench.url).path)]
 

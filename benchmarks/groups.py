@@ -38,7 +38,7 @@ def run(bench: Bench) -> list[Row]:
 def reading(bench: Bench) -> list[Row]:
     """Drain a stream in a group that confirms each batch, and without a group."""
     with filled(bench) as (stream, plain):
-        # Measure redis-py separately: the memory it leaves behind would favour the next case.
+        # Measure redis-py separately: the memory it leaves behind would favor the next case.
         best = bench.best(
             {
                 "grouped": lambda: drain_grouped(stream),

@@ -99,7 +99,7 @@ def one_way(bench: Bench, url: str, name: str, goals: Goals) -> list[Row]:
 
 
 def in_group(bench: Bench, url: str, name: str) -> list[Row]:
-    """Also measure the time until the record is confirmed. Each record has its own confirm."""
+    """Measure the times until a group receives a record, and until that record is confirmed."""
     ours, peer = exchange(bench, url, f"latency in a group, {name}", group_receiver)
     peer_name = "redis-py, XADD to XREADGROUP, XACK"
     what = f"one record to a group, {name}"

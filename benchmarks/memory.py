@@ -26,7 +26,8 @@ from benchmarks.common import (
 #: but holds them as Python objects, which take more. A subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
-#: The size limit for one fetch, and records that would exceed it: many small ones, then large ones.
+#: The library's limit for the size of one fetch, and records that would exceed this limit: many
+#: small ones, then large ones.
 FETCH_MIB = 128
 SMALL, LARGE, LARGE_BYTES = 300, 40, 16 * 1024 * 1024
 
@@ -95,7 +96,10 @@ def fetch(ready: Ready, url: str, read: Any, published: Any) -> tuple[float, flo
 
 
 def publisher(ready: Ready, url: str, total: int, lag_max: int, done: Any) -> tuple[float, float]:
-    """Publish as fast as possible without overrunning the subscriber."""
+    """Publish as fast as possible without overrunning the subscriber.
+
+    Returns how many MiB the peak memory has grown after half of the records, and at the end.
+    """
     calls = cut(values_of(CALL * 10), CALL)
     with connected(url) as client, client.stream("memory").publisher() as pub:
         pub.publish(b"0").result()
@@ -125,7 +129,7 @@ def subscriber(ready: Ready, url: str, total: int, done: Any) -> tuple[float, fl
 def peak_mib() -> float:
     """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss, which starts at the parent's peak
+    if status.exists():  # ru_maxrss would start at the parent's peak
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
     unit = 1024 * 1024 if sys.platform == "darwin" else 1024

@@ -118,7 +118,7 @@ def script_cost(bench: Bench) -> Row:
 
 
 def cpu_us(plain: Any, work: Callable[[], None], count: int, command: str) -> tuple[float, float]:
-    """Return server CPU per record in microseconds: total minus idle, and from commandstats."""
+    """Return server CPU per record in microseconds: total minus idle, and inside the command."""
     idle_start = _cpu_s(plain)
     time.sleep(0.2)
     idle = (_cpu_s(plain) - idle_start) / 0.2

@@ -60,7 +60,7 @@ def fail_over(bench: Bench) -> Row:
 
 
 def killed(lead_it: Any, url: Any) -> float:
-    """Return the seconds from the leading process's death to the other's election."""
+    """Return the seconds from the death of the leading process to the election of the other."""
     first, second = (_CONTEXT.Queue() for _ in range(2))
     leader = _CONTEXT.Process(target=lead_it, args=(url, first), daemon=True)
     heir = _CONTEXT.Process(target=lead_it, args=(url, second), daemon=True)

@@ -11,8 +11,8 @@ import pyarrow as pa
 from benchmarks.common import CALL, PIPELINE, Bench, Row, connected, cut, faster, plain_client
 from benchmarks.common import values_of as make_values
 
-#: A typical ring: it is soon full, so each further frame drops an old one. redis-py's
-#: stream is not trimmed, which is less work.
+#: Capacity of a typical ring. The ring is soon full, so each further frame drops an old one.
+#: redis-py's stream is not trimmed, which is less work.
 CAPACITY = 100_000
 
 

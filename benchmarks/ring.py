@@ -29,7 +29,7 @@ def run(bench: Bench) -> list[Row]:
         for size in (SMALL, LARGE):
             bench.step(f"fill a ring of {size:,}")
             ring = client.stream(f"ring-{size}", capacity=size)
-            # Many small frames, so that the large ring has a large index.
+            # Publish many small frames, so that the large ring has a large index.
             fill(ring, size, frame=bench.pick(250, 1000))
             calls["publish", size] = publishing(stack.enter_context(ring.publisher()))
             calls["seek", size] = seeking(ring, stack.enter_context(ring.subscriber()))

@@ -18,7 +18,7 @@ from meteor_py.shared.deliveries import Deliveries
 
 _CONSUMERS = 4
 _FRAME = 4_096
-#: Number of runs, of which the fastest counts.
+#: Number of runs. The lowest cost counts.
 _RUNS = 5
 
 

@@ -16,7 +16,7 @@ from benchmarks.common import Bench, Row, connected, plain_client, within
 
 _GOAL_MS = 2.0
 _GROUP = "g"
-#: Calls that are not measured: they wait, or belong to the benchmark.
+#: Commands that are not measured, because they wait or belong to the benchmark.
 _OTHERS = (b"XREAD", b"SLOWLOG", b"CONFIG", b"FLUSHALL", b"INFO", b"SCRIPT")
 
 Case = Callable[["Setting", int], None]
@@ -69,7 +69,7 @@ def run(bench: Bench) -> list[Row]:
     }
     rows: list[Row] = []
     for what, case in cases.items():
-        # Other processes only prolong a call, so the shortest of three is closest to the truth.
+        # Other processes can only prolong calls, so the lowest result is closest to the truth.
         best = min(_longest(bench, case, count) for _ in range(bench.pick(3, 1)))
         rows.append(within(f"shared: longest call, {what}", "ms", best, _GOAL_MS))
     return rows

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 _STREAM = "spark"
-#: Distinct records, which are published repeatedly.
+#: Number of distinct values, which are published repeatedly.
 _VALUES = 500_000
 #: Rows per batch of the in-memory peer, as in our source.
 _BATCH = 65_536
 #: Rows per partition, for our source and its peer.
 _PARTITION = 500_000
-#: Seconds between offset changes in a source without rows. Longer than a batch takes.
+#: Seconds between offset changes in a source without rows. A batch takes less time than this.
 _PACE_S = 0.25
 _STUCK_S = 600.0
 
@@ -268,8 +268,8 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
     """Return, for each source, the duration of a trigger that finds nothing and runs no batch.
 
-    The durations are in milliseconds, and means instead of medians, because Spark reports whole
-    milliseconds.
+    The durations are means in milliseconds. Medians would be too coarse, because Spark reports
+    whole milliseconds.
     """
     interval = "spark.sql.streaming.noDataProgressEventInterval"
     spark.conf.set(interval, "0")  # otherwise Spark reports one empty trigger every ten seconds
@@ -310,7 +310,9 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query for ``wanted`` batches after the first three; return the later durations in ms.
+    """Run a query for at least ``wanted`` batches after a warm-up; return their durations in ms.
+
+    The first three batches are the warm-up.
 
     Args:
         move: Called every ``_PACE_S`` seconds to move the source's offset. None if the offset moves
@@ -333,7 +335,7 @@ def batch_times(
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
     """Run a query until enough triggers have found nothing; return their durations in ms."""
     with running(load(), checkpoint) as query:
-        while len(query.recentProgress) < 90:  # Spark keeps the last 100
+        while len(query.recentProgress) < 90:  # Spark keeps only the last 100
             check(query)
             time.sleep(0.2)
         progress = query.recentProgress[10:]

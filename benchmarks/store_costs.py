@@ -50,7 +50,7 @@ def columns(bench: Bench) -> list[Row]:
             for _ in range(_RECORDS // 200):
                 pub.publish_many([os.urandom(_VALUE) for _ in range(200)]).result()
         stream.store.flush(120)
-        end = stream.store.bounds()[1] - 100  # below this, only the store has the records
+        end = stream.store.bounds()[1] - 100  # below this offset, only the store has records
         for names in (ARROW_SCHEMA.names, ["offset", "timestamp"], ["offset"]):
             before = bytes_read()
             assert read(stream, end, names) == end
@@ -89,7 +89,7 @@ def many_segments(bench: Bench, count: int) -> list[Row]:
         bench.step("use the segments")
         offsets = [end * task // _TASKS for task in range(1, _TASKS)]
 
-        def opened() -> Any:  # as a new process sees it
+        def opened() -> Any:  # like a new process, a new object has cached nothing
             return m.stream("many", create=False)
 
         def append() -> None:

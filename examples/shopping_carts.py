@@ -51,7 +51,7 @@ def main() -> None:
     seen_by: defaultdict[str, set[int]] = defaultdict(set)
 
     def handle(consumer: int, record: meteor.SharedRecord) -> None:
-        time.sleep(random.random() / 500)  # some changes take longer
+        time.sleep(random.random() / 500)  # some changes take longer than others
         cart = record.ordering_key.decode()
         apply(carts[cart], record.value)
         seen_by[cart].add(consumer)

@@ -4,7 +4,7 @@
 
 Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, as a long
 pause of a virtual machine would. The other is elected in a higher term and continues the counter.
-Then the first process wakes up in the middle of a write. It knows at once, without a request, that
+Then the first process wakes up in the middle of its work. It knows at once, without a request, that
 its term is over, and its write is refused. Even if the write had already been sent, the server
 would refuse it, because the write carries its term number. Finally SIGKILL ends the current
 leader, and the first process leads again.

@@ -85,7 +85,8 @@ def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
     When the signal arrives, publishers send their pending records, subscribers send their last
     confirms, and all leases and memberships are released. Then the previously installed handler is
     called. If it returns, or if there was none, the signal ends the process (in a shell, with
-    status 143 for SIGTERM). A second signal ends the process at once.
+    status 143 for SIGTERM). A second signal, unless it follows within 0.1 seconds, ends the process
+    at once.
 
     The interrupted code does not continue, and neither ``finally`` blocks nor ``atexit`` functions
     run. To run them, first install a handler that calls ``sys.exit()``.
@@ -149,7 +150,7 @@ class Client(Closeable):
                 ``s3://bucket/prefix`` or another address, or a ``RingbufferStore``. The ring then
                 drops a record only after it is in the store.
             archive: With a store, whether to run an archiver in the background until the client is
-                closed. If false, another process must archive.
+                closed. If false, run ``Stream.archiver()`` here or in another process.
             resume: With a store, if the stream does not exist, continue the stream archived there,
                 with its groups (not shared groups) and transactions, instead of starting at 0.
             create: If true, create the stream now if it does not exist. Use this in consumers that
@@ -225,7 +226,7 @@ class Client(Closeable):
 
     @property
     def redis(self) -> redis.Redis:
-        """A redis-py client for the same server, for your own commands. It does not retry them.
+        """A redis-py client for the same server, for your own commands. It retries no command.
 
         On a cluster it is a ``redis.RedisCluster``, which still follows redirects. Do not close it:
         ``Client.close`` does that, and a closed ``RedisCluster`` cannot be used again.
@@ -241,7 +242,7 @@ class Client(Closeable):
         return describe_all(self._connector)
 
     def load_scripts(self) -> None:
-        """Load all Lua scripts, for users whose ACL forbids loading them (docs/acl.md).
+        """Load all Lua scripts on behalf of users whose ACL forbids loading them (docs/acl.md).
 
         On a cluster, every primary loads them. Load them again after a failover.
         """

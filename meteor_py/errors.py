@@ -10,7 +10,7 @@
     ├── StreamError                 .stream
     │   ├── StreamNotFound          .similar: no stream has that name
     │   ├── StreamConfigMismatch    .setting .changeable: the stream has different settings
-    │   ├── CorruptStream           the log holds an entry that no publisher wrote
+    │   ├── CorruptStream           another program wrote to the stream's keys
     │   ├── StreamFull              publishing waits for the archiver                   retriable
     │   ├── StoreUnavailable        the store cannot be read or written                 retriable
     │   ├── StoreMismatch           .missing: not this stream's store
@@ -26,19 +26,19 @@
     │       └── NotGrouped          only a subscriber in a group can do this
     ├── PublishError                .stream
     │   ├── RecordTooLarge          the record exceeds the size limit; also a ValueError
-    │   ├── PublisherFull           max_pending_bytes are unacknowledged                retriable
+    │   ├── PublisherFull           unacknowledged records fill max_pending_bytes       retriable
     │   ├── PublisherClosed         not sent: the publisher was closed
-    │   ├── OutcomeUnknown          the publish or confirm may have taken effect
+    │   ├── OutcomeUnknown          the publish, confirm or settlement may have taken effect
     │   └── NotReplicated           in the log, but not on enough replicas in time
     ├── PeerError                   .group: the peer group
     │   ├── PeerGroupNotFound       no peer group has that name, or it was deleted
     │   ├── PeerGroupActive         .alive: the group has live members
     │   ├── MemberTaken             another member has that name
-    │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
+    │   ├── MembershipLost          expelled, removed, or replaced under the same name
     │   ├── StaleTerm               no longer the leader of that term
     │   ├── NoLeader                the group currently has no leader                   retriable
     │   ├── ClockTooUncertain       the group's time is not known precisely enough      retriable
-    │   ├── ActionRefused           too late to vote on it, or it was already decided
+    │   ├── ActionRefused           too late to vote, or the action is already pending
     │   └── MessageFailed           .member
     │       ├── MemberUnknown       no such member, or the group is empty
     │       ├── MemberLeft          the member left before it replied
@@ -46,12 +46,12 @@
     │       ├── NoHandler           .queue: no receiver has a handler for the queue
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           the member's inbox is at its limit                  retriable
-    │       └── PartialFailure      .values .failed: some targets did not accept the message
+    │       └── PartialFailure      .values .failed: the message failed for some targets
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: dropped by the ring and not in a store
         ├── CorruptSegment          .first .last: damaged in the store
         ├── LogTruncated            .first .last: the server lost acknowledged records
-        ├── CorruptFrame            .first .last: bytes that are not a frame
+        ├── CorruptFrame            .first .last: the frame is damaged
         ├── UnsupportedFrame        .first .last: written by a newer version
         ├── DecodeError             .record: the codec could not decode a value
         └── InvalidInitialOffset    an ungrouped subscriber needs a place to start
@@ -120,7 +120,7 @@ class ConnectionFailed(MeteorError):
 
 
 class ServerRefused(MeteorError):
-    """The server replied with an error that repeating the command will not fix.
+    """The server replied with an error. A retry can help only after ``OutOfMemory``.
 
     ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if meteor_py, not
     the server, refused the operation.
@@ -136,7 +136,7 @@ class AccessDenied(ServerRefused):
 
 
 class OutOfMemory(ServerRefused):
-    """The server has reached ``maxmemory`` and accepts no new records."""
+    """The server has reached ``maxmemory`` and refuses commands that need memory."""
 
     retriable = True
 
@@ -196,7 +196,10 @@ class StreamConfigMismatch(StreamError):
 
 
 class CorruptStream(StreamError):
-    """The log holds an entry that no meteor_py publisher wrote."""
+    """The stream's keys hold data that meteor_py did not write, such as a foreign log entry.
+
+    Also raised if a newer version of meteor_py wrote the stream in another layout.
+    """
 
 
 class StreamFull(StreamError):
@@ -206,7 +209,10 @@ class StreamFull(StreamError):
 
 
 class StoreUnavailable(StreamError):
-    """The store could not be read or written: no connection, no space, or no permission."""
+    """The store could not be read or written: no connection, no space, or no permission.
+
+    Also raised if the archiver does not finish in time, for example during ``store.flush()``.
+    """
 
     retriable = True
 
@@ -275,9 +281,9 @@ class GroupConfigMismatch(GroupError):
 class Fenced(GroupError):
     """Records of a shared group, listed in ``offsets``, no longer belong to this consumer.
 
-    The consumer's lease expired or it left the group, unless this is a ``Rewound`` or an
-    ``AckTimeout``. The records have been, or will be, delivered again. Settling them here was
-    refused and changed nothing.
+    The consumer's lease expired, the consumer left the group, or the server failed over and lost
+    the delivery, unless this is a ``Rewound`` or an ``AckTimeout``. The records have been, or will
+    be, delivered again. Settling them here was refused and changed nothing.
     """
 
     def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
@@ -330,7 +336,7 @@ class RecordTooLarge(PublishError, ValueError):
 
 
 class PublisherFull(PublishError):
-    """``max_pending_bytes`` are unacknowledged, so this record was not accepted."""
+    """Unacknowledged records fill ``max_pending_bytes``, so this record was not accepted."""
 
     retriable = True
 
@@ -345,7 +351,8 @@ class OutcomeUnknown(PublishError):
     The record may be in the log. Publishing it again may append it twice.
 
     A confirm raises this error if its reply was lost, the member then lost its lease, and the
-    server no longer remembers the term. The group may or may not deliver the records again.
+    server no longer remembers the term. Settling a record of a shared group raises it for a similar
+    reason. In both cases, the group may or may not deliver the records again.
     """
 
 
@@ -377,7 +384,7 @@ class PeerGroupNotFound(PeerError):
 
 
 class PeerGroupActive(PeerError):
-    """The group cannot be deleted: other processes have ``alive`` live members in it."""
+    """The group cannot be deleted: it has ``alive`` live members that joined elsewhere."""
 
     def __init__(self, problem: str, *, group: str, alive: int) -> None:
         super().__init__(problem, group=group)
@@ -389,7 +396,7 @@ class MemberTaken(PeerError):
 
 
 class MembershipLost(PeerError):
-    """The member was expelled or removed, or another process has taken over its name."""
+    """The member was expelled or removed, or another session has taken over its name."""
 
 
 class StaleTerm(PeerError):
@@ -409,7 +416,7 @@ class ClockTooUncertain(PeerError):
 
 
 class ActionRefused(PeerError):
-    """Not enough time is left for a vote, or the same action was already decided."""
+    """Not enough time is left for a vote on the action, or the same action is already pending."""
 
 
 class MessageFailed(PeerError):
@@ -433,7 +440,10 @@ class HandlerFailed(MessageFailed):
 
 
 class NoHandler(MessageFailed):
-    """No receiver handles the queue ``queue``, or ``member`` does not. The message was not sent."""
+    """No receiver handles the queue ``queue``, so the message was not sent.
+
+    If ``member`` is set, this applies only to that receiver.
+    """
 
     def __init__(self, message: str, *, group: str, member: str | None = None, queue: str) -> None:
         super().__init__(message, group=group, member=member)

@@ -219,8 +219,8 @@ class Stream:
         """Open a consumer in a shared group. Close it when done, or use a ``with`` block.
 
         The consumers work in parallel. Records with the same ordering key are processed in order,
-        by one consumer at a time. The first consumer chooses the group's settings, ``max_per_key``
-        to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` describes the other settings.
+        by one consumer at a time. The first consumer chooses the group's settings, from
+        ``max_per_key`` to ``keyless`` (see ``SharedConfig``). ``ConsumerConfig`` has the others.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
@@ -283,7 +283,8 @@ class Stream:
             stop: An offset, exclusive. None, or an offset beyond the end, means the current end.
 
         Raises:
-            ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
+            ValueError: An offset is negative, ``start`` is beyond the end, or the datetime has no
+                time zone.
             RecordsLost: Some records are neither in the ring nor in the store.
             CorruptSegment: Some records are damaged in the store.
             StoreUnavailable: The store cannot be read at the moment.
@@ -318,6 +319,7 @@ class Stream:
             StreamNotFound: The stream was deleted.
             LogTruncated: The stream was deleted and recreated.
             CorruptStream: The log holds an entry that is not a frame.
+            StoreMismatch, StoreUnavailable: See ``store``.
         """
         return self._handle.offset_at(time)
 
@@ -358,6 +360,7 @@ class Stream:
 
         Raises:
             GroupActive: A member holds the lease, and ``force`` is false.
+            GroupConfigMismatch: The group is a shared group.
             ValueError: The offset is negative or beyond the end, or the datetime has no time zone.
         """
         keys.check_name(group, "group")
@@ -384,7 +387,7 @@ class Stream:
             delete_group(self._handle, group, force=force)
 
     def describe(self) -> Description:
-        """Describe the stream: bounds, size, settings, groups.
+        """Describe the stream: its bounds, size, settings and groups.
 
         Raises:
             StreamNotFound: The stream was deleted.
@@ -483,7 +486,8 @@ class Stream:
         """The archived part of the stream, with methods to list, verify, compact and expire it.
 
         Raises:
-            StoreMismatch: The stream has no store, or the store is not at its address.
+            StoreMismatch: The stream has no store, its address is unknown, or another store is at
+                that address.
             StoreUnavailable: The store cannot be reached.
         """
         return Archive(self._handle, self.groups)

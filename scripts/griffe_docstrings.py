@@ -1,4 +1,4 @@
-"""A Griffe extension for the documentation site: docstrings as Markdown, and all fields.
+"""A Griffe extension for the site: converts docstrings to Markdown, and shows all public fields.
 
 Docstrings are written for the terminal: examples start with ``>>>``, and a few names are Sphinx
 roles. Markdown would show the examples as quotations, and the roles with their colons. The site
@@ -18,7 +18,7 @@ _FLAG = re.compile(r" *# doctest: .*")
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Turns doctests into code blocks and roles into code; shows undocumented fields."""
+    """Turns doctests into code blocks and roles into code; shows undocumented public fields."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         public = not attr.name.startswith("_") and attr.annotation is not None

@@ -26,7 +26,7 @@ class PyPIReadme(MetadataHookInterface):
 
 
 def absolute(text: str, repository: str) -> str:
-    """Make relative links point to ``repository``. If it is empty, keep only their labels."""
+    """Make relative links point to ``repository``. If it is empty, keep labels and omit images."""
 
     def replace(link: re.Match[str]) -> str:
         picture, label, target = link.groups()

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SEED = "METEOR_SEED"
-#: Set to "redis" or "valkey" to run tests that use the shared server on a three-node cluster.
+#: Environment variable that replaces the shared server with a three-node cluster. It names the
+#: kind of server: "redis" or "valkey".
 CLUSTER = "METEOR_TEST_CLUSTER"
 THREAD_GRACE_S = 2.0
 

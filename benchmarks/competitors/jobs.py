@@ -191,7 +191,7 @@ def open_loop(rate: int, size: int) -> Callable[[System, int], Figures]:
     def job(system: System, count: int) -> Figures:
         sending = (send_on_schedule, (system, count, rate, size))
         _, delays = at_once(sending, (receive, (system, count)))
-        return _spread(delays[count // 10 :])  # the first tenth warms up
+        return _spread(delays[count // 10 :])  # the first tenth is a warm-up
 
     return job
 

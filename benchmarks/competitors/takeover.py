@@ -97,7 +97,7 @@ def _kafka_member(system: Kafka, protocol: str, last: Any, closing: Any) -> None
         "auto.offset.reset": "earliest",
         "enable.auto.commit": True,
     }
-    if protocol == "classic":  # otherwise the broker sets these
+    if protocol == "classic":  # with the consumer protocol, the broker has these settings
         detection = {"session.timeout.ms": int(DETECTION_S * 1000), "heartbeat.interval.ms": 600}
         settings |= detection
     consumer = Consumer(settings)

@@ -1,4 +1,4 @@
-"""Command classes: global options in any position, examples in the help, hints for typos."""
+"""Command classes: global options in any position, examples in the help, hints for wrong names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Command(click.Command):
     """A command whose help ends with an example.
 
     Args:
-        example: Shell lines.
+        example: Shell commands, one per line.
         more: Further help sections, by title. They are printed verbatim.
     """
 
@@ -67,7 +67,8 @@ class Command(click.Command):
     ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
-        own = {option.name for option in self.params}  # for example, `peers ask` has a --timeout
+        # A command's own option replaces the global one: `peers ask` has its own --timeout.
+        own = {option.name for option in self.params}
         common = (name for name in ("url", "timeout", "debug") if name not in own)
         self._others = ", ".join(f"--{name}" for name in common)
         self.params += [each for each in common_options(hidden=True) if each.name not in own]
@@ -112,7 +113,7 @@ class CommandGroup(Command, Group):
     """A command that also has subcommands."""
 
 
-#: Names from other tools that a user may type instead, by command.
+#: For each command, the names from other tools that a user may type instead.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",

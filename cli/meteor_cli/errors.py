@@ -37,7 +37,7 @@ def explain(error: Exception) -> str:
             )
         case meteor_py.LogTruncated() | meteor_py.RecordsLost() | meteor_py.CorruptSegment():
             return _explain_loss(error)
-        case OSError() if error.strerror and not error.filename:  # such as a full disk
+        case OSError() if error.strerror and not error.filename:  # for example, the disk is full
             return f"{error.strerror}."
         case meteor_py.PeerGroupActive():
             return (

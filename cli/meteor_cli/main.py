@@ -24,8 +24,8 @@ from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
 #: Commands in help order, with their summaries. Each is in the module ``commands.<name>``, which is
-#: imported on demand: a command does not import the modules of other commands, and the help imports
-#: none.
+#: imported on demand: a command imports only the modules that it needs, and `meteor --help` imports
+#: none of them.
 COMMANDS = {
     "demo": "Take a tour of the features, with live measurements.",
     "server": "Run a server until Ctrl-C, or describe one.",
@@ -95,7 +95,7 @@ meteor.params[:0] = common_options(hidden=False)
 
 
 def main() -> None:
-    """Run the command and print errors and warnings as one line each on stderr."""
+    """Run the command, print errors and warnings on stderr, and exit with the command's status."""
     _open_standard_files()
     session = Session()
     # Python's default would also print a line of source code.
@@ -103,7 +103,7 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_LogLine(session))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    # Commands print their own messages instead of the library's log. -v also shows the log.
+    # Commands print their own messages. Of the library's log, show only errors; -v shows more.
     logging.getLogger("meteor_py").setLevel(logging.ERROR)
     sys.unraisablehook = repeat_lost_signal
     signal.signal(signal.SIGTERM, _terminate)

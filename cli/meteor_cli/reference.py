@@ -42,7 +42,7 @@ Results go to stdout, everything else to stderr. `--debug` shows an error's trac
 | variable | meaning |
 |---|---|
 | `METEOR_URL` | the server, unless you pass `--url` |
-| `XDG_STATE_HOME` | parent of your personal server's directory `meteor` (`~/.local/state`) |
+| `XDG_STATE_HOME` | parent of your personal server's directory `meteor`; default `~/.local/state` |
 | `TZ` | the time zone of times in the output, and of times that you write without a zone |
 | `NO_COLOR` | if set, the output has no colors |
 """

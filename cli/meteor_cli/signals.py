@@ -13,7 +13,7 @@ from types import FrameType
 
 #: Seconds after Ctrl-C during which another Ctrl-C is ignored, so that cleanup can finish.
 _CLEANING_S = 3.0
-#: Seconds after which to repeat a signal that arrived at a bad moment.
+#: Seconds after which to repeat a signal that arrived in code that must not be interrupted.
 _AGAIN_S = 0.01
 
 
@@ -59,9 +59,9 @@ def _is_fragile(frame: FrameType | None) -> bool:
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
     """Send a signal again if its KeyboardInterrupt or SystemExit was lost.
 
-    For ``sys.unraisablehook``. A signal may arrive while a finalizer or a weak reference callback
-    is running. No caller gets an exception from such code: Python would only print a traceback, and
-    the command would never end.
+    To be installed as ``sys.unraisablehook``. A signal may arrive while a finalizer or a weak
+    reference callback is running. No caller gets an exception from such code: Python would only
+    print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)

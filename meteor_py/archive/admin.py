@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Default limits for a compacted segment, in records and in bytes.
+#: Default limits for a file that ``compact`` writes, in records and in bytes.
 COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
-#: Number of attempts to list the files before reporting an inconsistency.
+#: Number of attempts to list the files. The store may change during an attempt, which then fails.
 _ATTEMPTS = 5
 
 
@@ -44,7 +44,7 @@ class Archive:
     ) -> None:
         self._stream = stream
         self._list_groups = list_groups
-        #: The store itself.
+        #: The ``RingbufferStore`` that holds the archive.
         self.backend = stream.find_store()
         stream.check_store()
 
@@ -53,7 +53,7 @@ class Archive:
 
     @property
     def uri(self) -> str | None:
-        """The store's address, with secrets masked."""
+        """The store's address, without secrets; None if it has no address for other processes."""
         return self.backend.uri
 
     def bounds(self) -> tuple[int, int]:
@@ -67,7 +67,8 @@ class Archive:
         paths, which pyarrow, Spark, DuckDB and Polars read directly. An object store returns URIs,
         such as ``s3://bucket/key``. Spark, DuckDB and Polars can read these URIs once they are
         configured for that object store. For pyarrow, use ``dataset()``, or ``paths()`` with
-        ``filesystem``.
+        ``filesystem``. A ``ParquetStore`` that was created with ``filesystem=`` returns paths in
+        that filesystem.
 
         Raises:
             StoreUnavailable: The store cannot be reached, or a file still holds superseded or
@@ -136,11 +137,11 @@ class Archive:
             TypeError: The store is not file-based.
         """
         found = self._parquet("segments()").segments(self._stream.incarnation, *self.bounds())
-        self._stream.check_store()  # an unmounted disk would look like an empty store
+        self._stream.check_store()  # otherwise, an unmounted disk would look like an empty store
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Make the stream's archiver archive all records now, and wait until it has done so.
+        """Make the archiver archive all existing records now, and wait until it has done so.
 
         Returns:
             The offset after the last archived record.
@@ -180,7 +181,7 @@ class Archive:
             progress: Called with the number of records examined so far, and the total.
 
         Returns:
-            The reduction in the number of files.
+            The reduction in the number of files, once the small files have been removed.
 
         Raises:
             StoreUnavailable: The store cannot be read or written to at the moment.
@@ -224,6 +225,7 @@ class Archive:
         Raises:
             StoreUnavailable: The store cannot be read or written to at the moment.
             TypeError: ``max_bytes`` was passed, but the store is not file-based.
+            ValueError: ``before`` has no time zone, or an argument is out of range.
         """
         stream, store = self._stream, self.backend
         groups = [] if force else self._list_groups()

@@ -60,7 +60,8 @@ _log = logging.getLogger(__name__)
 #: Maximum number of records per ``advance_archived`` call. The call may trim that many entries, and
 #: the server serves no other client until the call is done.
 _ADVANCE_RECORDS_MAX = 10_000
-#: Seconds between two checks of the stream's settings while records are gathered.
+#: Minimum seconds between two checks of the stream's settings. Once records have been gathered, a
+#: fetch waits no longer than this, so that the next check is not late.
 _REFRESH_S = 0.2
 #: Seconds between two checks of the server's memory, and the fraction of ``maxmemory`` at which
 #: memory counts as short.
@@ -68,8 +69,8 @@ _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two cleanups of the store.
 _TIDY_S = 600.0
-#: Seconds after a commit, or after the start of the term, during which the archiver relies on the
-#: set of live segments that it knows, because no other archiver can have changed it.
+#: Seconds after a commit, or after the start of the term, during which the archiver may remove or
+#: merge segments. Later, what it knows about ``archived`` may be out of date.
 _CERTAIN_S = 60.0
 #: Maximum number of snapshots to take for a segment if each contains a partial transaction, and the
 #: seconds to wait for more of the transaction before the next snapshot.
@@ -79,13 +80,13 @@ _REST_S = 0.05
 #: segment's maximum records divided by ``_NEAR``.
 _ALIGN_FETCHES = 8
 _NEAR = 4
-#: Commits between two searches for small segments to merge.
+#: After a search that found no small segments to merge, search again after this many commits.
 _MERGE_COMMITS = 8
 #: Minimum size in bytes of a segment for which a second thread gathers records during the append,
 #: and the seconds that the thread pauses if there are no records.
 _OVERLAP_BYTES = 1024 * 1024
 _NO_RECORDS_S = 0.05
-#: Errors that mean that a record cannot be archived.
+#: Errors which show that the next record cannot be read, and therefore cannot be archived.
 _UNREADABLE = (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost)
 #: Minimum seconds between two checks of an idle stream's state.
 _IDLE_S = 1.0
@@ -123,7 +124,7 @@ class ArchiveTerm:
         self._config = config
         self._session = session
         self._term = term
-        #: Decides which records the archiver deletes from the store. With None, it deletes nothing.
+        #: Deletes expired records from the store. With None, no records expire.
         self.retain_policy: RetainPolicy | None = None
         #: Number of records that were gathered but are not archived yet.
         self.records = 0
@@ -135,9 +136,11 @@ class ArchiveTerm:
         self._identity = ""
         self._flush = 0
         self._memory_is_short = False
-        # The store, if it can keep the stream's state and the ACL lets this user read the state.
+        # The store, if it can keep the stream's state and the ACL lets this user read the state;
+        # otherwise None.
         self._states = store if isinstance(store, StatefulStore) else None
-        # By their ends: the last one that ends by ``archived``, if known, and all later ones.
+        # Sorted by ``end``: the last snapshot at or below ``archived``, if known, and all later
+        # snapshots.
         self._snapshots: list[StreamState] = []
         self._saved: list[StreamState] = []
         self._until_merge = 0  # commits until the next search for small segments
@@ -156,7 +159,7 @@ class ArchiveTerm:
         self._session.alive_at = now()
         self._refresh()
         self._enforce_retain()
-        # During the last commit, the second thread may have gathered enough records already.
+        # The second thread may already have gathered enough records during the last commit.
         if not (self.records and self._is_enough()):
             self._fetch()
         if self.records and self._is_enough():
@@ -209,7 +212,7 @@ class ArchiveTerm:
         self._certain_at = now()
         history = call("HGET", meta, "history")
         if history is not None and self._connection.history not in ("", history.decode()):
-            # The last write was in another replication history, so begin a new epoch first.
+            # The stream was last written in another replication history. Begin a new epoch first.
             begin_epoch(self._connection, stream.name, stream.incarnation, history.decode())
         reply = call("HMGET", meta, "incarnation", "epoch", "next", "archived", "store")
         reply_errors.check_incarnation(stream.name, stream.incarnation, reply[0])
@@ -287,7 +290,7 @@ class ArchiveTerm:
             self._memory_is_short = self._is_memory_short()
 
     def _enforce_retain(self) -> None:
-        """Delete expired records, unless another archiver may have taken over the store."""
+        """Delete expired records, unless a later archiver has already appended to the store."""
         policy = self.retain_policy
         if policy is None or not policy.is_due():
             return
@@ -352,10 +355,10 @@ class ArchiveTerm:
             yield
         finally:
             stop.set()
-            thread.join()  # it ends after its current fetch, which has a timeout
+            thread.join()  # the thread ends after its current fetch, which has a timeout
 
     def _gather_until(self, stop: threading.Event) -> None:
-        """Gather up to one more segment of records. Stop early if ``stop`` is set."""
+        """Gather up to one more segment of records. Stop early once ``stop`` is set."""
         records = self.records + self._config.segment_records
         size = self._bytes + self._config.segment_bytes
         try:
@@ -366,7 +369,7 @@ class ArchiveTerm:
                 if self.records == before:
                     stop.wait(_NO_RECORDS_S)
         except (MeteorError, OwnerChanged):
-            pass  # the next commit or fetch reports it
+            pass  # the next commit or fetch raises the error
 
     def _check_store(self) -> None:
         """Raise if the store now belongs to another stream or server, or the epoch has changed."""
@@ -387,8 +390,8 @@ class ArchiveTerm:
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
         # Send the epoch in which this term began: the segments' term numbers contain it, and the
-        # log reader may have seen a later epoch. Never retry: a late copy could arrive in a new
-        # epoch.
+        # log reader may have seen a later epoch. Never retry: a delayed copy of the request could
+        # arrive in a new epoch.
         reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
@@ -416,7 +419,7 @@ class ArchiveTerm:
         return max(self._config.segment_age, _IDLE_S)
 
     def _find_last_snapshot(self) -> None:
-        """Find the previous term's snapshot, which this term's state files must also contain."""
+        """Find the last snapshot of earlier terms: this term's state files must also contain it."""
         if self._states is not None:
             incarnation = self._stream.incarnation
             saved, epochs = self._states.load_states(incarnation), self._store.epochs(incarnation)
@@ -448,7 +451,7 @@ class ArchiveTerm:
             return
         for attempt in range(_SNAPSHOTS):
             if self._snapshots and self._snapshots[-1].end > self._position:
-                return  # too far: a later segment will reach this snapshot
+                return  # the last snapshot was too far ahead: a later segment will reach it
             snapshot = self._take_snapshot()
             if snapshot is None:
                 return
@@ -466,7 +469,7 @@ class ArchiveTerm:
                 return
 
     def _try_gather(self, block_s: float, records: int) -> bool:
-        """Gather more records. Return False if the next is unreadable; ``step`` will report it."""
+        """Gather more records; return False if the next one is unreadable. ``step`` reports it."""
         assert self._log is not None, "closed"
         try:
             self._gather(self._log.fetch(self._position, block_s, records=records))
@@ -475,9 +478,10 @@ class ArchiveTerm:
         return True
 
     def _segment_end(self) -> int:
-        """Return where the segment ends: at a snapshot's end if the gathered records reach one.
+        """Return the offset at which the segment ends.
 
-        Prefer a snapshot without a partial transaction.
+        This is the end of the last snapshot that the gathered records reach, preferably of one
+        without a partial transaction. Without such a snapshot, the segment has all of the records.
         """
         reached = [x for x in self._snapshots if self._archived < x.end <= self._position]
         whole = [snapshot for snapshot in reached if snapshot.is_whole]
@@ -496,7 +500,7 @@ class ArchiveTerm:
         self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
 
     def _save_idle_state(self) -> None:
-        """Save a changed state (as after a confirm), provided that all records are archived."""
+        """If all records are archived, save the state if it has changed, as after a confirm."""
         self._idle_at = time.monotonic() + self._idle_s
         snapshot = None if self._states is None else self._take_snapshot()
         if snapshot is None or snapshot.end != self._archived:

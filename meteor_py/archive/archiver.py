@@ -97,7 +97,7 @@ class Archiver(Closeable):
         self._thread: JoinableThread | None = None
         self._session: GroupSession | None = None
         self._archive_term: ArchiveTerm | None = None
-        self._above = 0  # the highest term in the store
+        self._above = 0  # the highest term known to be in the store; the next must be higher
         self._failures = 0  # consecutive failures
         self._retain_policy = RetainPolicy(handle, store, stream.groups)
         self._pid = os.getpid()
@@ -117,7 +117,7 @@ class Archiver(Closeable):
         self._work()
 
     def _begin(self) -> None:
-        """Mark the archiver as started, and replace the one that the client runs."""
+        """Mark the archiver as started. If the user started it, stop the client's own archiver."""
         with self._condition:
             if self._state is not _State.NEW:
                 raise MeteorError(
@@ -140,7 +140,8 @@ class Archiver(Closeable):
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._enter(_State.STOPPING)  # a reopened stream then gets a new archiver
+                        # Stop being alive, so that reopening the stream starts a new archiver.
+                        self._enter(_State.STOPPING)
                         raise
                     self._note(error)
                     self._leave()
@@ -192,11 +193,14 @@ class Archiver(Closeable):
             raise failure
 
     def save(self, timeout: float = 10.0) -> None:
-        """Archive all records if the server will end with its client. Warn if that fails."""
+        """If the server is private, and so ends with its client, archive all records.
+
+        Log a warning if that fails.
+        """
         if not self._handle.connector.is_private or self._state >= _State.STOPPING:
             return
         try:
-            self._handle.check_store()  # without a store, the flush would only time out
+            self._handle.check_store()  # if the store is gone, the flush would only time out
             flush(self._handle, timeout)
         except (MeteorError, ValueError) as error:
             _log.warning(
@@ -265,7 +269,7 @@ class Archiver(Closeable):
             return
         try:
             archive_term = ArchiveTerm(self._handle, self._store, self.config, session, term)
-        except TermTooLow as error:  # the server has lost terms: ask for a higher one next time
+        except TermTooLow as error:  # the server has lost terms: next time, ask for a higher term
             self._above = error.term
             self._leave()
             return
@@ -275,15 +279,16 @@ class Archiver(Closeable):
             try:
                 self._archive(archive_term, session, term)
             except MeteorError:
+                # While stopping, ignore the error: stop() has interrupted a wait.
                 if self._state < _State.STOPPING:
-                    raise  # otherwise stop() has interrupted a wait
+                    raise
             if self._state >= _State.STOPPING:
                 archive_term.finish()
         finally:
             self._archive_term = None
             archive_term.close()
-            # Give up the term as well: another ArchiveTerm in the same term might append the same
-            # offsets differently.
+            # Give up the lease, which ends the term: another ArchiveTerm in the same term might
+            # append the same offsets differently.
             self._leave()
 
     def _archive(self, archive_term: ArchiveTerm, session: GroupSession, term: Term) -> None:
@@ -313,7 +318,7 @@ class Archiver(Closeable):
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
-        """Store and log a failure, but log only one ``MeteorError`` until archiving works again."""
+        """Store and log a failure. Do not log a ``MeteorError`` that follows another failure."""
         if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver for stream %r has taken over.", self.stream.name)
             return
@@ -332,7 +337,7 @@ class Archiver(Closeable):
 
 #: Archivers that clients started automatically, by connector and stream.
 _running: dict[tuple[int, str], Archiver] = {}
-_lock = threading.RLock()  # reentrant: a signal handler may close the client while we hold it
+_lock = threading.RLock()  # reentrant: a signal handler may close the client while it is held
 
 
 def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore) -> None:
@@ -349,7 +354,7 @@ def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore)
 
 
 def stop_archiver(handle: StreamHandle) -> None:
-    """Close the archiver that the client started automatically, if any."""
+    """Close the archiver that the client started automatically for this stream, if any."""
     with _lock:
         found = _running.pop((id(handle.connector), handle.name), None)
     if found is not None:
@@ -357,7 +362,7 @@ def stop_archiver(handle: StreamHandle) -> None:
 
 
 def flush(stream: StreamHandle, timeout_s: float) -> int:
-    """Ask the stream's archiver, in any process, to archive all records now. Wait until it has.
+    """Make the stream's archiver, in any process, archive all existing records, and wait for it.
 
     Returns:
         The end of the archived records.
@@ -417,7 +422,7 @@ def _close_one(archiver: Archiver) -> None:
 
 
 def _at_exit(archivers: Sequence[Archiver]) -> None:
-    """Close the archivers, so that others need not wait for their leases to expire."""
+    """Close the archivers, so that other processes need not wait for their leases to expire."""
     for archiver in archivers:
         try:
             archiver.save(5.0)

@@ -18,7 +18,8 @@ from meteor_py.records.config import (
 class ArchiverConfig:
     """An archiver's settings.
 
-    The archiver writes a segment as soon as one of the three ``segment_`` limits is reached.
+    The archiver writes a segment when one of the three ``segment_`` limits is reached, or earlier,
+    for example if a flush is requested.
 
     >>> stream.archiver(segment_age=10)    # doctest: +SKIP
     """
@@ -28,7 +29,7 @@ class ArchiverConfig:
     #: Approximate maximum size of a segment's records in memory, in bytes. The compressed file is
     #: smaller.
     segment_bytes: int = 64 * 1024 * 1024
-    #: Maximum seconds that a record waits for others before its segment is written.
+    #: Maximum seconds that a record waits for more records before its segment is written.
     segment_age: float = 60.0
     #: Lease duration in seconds. If an archiver dies, another takes over after this time.
     lease_ttl: float = 10.0
@@ -42,8 +43,8 @@ class ArchiverConfig:
     def segment_limit(self, stream: StreamConfig) -> int:
         """Return the number of records at which an archiver that has caught up writes a segment.
 
-        If the stream limits unarchived records, this is less than half of ``max_unarchived``, so
-        that writing the segment does not block publishers.
+        If the stream limits unarchived records, this is less than half of ``max_unarchived`` (but
+        at least 1), so that writing the segment does not block publishers.
         """
         room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
         return max(min(self.segment_records, room // 2), 1)

@@ -94,7 +94,7 @@ class RetainPolicy:
         return time.monotonic() >= self._next
 
     def enforce(self) -> None:
-        """Delete the records that the settings no longer retain. Log a failure; do not raise it."""
+        """Delete the records that the settings no longer retain. Log errors instead of raising."""
         self._next = time.monotonic() + _ENFORCE_S
         try:
             self._enforce()

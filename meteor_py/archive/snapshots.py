@@ -29,8 +29,8 @@ def take_snapshot(connection: Connection, stream: StreamHandle) -> tuple[int, St
     end, epoch, epochs, flat = reply[1:]
     texts = [text.decode(errors="surrogateescape") for text in flat]
     fences = dict(zip(texts[::2], texts[1::2], strict=True))
-    # The groups need not be read atomically with the fences: a position up to the end of the store
-    # is always correct, and a resume limits all positions to that end.
+    # The groups need not be read atomically with the fences. A newer position is correct as well,
+    # because a resume limits all positions to the end of the store.
     groups = _groups(connection, stream)
     return int(epoch), StreamState(int(end), epochs.decode(), fences, groups)
 
@@ -49,7 +49,7 @@ def _groups(connection: Connection, stream: StreamHandle) -> dict[str, GroupStat
             try:
                 found[name] = _group(*reply[1:])
             except (TypeError, ValueError):
-                continue  # damaged: its members get an error, but archiving must continue
+                continue  # damaged: the group's members get an error, but archiving continues
     return found
 
 

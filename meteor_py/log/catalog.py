@@ -86,7 +86,7 @@ def create_stream(
         meta = read_meta(connector, name)
         if meta is None:
             raise
-        return False, meta  # skip the write: on a full server, clients can still read and delete
+        return False, meta  # on a full server, clients can still open a stream to read or delete
     incarnation = extra.pop("incarnation", None) or secrets.token_hex(8)
     fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
 

@@ -12,8 +12,8 @@ from meteor_py.redis.scripts import NEW_EPOCH
 def begin_epoch(connection: Connection, stream: str, incarnation: str, found: str) -> None:
     """Begin a new epoch if the server's replication id differs from ``found``, the id in meta.
 
-    If this call changes nothing, the replication id has changed again or the stream is gone. The
-    reply to the caller's next command shows which.
+    The call may change nothing, for example because another client has begun the epoch, the id has
+    changed again, or the stream is gone. The reply to the caller's next command shows which.
     """
     seen = connection.refresh_history()
     if seen != found:

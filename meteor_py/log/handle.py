@@ -38,8 +38,8 @@ _POSITION = ("incarnation", "epoch", "next", "epochs")
 class StreamHandle:
     """One incarnation of a stream, for other packages. Users get a ``Stream`` instead.
 
-    Methods that call the server raise ``StreamNotFound`` if the stream was deleted, and
-    ``LogTruncated`` if it was recreated.
+    Methods that read or change the stream on the server raise ``StreamNotFound`` if the stream was
+    deleted, and ``LogTruncated`` if it was recreated.
     """
 
     def __init__(
@@ -149,6 +149,7 @@ class StreamHandle:
         Raises:
             ValueError: The datetime has no time zone.
             CorruptStream: The log holds an entry that is not a frame.
+            StoreMismatch, StoreUnavailable: See ``check_store``.
         """
         reply = self.run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
         if reply[0] == b"FOREIGN":
@@ -204,13 +205,15 @@ class StreamHandle:
         """Check that the store is still at its address: a disk may have been unmounted.
 
         Raises:
-            StoreUnavailable: That address now has a different store, or none.
+            StoreMismatch: The stream has no store, or its address is unknown.
+            StoreUnavailable: The store cannot be reached, or its address now has a different store,
+                or none.
         """
         store = self.find_store()
         try:
             check_identity(store, self.name, self.store_id or "")
         except StoreMismatch:
-            self.store_id = self.snapshot()[0].store  # new if another client has resumed the stream
+            self.store_id = self.snapshot()[0].store  # changes if another client resumes the stream
             try:
                 check_identity(store, self.name, self.store_id or "")
             except StoreMismatch as error:
@@ -246,8 +249,8 @@ def open_stream(
     ``max_unarchived``.
 
     Returns:
-        The handle; or None if the stream does not exist and the caller passed neither ``create``
-        nor a setting.
+        The handle; or None if the stream does not exist and the caller passed no ``create``, no
+        setting and no store.
     """
     keys.check_name(name)
     if resume and store is None:

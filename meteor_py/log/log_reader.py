@@ -5,9 +5,9 @@ and end, and in a group for the owner's nonce. A new epoch begins before any rec
 it. So the fetched records belong to the epoch in the reply or to an older one, and the group still
 had the same owner when the server read them.
 
-The reader reads the store in the same order: first the records, then meta. The ring drops no record
-before it is archived, and the reader reads ``archived`` after the ring. So if a record is missing
-from the ring, it is in the store.
+The reader reads the store in the same order: first the records, then meta. If there is a store, the
+ring drops no record before it is archived, and the reader reads ``archived`` after the ring. So a
+record that is missing from the ring is in the store, unless it has expired there.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LogReader:
         self._ring = RingReader(connection, stream, fields)
         #: The epoch in which the records fetched so far are valid.
         self.epoch = at.epoch
-        # All epochs up to that one, in the format of the meta hash; empty if unknown.
+        # All epochs up to ``epoch``, in the format of the meta hash; empty if unknown.
         self._epochs = epochs
-        #: The same epochs, in the form used in positions.
+        #: The same epochs, in the form that positions use.
         self.path = path_of(epochs)
         # Incarnation and epoch in replies that need no further check; empty if unknown.
         self._expected = (b"", b"")
@@ -83,15 +83,17 @@ class LogReader:
         Args:
             offset: Offset of the first record, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
-            records: Number of records that the caller needs. A hint: the result may hold more.
+            records: Number of records that the caller needs. A hint: the result may hold more or
+                fewer.
             anywhere: If the record at ``offset`` is gone, start at the first existing record.
 
         Raises:
-            OwnerChanged: The group has another nonce, so another member reads for it.
-            RecordsLost: The record is no longer in the ring or in the store.
-            LogTruncated: The server lost records below ``offset``.
+            OwnerChanged: The group has another nonce: it has a new owner, or was moved or deleted.
+            RecordsLost: Neither the ring nor a store has the record at ``offset`` any longer.
+            LogTruncated: The server lost records below ``offset``, or the stream was recreated.
             StreamNotFound: The stream was deleted.
             CorruptFrame, UnsupportedFrame, CorruptStream: See ``frame.decode``.
+            MeteorError: The store could not be read; see ``StoreReader.read``.
             ConnectionFailed: The server did not reply.
         """
         while True:
@@ -109,7 +111,7 @@ class LogReader:
             try:
                 return self._fetch_from_store(store, offset)
             except RecordsLost:
-                pass  # not lost yet: a ring above its capacity may hold this record or later ones
+                pass  # try the ring: it may exceed its capacity and hold this or a later record
         epoch, known_end = self.epoch, self.end_offset
         if offset < known_end:
             block_s = 0.0  # do not wait: the record exists already, or it is lost
@@ -198,10 +200,12 @@ class LogReader:
         """Check that the server still has all records below ``offset``, which were read earlier.
 
         Args:
-            epoch: The stream's epoch, and ``end_offset`` its end, according to the server.
+            offset: The offset up to which the caller has read.
+            epoch: The stream's epoch, according to the server.
+            end_offset: The stream's end, according to the server.
 
         Raises:
-            LogTruncated: The server has lost some of them.
+            LogTruncated: The server has lost some of these records.
             StreamNotFound: The stream was deleted.
         """
         if epoch != self.epoch or end_offset < offset:
@@ -211,7 +215,7 @@ class LogReader:
     def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
         """Prepare to read at the start of a new lease term, which the server has just granted.
 
-        From now on, each fetch checks that the group still has that nonce.
+        From now on, each fetch checks that ``nonce`` is still the group's nonce.
         """
         self._ring.forget_ahead()
         if start.epoch != self.epoch:

@@ -30,7 +30,7 @@ def repair(stream: StreamHandle, *, dry_run: bool) -> RepairReport:
     found: list[str] = []
     frames = foreign = 0
     blocked = repaired = False
-    # A separate connection never retries. The last step of a copy must not run twice.
+    # Use a separate connection, which never retries: the last step of a copy must not run twice.
     connection = stream.open_connection()
     try:
         for key in (*stream.index_keys, stream.keys[0]):

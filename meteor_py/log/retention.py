@@ -20,7 +20,7 @@ from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The fields of ``meta`` whose names differ from the names of the settings.
 _FIELDS = {"max_age": "keep", "max_bytes": "keep", "ordering_key": "group_by"}
-#: Marks per limit, as in ``_append.lua``.
+#: Adjacent marks are at least ``limit / _STEPS`` apart, as in ``_append.lua``.
 _STEPS = 32
 
 

@@ -1,11 +1,11 @@
 """The ring reader: fetches frames from a stream's ring.
 
 The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
-32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.
-It uses the ``large`` field in meta, which the appending scripts maintain: the offset after the last
-frame larger than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
-nothing about frames that are appended later. A fetch of many frames therefore stops at the end of
-the log, as read together with the field. Beyond that end, a fetch asks for only a few frames.
+32 MiB between two fetches. So the sizes of earlier frames do not bound the size of the next fetch.
+The reader uses the ``large`` field in meta, which the appending scripts maintain: the offset after
+the last frame larger than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field
+says nothing about frames that are appended later. A fetch of many frames therefore stops at the end
+of the log, as read together with the field. Beyond that end, a fetch asks for only a few frames.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
 #: Bytes above which ``_append.lua`` records a frame as large.
 LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
-#: Number of frames to fetch if their sizes are unknown.
+#: Maximum number of frames to fetch if their sizes are unknown: each may have the maximum size.
 _FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
 
 _ID_MAX = 2**64 - 1
@@ -42,7 +42,7 @@ class RingReader:
     """Fetches frames, and meta fields in the same pipeline. Not thread-safe.
 
     The first three fields are the stream's incarnation, epoch and end. The reader's owner closes
-    ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
+    ``connection``. Methods that wait for a reply raise ``ConnectionFailed`` if none arrives.
     """
 
     def __init__(self, connection: Connection, stream: str, meta_fields: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class RingReader:
         self._meta = keys.meta(stream)
         self._meta_fields = (*meta_fields, "large")
         self._nonce: bytes | None = None
-        # Commands that every fetch sends, and parts of them, encoded once.
+        # The parts of the commands that all fetches share, encoded once.
         self._streams = b"$7\r\nSTREAMS\r\n$%d\r\n%b\r\n" % (len(self._log), self._log)
         self._look = self._encode_look()
         self._frames = 16  # number of frames to ask for; adapts to their sizes
@@ -59,7 +59,7 @@ class RingReader:
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
         self._large_field = b""  # the field from which ``_large`` was parsed
-        self._sequential = 0  # fetches since the last seek
+        self._sequential = 0  # fetches since the last ``forget_ahead``
         self._ahead: int | None = None  # the offset of the fetch that was sent in advance, if any
 
     def guard(self, group_key: str, nonce: bytes) -> None:
@@ -139,8 +139,8 @@ class RingReader:
     def read_ahead(self, offset: int, end_offset: int) -> None:
         """Send the next fetch in advance, so that the server runs it while the caller is busy.
 
-        Does so only if the caller reads sequentially and the records exist, so that the server does
-        not wait for them.
+        Does so only if the caller reads sequentially and the records exist. A fetch that is sent
+        ahead does not wait for records.
         """
         self._sequential += 1
         if self._sequential < _SEQUENTIAL_MIN or end_offset <= offset:

@@ -13,8 +13,8 @@ from meteor_py.store.read_ahead import StoreReadAhead
 class StoreReader:
     """Reads the archived part of a stream. Not thread-safe.
 
-    As of the last update, the store holds the offsets from ``expired`` up to ``archived``, and the
-    ring starts at ``ring_start``.
+    As of the last update, the store holds the offsets from ``expired`` up to ``archived``. The ring
+    starts at about ``ring_start``: it may also hold some older records, or lack some newer ones.
     """
 
     #: The meta fields that ``update`` needs.
@@ -29,7 +29,7 @@ class StoreReader:
 
     @property
     def stop(self) -> int:
-        """The offset at which reads from the store stop: the ring's start, or ``archived``."""
+        """Reads from the store stop at this offset: ``ring_start``, but at most ``archived``."""
         return min(self.archived, self.ring_start)
 
     def holds(self, offset: int) -> bool:

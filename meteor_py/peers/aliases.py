@@ -41,7 +41,8 @@ class Execution(enum.Enum):
 class Delivery(enum.Enum):
     """The members that receive a message sent to the group."""
 
-    #: A random live member, as with ``any``. If it leaves, another member gets the message.
+    #: A random live member, as with ``any``. If it leaves before it settles the message, another
+    #: member gets the message.
     RANDOM = "any"
     #: All live members, as with ``all``.
     BROADCAST = "all"
@@ -75,7 +76,7 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message. A function registered earlier is replaced."""
+        """Call a function with each message. It replaces the function registered before, if any."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
@@ -209,7 +210,7 @@ class GroupElection:
         return GroupTerm(self._group.term, found)
 
     def on_election(self, callback: Callable[[GroupTerm], object]) -> None:
-        """Call a function with each new term, and immediately if there is already a leader."""
+        """Call a function with each new term, and with the current term if there is a leader."""
 
         def elected(leader: Member, number: int) -> None:
             callback(GroupTerm(number, GroupMember(self._group, leader)))
@@ -225,7 +226,7 @@ class DistributedGroup:
         self.group = group
 
     def join(self, member: str | None = None, metadata: Any = None) -> LocalMember:
-        """Join the group. A member that has an id (``member``) is persistent."""
+        """Join the group. If you pass an id (``member``), the member is persistent."""
         return LocalMember(self.group.join(member, metadata=metadata))
 
     def remove(self, member: str) -> bool:

@@ -1,8 +1,8 @@
 """Codecs for peer groups. They encode message bodies and never use pickle.
 
 Each encoded body carries its type: the name of a format, or the number or name of a registered
-type. Members with different codecs can therefore exchange messages if both have registered the
-types.
+type. Members with different codecs can therefore exchange messages, provided that each of them has
+registered the types in these messages.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Event:
     #: Whether the event was derived by comparing states, because the original events were lost.
     #: Such events share one ``view``. If the server lost state, the first of them is "reset".
     resync: bool = False
-    #: All fields as stored in Redis.
+    #: All fields as stored in Redis; empty if ``resync`` is true.
     fields: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 

@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.02, 0.64)
-#: Maximum number of events per read.
+#: Maximum number of events, and of replies, per read.
 _COUNT = 500
 #: The position before the first reply.
 _FIRST = "0-0"
 
 
 class EventReader(JoinableThread):
-    """A thread with its own connection. It calls no application code, which could block it."""
+    """The thread that reads events and replies, over its own connection.
+
+    It calls no application code, which could block it.
+    """
 
     def __init__(self, group: GroupHandle) -> None:
         super().__init__(self._read_all, f"meteor-events-{group.name}")
         self._group = group
         self._connection = group.protocol.open_connection()
         self._stopped = False
-        #: The last reply that was read.
+        #: The ID of the last reply that was read.
         self._reply_position = _FIRST
         self._again = False
 
@@ -45,7 +48,10 @@ class EventReader(JoinableThread):
         self._again = True
 
     def stop(self) -> None:
-        """Stop the thread. Call it again until the thread has ended, which may be reconnecting."""
+        """Stop the thread. Repeat the call until the thread has ended.
+
+        If the thread is reconnecting at that moment, a call finds no connection to interrupt.
+        """
         self._stopped = True
         self._connection.interrupt()
 

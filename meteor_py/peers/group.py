@@ -58,7 +58,10 @@ class PeerGroup(Sender):
 
     @property
     def members(self) -> list[Member]:
-        """All members in the order in which they joined, including named members that are dead."""
+        """All members in joining order, including named members that are dead.
+
+        A member that rejoins, or resigns as leader, moves to the end.
+        """
         return self._handle.view.in_order
 
     def find(self, member: str) -> Member | None:
@@ -133,8 +136,8 @@ class PeerGroup(Sender):
         """Return up to ``limit`` of the newest messages that could not be delivered, oldest first.
 
         A message becomes a dead letter if its receiver cannot decode it, if it was delivered
-        ``max_deliveries`` times and never settled, or if no member was left to receive it. The
-        group keeps about 1,000 dead letters.
+        ``max_deliveries`` times and never settled, if it moved to other members too often (1,000
+        times), or if no member was left to receive it. The group keeps about 1,000 dead letters.
         """
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
@@ -164,8 +167,8 @@ class PeerGroup(Sender):
         This handle's callbacks wait until the member has joined.
 
         Args:
-            name: Makes the member persistent. If its process dies, it remains a member, messages
-                to it wait, and it continues when any process joins under the name again.
+            name: Makes the member persistent. If its process dies, the member stays in the group,
+                messages to it wait, and it continues when any process joins under the name again.
             metadata: Any JSON value, up to 4 KiB, that describes the member to others.
             priority: -1,000 to 1,000. Members with a higher priority are elected before others.
             on_conflict: What to do if a live member has the name. "takeover" replaces that member,
@@ -235,7 +238,7 @@ class PeerGroup(Sender):
         """Call a function with each ``Member`` that leaves and the reason.
 
         The reason is "left"; "removed"; "expired" for an unnamed member that died; "dead" for a
-        named member that died and may rejoin; "replaced" if another session took over its name,
+        named member that died or was closed; "replaced" if another session took over its name,
         which ``on_join`` reports next; or "resync" if the original event was lost. A dead member
         has already left, so its removal is not reported here. ``on_event`` reports the removal, as
         "left".
@@ -303,7 +306,7 @@ class PeerGroup(Sender):
 
         Raises:
             PeerError: The server, which keeps about 10,000 events, no longer has all events after
-                ``since``. The iterator also raises it after falling 10,000 events behind.
+                ``since``. The iterator also raises this error if it falls 10,000 events behind.
             ValueError: ``since`` is higher than the last event's number.
         """
         handle = self._handle
@@ -340,11 +343,12 @@ class PeerGroup(Sender):
         """Delete the group with its members, messages and guarded values, and close this handle.
 
         Args:
-            force: Delete the group even if other processes have live members in it. These members
-                rejoin, which creates the group again.
+            force: Delete the group even if it has live members that joined elsewhere, in another
+                process or through another handle. These members rejoin, which creates the group
+                again.
 
         Raises:
-            PeerGroupActive: Other processes have live members, and ``force`` is false.
+            PeerGroupActive: The group has such members, and ``force`` is false.
         """
         handle = self._handle
         handle.check_open()
@@ -358,7 +362,7 @@ class PeerGroup(Sender):
             alive = handle.protocol.delete(force=force)  # members may have joined since the check
         if alive:
             raise PeerGroupActive(
-                f"Group {self.name!r} has live members in other processes: {alive}. Close them "
+                f"Group {self.name!r} has live members that joined elsewhere: {alive}. Close them "
                 "first, or delete the group with force=True.",
                 group=self.name,
                 alive=alive,

@@ -76,7 +76,7 @@ class GroupHandle:
             for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
                 thread.start()
             _open_groups.add(self)
-        except BaseException:  # such as Ctrl-C, or RuntimeError if the process has no more threads
+        except BaseException:  # such as Ctrl-C, or RuntimeError if no thread can be started
             self.close()
             raise
 
@@ -327,7 +327,7 @@ class GroupHandle:
         _open_groups.discard(self)
 
     def _leave_all(self, deadline: float) -> None:
-        """Make all members leave together, so that a slow handler does not delay other members."""
+        """Make all members leave by one deadline. Idle members need not wait for busy ones."""
         patience = now() + self.protocol.connector.timeout_s
         for member in sorted(self.local_members(), key=attrgetter("busy")):
             if self._is_away:

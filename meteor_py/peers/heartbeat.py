@@ -50,7 +50,7 @@ class Heartbeat(JoinableThread):
         self._state = SignalSafeCondition()
         self._stopped = False
         self._hurry = False
-        #: Members whose last heartbeat failed. Each failure is logged once.
+        #: Members whose last heartbeat failed. Only the first of consecutive failures is logged.
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
         #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
@@ -64,7 +64,10 @@ class Heartbeat(JoinableThread):
             self._state.notify_all()
 
     def stop(self) -> None:
-        """Stop the thread. Call it again until the thread has ended, which may be reconnecting."""
+        """Stop the thread. Repeat the call until the thread has ended.
+
+        If the thread is reconnecting at that moment, a call finds no connection to interrupt.
+        """
         with self._state:
             self._stopped = True
             self._state.notify_all()

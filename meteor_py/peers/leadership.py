@@ -272,7 +272,8 @@ class Leadership:
 
     def stop(self) -> None:
         """End the term when the member starts leaving, and begin no other term."""
-        self._handing_over += 1  # never reset: the heartbeat must not report the resignation first
+        # Never reset: the heartbeat must not report the resignation before the tasks have ended.
+        self._handing_over += 1
         if self._term is not None:
             self._last = self._term.number
             self.lose(self._term)

@@ -34,7 +34,8 @@ class Member:
     persistent: bool
     #: Members with a higher priority are elected before others.
     priority: int
-    #: Its position in the joining order, which determines the oldest member.
+    #: Its position in the joining order, which determines the oldest member. Rejoining, or
+    #: resigning as leader, moves it to the end.
     index: int
     #: When it first joined, in ms since 1970 on the server's clock.
     joined: int

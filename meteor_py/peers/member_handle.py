@@ -46,8 +46,8 @@ class MemberHandle:
         self.id = name or secrets.token_hex(8)
         self.priority = priority
         self.session = secrets.token_hex(8)
-        #: The time until which the server certainly keeps the member, even without another
-        #: heartbeat (``now()`` clock).
+        #: The time until which the server certainly does not presume the member dead, even without
+        #: another heartbeat (``now()`` clock).
         self.valid_until = 0.0
         #: Set once the membership has ended and the member will not rejoin automatically.
         self.lost = SignalSafeEvent()

@@ -30,7 +30,8 @@ class Membership(Sender):
     """A member that joined in this process. Get it with ``group.join()``.
 
     At the end of a ``with`` block, the member leaves. If the process ends without ``leave()``, a
-    named member stays in the group, marked as dead, until a process joins under its name again.
+    named member stays in the group, marked as dead, until a process joins under its name again or
+    the member expires (``member_expiration``).
     """
 
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:
@@ -225,7 +226,8 @@ class Membership(Sender):
                 microseconds of the agreed time.
             late: What to do if the process learns the decision too late, or was suspended: "skip"
                 the action and call the ``on_missed`` functions, or "run" it anyway.
-            max_late: Seconds of lateness beyond which the action counts as missed.
+            max_late: With "skip", the maximum delay in seconds of an action that was scheduled in
+                time. An action that would start later counts as missed.
         """
         self._handle.check_owned()
         keys.check_name(name, "action")

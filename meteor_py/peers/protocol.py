@@ -54,7 +54,7 @@ class HeartbeatReply(GroupStatus):
 
     #: Seconds since 1970 on the server's clock.
     time: float
-    #: One for each member that the heartbeat named.
+    #: The presence of each member that the heartbeat named, in the same order.
     presence: list[Presence]
     #: Seconds until the next member becomes overdue; None if there is no live member.
     overdue_s: float | None
@@ -69,7 +69,7 @@ class Look(GroupStatus):
     """A group's state, with its members."""
 
     members: dict[str, Member]
-    #: Each value is JSON.
+    #: The group's properties by name. Each value is JSON.
     properties: dict[str, bytes]
 
 

@@ -43,7 +43,7 @@ class Sender(Closeable):
 
     @property
     def any(self) -> Target:
-        """A random live member. If it leaves before settling the message, another one gets it."""
+        """A random live member. If it leaves before settling the message, another gets it."""
         return Target(self._group_handle.requests, self._author, "any")
 
     @property
@@ -81,9 +81,10 @@ class Sender(Closeable):
                 the vote ends with the reason "no leader".
 
         Returns:
-            A future for the outcome, which completes shortly after ``timeout`` at the latest. It
-            raises ``PeerError`` if the server has lost the vote, or stays unreachable for 10
-            seconds after the vote should have ended. Its ``poll`` attribute is the poll's id.
+            A future for the outcome. It completes shortly after ``timeout`` at the latest, unless
+            the server is unreachable at that time. The future raises ``PeerError`` if the server
+            has lost the vote, or stays unreachable for 10 seconds after the vote should have ended.
+            The future's ``poll`` attribute is the poll's id.
 
         Raises:
             NoLeader: ``require_leader`` is set, and the group has no leader.

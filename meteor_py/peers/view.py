@@ -16,7 +16,7 @@ class View(NamedTuple):
 
     #: The number of the last event that this view includes.
     number: int
-    #: The members, in the order in which they joined.
+    #: The members, in the same order as ``PeerGroup.members``.
     members: list[Member]
     #: The leader; None if there is none.
     leader: Member | None

@@ -72,9 +72,12 @@ class Accumulator:
         #: Like ``put``, but for a record with only a value. Takes the value and its size in bytes.
         self.put_value = self._fast.put
         self._line: DirectLine | None = None
-        self._bulk = False  # whether the last settled batch had several records
+        # Whether the last settled batch had several records; false if the sender has waited since.
+        self._bulk = False
         self._make_locks()
-        self._edition = 0  # increases with each addition and sealed batch, and on close
+        # Increases on close, with each sealed batch, and with each addition to a batch, except for
+        # additions on the fast path.
+        self._edition = 0
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
         #: Bytes of unsettled records, number of batches started, and number of batches settled.
@@ -84,7 +87,9 @@ class Accumulator:
         self.settled = 0
         self._waiters = 0  # threads waiting for a batch to be settled
         self._flushing = 0  # threads in ``wait_empty``; while there are any, batches do not linger
-        self._checks_wanted = 0  # see ``wait_checked``
+        # Checks for lost records are numbered. These are the numbers of the newest check that a
+        # thread wants, and of the newest that the sender has finished.
+        self._checks_wanted = 0
         self._checks_done: float = 0
         self._sender_ended = False
         self._closed: MeteorError | None = None
@@ -204,7 +209,10 @@ class Accumulator:
                 self._flushing -= 1
 
     def wait_checked(self, timeout_s: float) -> None:
-        """Wait until the sender has checked that the server still has all acknowledged records."""
+        """Wait for the sender to check that the server still has all acknowledged records.
+
+        Returns after ``timeout_s`` seconds even if the check has not ended.
+        """
         with self._lock:
             self._checks_wanted += 1
             wanted = self._checks_wanted
@@ -241,7 +249,11 @@ class Accumulator:
         return batches
 
     def take_failure(self) -> Exception | None:
-        """Return an error that the application has not seen, or None. Each is returned once."""
+        """Return the first failure that the application has not seen, and forget the others.
+
+        If there is none, return the error about lost acknowledged records, or None. Each error is
+        returned at most once.
+        """
         with self._lock:
             failures, self._failures = self._failures, []
             error = next((batch.error for batch in failures if not batch.observed), None)
@@ -324,7 +336,7 @@ class Accumulator:
                 self._room.notify_all()
 
     def report_loss(self, error: MeteorError) -> None:
-        """Make the publisher's next call raise ``error``."""
+        """Make the publisher's next call raise ``error``, and pass it to ``on_error`` or log it."""
         with self._lock:
             self._count_fast()
             self._loss = error
@@ -376,7 +388,11 @@ class Accumulator:
         return batch, 0, records
 
     def _report_failure(self, batch: Batch, records: int) -> None:
-        """Pass a failure to ``on_error``. If there is no callback, log an unobserved failure."""
+        """Pass a failure to ``on_error``, or log it if there is no callback.
+
+        Logs nothing if a thread has seen or awaits the outcome, or if another failure was logged
+        since the last success.
+        """
         assert isinstance(batch.error, MeteorError), "the batch has failed"
         if self._on_error is not None:
             batch.observed = True
@@ -468,7 +484,7 @@ class Accumulator:
             self._waiters -= 1
 
     def _linger(self) -> None:
-        """Wait until the open batch is full or ``linger`` seconds old."""
+        """Wait until the open batch is full, ``linger`` has passed, or a flush or close begins."""
         batch = self._open
         while (
             batch is not None
@@ -518,7 +534,8 @@ class Accumulator:
             size: The total size of the records in bytes.
 
         Returns:
-            The index of the first record in the batch; None if the edition is not current.
+            The index of the first record in the batch. None if something has changed since
+            ``_admit``, so that the caller must start over.
         """
         index, columns, fast = batch.count, batch.columns, self._fast
         if columns is None:

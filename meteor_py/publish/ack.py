@@ -120,7 +120,7 @@ class Ack(_Outcome, gc=False, eq=False):
 
     def result(self, timeout: float | None = None) -> int:
         done = self._completion
-        if done.wait(timeout) and done.error is None:  # the usual case, without further calls
+        if done.wait(timeout) and done.error is None:  # the usual case: make no further calls
             done.observed = True
             return done.base_offset + self._index
         if not done.settled:

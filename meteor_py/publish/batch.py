@@ -29,7 +29,7 @@ class Batch(Completion):
     def __init__(self, created_at: float, deadline: float, columns: Columns | None = None) -> None:
         super().__init__()
         self.columns = columns
-        #: (name of the frame format, payload), set when the batch enters the in-flight window.
+        #: (name of the frame format, payload), set before the batch is sent.
         self.encoded: tuple[str, Any] | None = None
         #: The entries for the ordering index, two strings each; empty if the stream has no index.
         self.index: Sequence[bytes] = ()

@@ -50,13 +50,13 @@ from __future__ import annotations
 import enum
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import redis
+from zlib_ng.zlib_ng import crc32
 
 from meteor_py.publish.batch import Batch
 from meteor_py.publish.in_flight import InFlightWindow
@@ -139,9 +139,9 @@ class DirectLine:
         self.end_offset = 0
         #: The time of the last acknowledgement on the line; 0 before the first.
         self.acknowledged_at = 0.0
-        self._reader = 0  # the READING thread, and its deadline
-        self._read_until = 0.0
-        self._usable_until = 0.0  # on the monotonic clock
+        self._reader = 0  # the identifier of the READING thread; 0 if there is none
+        self._read_until = 0.0  # when that thread must end its read, on the monotonic clock
+        self._usable_until = 0.0  # until when records may use the line, on the same clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
         self._lent = 0  # number of times that the line was lent
@@ -224,9 +224,9 @@ class DirectLine:
             unread = batch
 
     def take_over(self) -> bool:
-        """Take the connection back; return whether it must be closed and its records sent again.
+        """Take the connection back; return whether the caller must close it and send again.
 
-        The record in flight, if any, is then in the window, like a record that the sender sent.
+        Moves the record in flight, if any, into the window, as if the sender had sent the record.
         """
         if self.state is _SENDER:
             return False
@@ -317,7 +317,7 @@ class DirectLine:
         assert batch.encoded is not None
         name, payload = batch.encoded
         sequence, mark = b"%d" % batch.sequence, b"%d" % fingerprint(payload)
-        check = b"%d" % zlib.crc32(payload) if self._checksum else b""
+        check = b"%d" % crc32(payload) if self._checksum else b""
         index = b""
         for cell in batch.index:
             index += b"$%d\r\n%b\r\n" % (len(cell), cell)
@@ -413,7 +413,7 @@ class DirectLine:
         """
         me = get_ident()
         if self.batch is not batch and self._reader != me:
-            return timeout_s  # the sender has the record
+            return timeout_s  # the record is settled, or in the sender's window
         if timeout_s is not None and timeout_s <= 0:
             self.look_for_reply(batch)
             return 0.0
@@ -457,7 +457,7 @@ class DirectLine:
         with self._lock:
             batch = self.batch
             if self.state is not _READING or self._reader != me:
-                return  # another thread has broken off this read
+                return  # the sender or a signal handler has broken off this read
             self._reader = 0
             self.state = _BROKEN if reply is not NO_REPLY else _RETURNED
             self._accumulator.note_sender_waits(True)

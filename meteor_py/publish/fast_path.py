@@ -27,7 +27,7 @@ class FastPath:
     Args:
         records_max: Maximum number of records in a batch.
         put_slowly: Called with a value and its size in bytes, and with the lock held, if the grant
-            does not cover the value.
+            or the batch has no room for the value.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class FastPath:
         #: Bytes granted, and how many of them are unused. Both are 0 if there is no grant.
         self.granted = 0
         self.left = 0
-        #: Whether the sender is waiting on ``work``. The accumulator's lock guards both.
+        #: Whether the sender is waiting on ``work``, a condition of the accumulator's lock.
         self.sender_waits = False
 
     def use_lock(self, lock: threading.RLock, work: SignalSafeCondition) -> None:

@@ -18,7 +18,8 @@ from itertools import islice
 
 from meteor_py.publish.batch import Batch
 
-#: Maximum number of batches in flight. The server remembers each producer's last eight batches.
+#: Maximum number of batches in flight. It must not exceed eight: the server remembers each
+#: producer's last eight batches, and recognises only these if they are sent again.
 WINDOW_BATCHES = 5
 
 

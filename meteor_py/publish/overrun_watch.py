@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two checks by a publisher that publishes continuously.
 _INTERVAL_S = 5.0
-#: Seconds to wait for the server.
+#: Seconds to wait for each reply from the server. New records wait during a check.
 _TIMEOUT_S = 1.0
 #: Maximum number of groups of each kind (shared or not) that one check examines.
 _GROUPS_MAX = 500

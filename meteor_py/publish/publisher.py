@@ -40,11 +40,14 @@ from meteor_py.runtime.locks import run_locked
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Minimum number of values that ``publish_many`` converts to Arrow. Fewer join the open batch.
+#: Minimum number of values that ``publish_many`` converts to Arrow. Fewer values join the open
+#: batch.
 _ARROW_MIN = 256
-#: Seconds that ``close`` waits for the sender thread after all records are settled.
+#: Seconds that ``close`` waits for the sender thread to end, after all records are settled or its
+#: timeout has expired.
 JOIN_TIMEOUT_S = 6.0
-#: Seconds that a second ``close`` waits if an interrupt ended the first.
+#: Seconds that a client, or the exit of the program, waits for the records of a publisher whose own
+#: ``close`` was interrupted.
 _INTERRUPTED_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -156,8 +159,8 @@ class Publisher(Closeable):
         """Publish many records, several times faster than a loop. Arrow arrays are faster still.
 
         Not atomic: other publishers' records may be appended between these (see
-        :attr:`ManyAck.ranges`). All records are validated before the first is accepted. Arrow
-        arrays of binary or string type bypass the codec.
+        :attr:`ManyAck.ranges`). All records are validated before the first is accepted. An Arrow
+        array of values must be of a binary or string type, and bypasses the codec.
 
         >>> pub.publish_many([b"a", b"b"], keys=[b"k", None]).result()      # doctest: +SKIP
         1

@@ -22,9 +22,10 @@ import logging
 import math
 import secrets
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -91,7 +92,7 @@ class Sender:
         #: The batches in flight. A forked child abandons them.
         self.window = InFlightWindow()
         self._stream_epoch = 0  # at the time of the last acknowledgement
-        self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
+        self._path = path_of(handle.epochs)  # of the epochs last read; each position includes it
         self._known_epoch = newest_epoch(handle.epochs)
         self._send_whole = False  # whether to send the script's text, because the server lacks it
         self._acked: Position | None = None  # the position after the last acknowledged batch
@@ -107,7 +108,7 @@ class Sender:
             delivery_timeout_s=config.delivery_timeout,
         )
         accumulator.use_line(self._line)
-        #: When the last check for lost records must end, on the monotonic clock.
+        #: When a check for lost records must end, on the monotonic clock. ``close`` sets it.
         self.check_by = math.inf
         self._abandoned = SignalSafeEvent()
         self._thread = JoinableThread(self._run, f"{SENDER_PREFIX}-{handle.name}")
@@ -257,7 +258,7 @@ class Sender:
                 PRODUCER_TTL_MS,
                 name,
                 payload,
-                zlib.crc32(payload) if self._checksum else "",
+                crc32(payload) if self._checksum else "",
                 self._known_epoch,
                 *batch.index,
             )
@@ -410,7 +411,7 @@ class Sender:
         self._pause()
 
     def _refuse(self, error: MeteorError) -> None:
-        """Fail the oldest batch, which will never be appended."""
+        """Fail the oldest batch, which was refused for good, or whose deadline has passed."""
         batch = self.window.pop_oldest()
         if not batch.in_doubt and not batch.acknowledged:
             self.window.clear_doubts()  # no later batch can be in the log without it

@@ -18,10 +18,11 @@ version is refused only if the number of records differs.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
 
 from meteor_py.errors import (
     AccessDenied,
@@ -54,6 +55,7 @@ _SEND_BYTES = 1024 * 1024
 #: Seconds that a commit waits for the archiver when the stream is full, and for replicas.
 _FULL_S = 30.0
 _REPLICAS_S = 30.0
+#: First and longest pause between attempts while the stream is full, in seconds.
 _BACKOFF_S = (0.02, 0.5)
 #: Maximum number of attempts to move frames while the server's replication id keeps changing.
 _EPOCHS_MAX = 5
@@ -62,7 +64,7 @@ _UNCOUNTED = -1
 
 
 class VersionPassed(PublishError):
-    """The stream already has a later version from this writer, ``known``; nothing was written."""
+    """The commit of a later version from this writer, ``known``, has at least begun."""
 
     def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
         super().__init__(
@@ -76,7 +78,7 @@ class VersionPassed(PublishError):
 
 
 class VersionDiffers(PublishError):
-    """The stream has this version with ``known`` records, not ``records``; nothing was written."""
+    """The stream has this version, but with ``known`` records instead of ``records``."""
 
     def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
         super().__init__(
@@ -147,7 +149,7 @@ class Stage:
         config = self._stream.config
         kind, payload = encode(columns, config.compression)
         frame = self._frames
-        crc = zlib.crc32(payload) if config.checksum else ""
+        crc = crc32(payload) if config.checksum else ""
         if self._ordering is not None:
             self._fields += [f"{frame}g", packed(self._ordering.index(columns))]
         data = bytes(payload)
@@ -258,7 +260,7 @@ def commit(
             case b"PASSED":
                 discard(stream, writer, names)
                 raise VersionPassed(stream.name, writer, version, int(reply[1]))
-            case b"UNFINISHED":  # a plan for an earlier version, whose committer died
+            case b"UNFINISHED":  # finish the plan of an earlier version before planning this one
                 _carry_out(stream, writer, *map(int, reply[1:]))
             case b"OK":
                 moved = True
@@ -359,7 +361,7 @@ def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
 def forget(stream: StreamHandle, writer: str) -> None:
     """Delete the fence of a writer that will not write again, and the fence's expiry time."""
     stream.connector.call("HDEL", keys.fences(stream.name), writer)
-    with suppress(AccessDenied):  # an ACL for an older release refused the expiry time too
+    with suppress(AccessDenied):  # an ACL that denies this has also denied setting an expiry time
         stream.connector.call("ZREM", keys.fence_times(stream.name), writer)
 
 

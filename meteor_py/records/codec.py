@@ -50,7 +50,7 @@ def encode_json(value: Any) -> bytes:
 
     Raises:
         TypeError: The value cannot be written as JSON.
-        ValueError: The value contains NaN or infinity.
+        ValueError: The value contains NaN or infinity, other than as a key of a dict.
     """
     data: bytes = msgspec.json.encode(value)
     if b"null" in data and _has_infinite(value):  # msgspec writes NaN and infinity as null
@@ -61,10 +61,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _has_infinite(value: Any) -> bool:
-    try:
-        waiting = [msgspec.to_builtins(value)]
-    except TypeError:  # a msgspec.Raw, which is already JSON
-        return False
+    waiting = [msgspec.to_builtins(value, enc_hook=_skip_raw)]
     while waiting:
         item = waiting.pop()
         if isinstance(item, float) and not math.isfinite(item):
@@ -75,6 +72,10 @@ def _has_infinite(value: Any) -> bool:
         elif isinstance(item, (list, tuple)):
             waiting += item
     return False
+
+
+def _skip_raw(value: Any) -> None:
+    """Replace a ``msgspec.Raw``: it is JSON already, in which NaN and infinity cannot occur."""
 
 
 _BY_NAME: dict[CodecName, Any] = {

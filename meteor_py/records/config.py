@@ -21,6 +21,7 @@ DEFAULT_CAPACITY = 10_000
 #: Default limit on unarchived records, as a multiple of the capacity.
 UNARCHIVED_CAPACITIES = 10
 #: Maximum size of a frame, in records and in bytes. It keeps replies small and script calls short.
+#: A larger record gets its own frame.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
 #: Maximum number of headers in a record.
@@ -54,7 +55,11 @@ STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
 
 
 class InitialOffset(enum.StrEnum):
-    """Where a subscriber starts. An existing group continues at its confirmed offset."""
+    """Where a subscriber starts.
+
+    An existing group continues at its confirmed offset or, if it has none yet, begins at the start
+    that was chosen when the group was created.
+    """
 
     #: At the first readable record.
     EARLIEST = "earliest"
@@ -76,8 +81,8 @@ class StreamConfig:
     """A stream's settings, stored on the server and shared by all clients."""
 
     #: Number of records that the ring keeps, by default the newest 10,000. The ring may hold up to
-    #: one frame more, and keeps records until they are archived. Without a store, older records are
-    #: lost when the ring drops them.
+    #: one frame more. With a store, it also keeps records until they are archived. Without a store,
+    #: records are lost when the ring drops them.
     capacity: int = DEFAULT_CAPACITY
     #: Compression for frames of 512 bytes or more. A publisher can override it.
     compression: Compression = "none"
@@ -94,10 +99,12 @@ class StreamConfig:
     #: archiver.
     max_unarchived: int | None = None
     #: Seconds for which the ring keeps a record. None means no limit. Each publish drops older
-    #: records, so an idle stream keeps its records. The ring never drops unarchived records.
+    #: records, so an idle stream keeps its records. With a store, the ring never drops unarchived
+    #: records.
     max_age: float | None = None
     #: Maximum total size of the ring's frames in bytes, counting 32 extra bytes per frame. None
-    #: means no limit. The ring may hold up to one frame more, and never drops unarchived records.
+    #: means no limit. The ring may hold up to one frame more. With a store, it never drops
+    #: unarchived records.
     max_bytes: int | None = None
     #: Seconds for which the store keeps a record. Then archivers delete the record, but only with
     #: its whole file, and only once every group has confirmed it. None keeps records until
@@ -236,7 +243,7 @@ class SubscriberConfig:
     #: Where to start without a group, or in a new group: EARLIEST, LATEST, an offset, or an aware
     #: datetime. With NONE, the group must have confirmed an offset.
     initial_offset: Start = InitialOffset.AUTO
-    #: Lease duration in seconds. After this time, another member can replace one that died.
+    #: Lease duration in seconds. After this time, another member can replace an owner that died.
     lease_ttl: float = 10.0
     #: Seconds without a poll after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
@@ -282,6 +289,7 @@ def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
     Raises:
         ValueError: The word is unknown, the offset is out of range, or the datetime has no time
             zone or is outside the years 1970 to 9999.
+        TypeError: ``start`` is a bool.
     """
     if isinstance(start, datetime):
         to_ms(start)

@@ -117,9 +117,9 @@ class Description:
     first: int
     #: Offset of the next record to be published.
     next: int
-    #: Records in the ring.
+    #: Number of records in the ring.
     length: int
-    #: Frames in the ring.
+    #: Number of frames in the ring.
     frames: int
     #: The ring's memory in bytes, as the server estimates it; None if the ACL forbids MEMORY USAGE.
     bytes: int | None
@@ -127,7 +127,7 @@ class Description:
     appended: int
     #: All records below this offset are in the store; None without a store.
     archived: int | None
-    #: The active archiver; None if there is none.
+    #: The name of the active archiver; None if there is none.
     archiver: str | None
     config: StreamConfig
     incarnation: str

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -32,6 +31,7 @@ from typing import Annotated, Any
 import lz4.block
 import msgspec
 import pyarrow as pa
+from zlib_ng.zlib_ng import crc32
 
 from meteor_py.errors import CorruptFrame, CorruptStream, UnsupportedFrame
 from meteor_py.records.config import FRAME_RECORDS_MAX, OFFSET_MAX, Compression
@@ -47,7 +47,8 @@ _RECORDS_MAX = 16 * FRAME_RECORDS_MAX
 _HEADERS_MAX = 1024 * 1024
 #: ``MetadataVersion.V5``, which Arrow has written since 1.0.
 _ARROW_V5 = 4
-#: Frames of up to this many records are merged into lists, to avoid the overhead of one chunk each.
+#: Frames of up to this many records are merged into lists, to avoid the overhead of one chunk per
+#: frame.
 _SMALL = 32
 #: Size in bytes below which compression does not pay off.
 _COMPRESS_MIN = 512
@@ -152,9 +153,9 @@ def fingerprint(payload: Any) -> int:
     would take as long as building the frame.
     """
     if len(payload) <= 8192:
-        return zlib.crc32(payload)
+        return crc32(payload)
     view = memoryview(payload)
-    return zlib.crc32(view[-4096:], zlib.crc32(view[:4096], len(view)))
+    return crc32(view[-4096:], crc32(view[:4096], len(view)))
 
 
 # -- decoding ----------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
             if b"." in name:
                 unpacked += int.from_bytes(payload[:4], "little")
                 if chunks and unpacked > _UNPACKED_MAX:
-                    break  # enough for one fetch; the next one begins here
+                    break  # enough for one call; the next call begins here
             chunk = _decode(stream, name, payload, first, last, time)
         except (CorruptStream, UnsupportedFrame, CorruptFrame):
             if chunks:
@@ -218,7 +219,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
-    """Decode an entry that is one record with only a value; for other entries, return None."""
+    """Decode an entry that is one record at ``offset`` with only a value; otherwise return None."""
     chunk = ListChunk(offset, [], None, None, None, [])
     return chunk if _append_bare(chunk, *entry) else None
 
@@ -253,7 +254,7 @@ def _open(
     if size == 6:
         if fields[4] != b"crc" or not fields[5].isdigit() or len(fields[5]) > 10:
             raise foreign_entry(stream, entry_id)
-        if zlib.crc32(fields[3]) != int(fields[5]):
+        if crc32(fields[3]) != int(fields[5]):
             raise _corrupt(stream, first, last, "its checksum does not match")
     if time > MAX_MS or not _NAME.fullmatch(fields[2]):
         raise foreign_entry(stream, entry_id)

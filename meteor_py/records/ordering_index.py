@@ -104,7 +104,10 @@ class OrderingRule:
         return self.index(columns, STORED_ENTRY_RECORDS)
 
     def keys_of_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return the ordering keys of records from a store; empty for a record without one."""
+        """Return the ordering keys of records from a store.
+
+        The key is empty for a record that has none, or whose key is too long.
+        """
         column = batch.column("key" if self._header is None else "headers")
         return [_short(key or b"") for key in self._arrow(column).to_pylist()]
 
@@ -141,7 +144,7 @@ def packed(entry: Iterable[bytes]) -> bytes:
 def read_entry(entry_id: bytes, strings: Sequence[bytes]) -> tuple[int, list[bytes]]:
     """Return an index entry's first offset, and the ordering keys of its records.
 
-    For a malformed entry, all keys are empty.
+    In a malformed entry, keys that cannot be read are empty.
     """
     last, up_to = map(int, entry_id.split(b"-"))
     numbers: Sequence[int] = strings[0] if strings else b""

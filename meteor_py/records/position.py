@@ -109,7 +109,7 @@ def path_of(epochs: str) -> str:
 
 
 def with_epoch(epochs: str, number: int, first: int) -> str:
-    """Return a table with one more epoch. If the table is too long, omit the oldest epoch.
+    """Return a table with one more epoch. If the table is too long, omit the oldest epochs.
 
     >>> with_epoch("1:0,+2:100", 3, 150)
     '1:0,+2:100,+3:150'
@@ -117,7 +117,7 @@ def with_epoch(epochs: str, number: int, first: int) -> str:
     entries = [*epochs.split(","), f"+{number}:{first}"]
     if len(entries) > _TABLE_EPOCHS:
         # As in new_epoch.lua, -1 means that all records of earlier epochs may have been lost.
-        entries = entries[1 - _TABLE_EPOCHS :]
+        entries = entries[-_TABLE_EPOCHS:]
         entries[0] = f"{entries[0].lstrip('+').partition(':')[0]}:-1"
     return ",".join(entries)
 

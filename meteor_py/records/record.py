@@ -87,7 +87,7 @@ class ListChunk:
         return self._records(range(self.first, self.first + len(self)))
 
     def pick(self, offsets: Sequence[int]) -> list[Record]:
-        """Return the records at some of this chunk's offsets, without creating the others."""
+        """Return the records at some of this chunk's offsets; create no other record objects."""
         rows = [offset - self.first for offset in offsets]
         picked = ListChunk(
             self.first,
@@ -255,7 +255,10 @@ class TableChunk:
         return keys
 
     def to_arrow(self) -> pa.RecordBatch:
-        """Return all columns in ``ARROW_SCHEMA``. Columns that were not read are null."""
+        """Return all columns in ``ARROW_SCHEMA``.
+
+        Columns that were not read are null, except the offset, which is known anyway.
+        """
         size, names = len(self), self.columns.schema.names
         if len(names) == len(ARROW_SCHEMA):
             return self.columns

@@ -115,7 +115,7 @@ class Connection:
 
     Args:
         address: The client's address.
-        timeout_s: Maximum seconds for connecting, for sending, and for each reply.
+        timeout_s: Maximum seconds for connecting, for sending, and for each part of a reply.
         topology: Finds the server to connect to. By default, this is the server at ``address``.
         tag: The hash tag of the keys that the connection is used for, or None if there are none.
         node: If set, the connection always connects to this node and ignores ``tag``.
@@ -321,7 +321,9 @@ class Connection:
 
     @property
     def history(self) -> str:
-        """The server's ``master_replid`` when this connection was made, or '' if it is hidden.
+        """The server's ``master_replid``, or '' if it is hidden.
+
+        It is read once per connection; ``refresh_history`` reads it again.
 
         Raises:
             ConnectionFailed: The server cannot be reached, or it is a replica, which accepts no
@@ -334,8 +336,10 @@ class Connection:
 
     @property
     def known_history(self) -> str | None:
-        """Like ``history``, but never asks the server. None if the server has not been asked
-        yet."""
+        """Like ``history``, but never asks the server.
+
+        None if there is no connection, or if the server has not been asked yet.
+        """
         return self._history if self.connected else None
 
     def refresh_history(self) -> str:
@@ -359,7 +363,7 @@ class Connection:
         return self._server_pid != self._private_server_pid()
 
     def _private_server_pid(self) -> int | None:
-        server = self.address.options.get("embedded")  # see EmbeddedConnection
+        server = self.address.options.get("embedded")  # an EmbeddedServer, if any
         return None if server is None or server.keep else server.pid
 
     # -- the connection ------------------------------------------------------------------------
@@ -448,7 +452,7 @@ class Connection:
         return self.address if self.node is None else self.address.at(self.node)
 
     def _check_role(self, version: int) -> None:
-        """Check that the server is the primary, and was not replaced during the check."""
+        """Check that the server is the primary, and was not replaced since connecting began."""
         self.refresh_history()
         if self.topology.version != version:
             self.close()
@@ -469,7 +473,7 @@ class Connection:
             connection.disconnect()
 
     def interrupt(self) -> None:
-        """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
+        """Make another thread's ``connect``, ``send`` or ``read`` raise ``ConnectionFailed``."""
         self._interrupts += 1
         search, pause = self._search, self._pause
         if search is not None:
@@ -486,7 +490,7 @@ class Connection:
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
         # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
-        for sock in (self._socket(), _socket_of(opening)):  # logging in may also take long
+        for sock in (self._socket(), _socket_of(opening)):  # the login may also take long
             if sock is not None:
                 with suppress(OSError):  # already closed
                     sock.shutdown(socket.SHUT_RDWR)
@@ -583,7 +587,7 @@ class Connection:
 
 def _socket_of(connection: AbstractConnection | None) -> socket.socket | None:
     sock = getattr(connection, "_sock", None)
-    return sock if isinstance(sock, socket.socket) else None  # a fake server has none
+    return sock if isinstance(sock, socket.socket) else None  # a fake server has no socket
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:

@@ -37,10 +37,10 @@ _SCANNED = 1000
 _SLOT_KEYS = 100_000
 #: Minimum seconds for an attempt, even if it begins just before the deadline.
 _ATTEMPT_MIN_S = 0.05
-#: Minimum number of seconds to wait for one of several primaries, if there is that much time.
+#: Minimum number of seconds to wait for each of several primaries, if that much time is left.
 _NODE_S = 1.0
 
-#: Number of forks that led to this process. Comparing it is cheaper than calling ``getpid()``.
+#: A fork increases this number in the child. Comparing it is cheaper than calling ``getpid()``.
 _forks = 0
 
 
@@ -60,8 +60,9 @@ class Connector:
     sentinels, they retry for up to ``timeout_s`` seconds, because keys can move to other servers.
     Code that must not repeat a command must open its own connection.
 
-    Threads take turns on one connection to a single server. On a cluster they do not, because a
-    node that does not reply must not delay calls for other nodes.
+    Threads take turns on one connection to a single server. On a cluster, and with sentinels, each
+    call uses a separate connection, because a node that does not reply must not delay calls for
+    other nodes.
 
     The *tag* of a command is the hash tag of its keys: the name of the stream or peer group.
     """
@@ -75,7 +76,7 @@ class Connector:
         self._resolved: Address | None = None
         self._topology = _topology(address, timeout_s)
         self._topology.on_departure(self._keep_only)
-        self._single: SharedConnection | None = None  # to a single server
+        self._single: SharedConnection | None = None  # only for a single server
         # The factory holds no reference to this object, so that a dropped client is freed at once.
         self._nodes = NodeConnections(partial(Connection, address, timeout_s, self._topology, None))
         self._redis: redis.Redis | None = None
@@ -98,7 +99,7 @@ class Connector:
 
     @property
     def redis(self) -> redis.Redis:
-        """See ``Client.redis``. Closing the connector also closes this client."""
+        """The redis-py client that ``Client.redis`` returns. ``close`` also closes this client."""
         address = self.resolve()  # raises if closed
         if self._redis is None:
             # Without the lock: redis-py may wait for nodes that do not reply.
@@ -106,7 +107,7 @@ class Connector:
             with self._exclusive():
                 if self._redis is None and not self._closed:
                     self._redis = opened
-            if self._redis is not opened:  # another thread was faster
+            if self._redis is not opened:  # another thread was faster, or closed this object
                 opened.close()
         self._check_open()
         assert self._redis is not None, "opened above"
@@ -117,7 +118,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s, self._topology, tag)
 
     def warn_of_hidden_history(self, tag: str) -> None:
-        """Warn if the server that holds these keys could lose records undetected."""
+        """Warn if the server that holds a tag's keys could lose records undetected."""
         if not self.warns:
             return
         try:
@@ -168,10 +169,12 @@ class Connector:
 
         Args:
             work: May be called several times for the same primary.
-            unreachable: Returns the result for a primary that cannot be reached.
+            unreachable: Returns the result for a primary that cannot be reached. Not called for a
+                single server.
 
         Raises:
-            ConnectionFailed: A primary cannot be reached, and ``unreachable`` is None.
+            ConnectionFailed: The primaries cannot be determined, or one of them cannot be reached
+                and ``unreachable`` is None, or a single server cannot be reached.
         """
         if not self._topology.is_movable:
             return [self.use(work, None)]
@@ -223,7 +226,7 @@ class Connector:
             return self._resolved
 
     def close(self) -> None:
-        """Close the shared connections. The last user of an embedded server also stops it."""
+        """Close the shared connections. An embedded server stops if this was its last user."""
         with self._exclusive():
             self._closed = True
             single = self._single
@@ -362,7 +365,10 @@ class Connector:
             raise MeteorError(f"The client for {self.address} is closed. Connect again.")
 
     def _exclusive(self) -> threading.RLock:
-        """Return the lock. A forked child replaces it: its holder may exist only in the parent."""
+        """Return the lock.
+
+        A forked child replaces the lock, because another thread of the parent may have held it.
+        """
         forks = _forks
         if self._forks != forks:
             self._single = None  # at the fork, another thread may have been in a call

@@ -22,12 +22,12 @@ slash are in the folders ``log``, ``group``, ``transaction`` and ``archive``.
     log/_append.lua). Only with a store: ``archived``, the offset below which the store has all
     records; ``expired``, the offset below which records were deleted from the store; the setting
     ``max_unarchived``; ``flush``, the offset up to which the archiver should archive without
-    waiting for more records. Also copies of ``settings``, for releases before 0.3. Written by
-    ``create_stream``, ``resume_stream``, ``configure_stream``,
-    ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
-    ``expire_history``, ``request_flush``.
-``meteor:{s}:settings`` (hash): Settings that readers and archivers rely on, but that scripts do not
-    need. They are in a separate key so that an ACL can allow only administrators to change them.
+    waiting for more records. Also copies of ``settings``, for releases before 0.3, for clients that
+    may not read ``settings``, and for scripts (``group_by``, ``store``). Written by
+    ``create_stream``, ``resume_stream``, ``configure_stream``, ``apply_limits``, ``publish``,
+    ``move_staged``, ``new_epoch``, ``advance_archived``, ``expire_history``, ``request_flush``.
+``meteor:{s}:settings`` (hash): Settings that readers and archivers rely on. They are in a separate
+    key so that an ACL can allow only administrators to change them.
     ``incarnation`` of the stream; ``compression``, ``checksum``, ``codec``, and ``group_by`` if the
     stream has an ordering key. Only with a store: its id ``store`` (``store_before``: its id until
     the stream was resumed), its address ``store_uri``, ``retain`` (ms) and ``retain_bytes``.

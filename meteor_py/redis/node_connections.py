@@ -16,7 +16,7 @@ class NodeConnections:
     """Idle connections by node. A caller takes a connection out, and puts it back after its call.
 
     No caller waits for another one. If a node does not reply, only calls to that node are delayed.
-    There are never more connections to a node than threads that use it at the same time.
+    A node never has more connections than there have been calls to it at the same time.
 
     Thread-safe without a lock, because each change of the state is one call into C. A signal
     handler may therefore use this object in the middle of another call. If the handler raises an
@@ -40,7 +40,7 @@ class NodeConnections:
         """Keep a connection for the next caller, or close it."""
         idle = self._idle.setdefault(node, deque())
         if len(idle) < _IDLE_MAX:
-            idle.append(connection)  # connected or not: it remembers its redirects
+            idle.append(connection)  # even if unconnected: it remembers its redirects
         else:
             connection.close()
         # Check only now: either keep_only() finds the connection, or this check finds that the node
@@ -67,4 +67,4 @@ class NodeConnections:
             try:
                 idle.pop().close()
             except IndexError:
-                return  # another thread has taken it
+                return  # another thread has taken the last one

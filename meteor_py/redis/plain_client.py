@@ -78,7 +78,7 @@ def _following(base: Any, address: Address, topology: Topology) -> Any:
 
         def leave_node(self) -> None:
             sock = self._sock
-            if sock is not None and self.pid == os.getpid():  # otherwise it is the parent's
+            if sock is not None and self.pid == os.getpid():  # else the parent owns it
                 with suppress(OSError):  # already closed
                     sock.shutdown(socket.SHUT_RDWR)
 

@@ -31,7 +31,8 @@ from meteor_py.runtime.threads import JoinableThread
 _log = logging.getLogger(__name__)
 
 _CHANNEL = "+switch-master"
-#: Seconds to wait for one sentinel's reply before asking the next sentinel.
+#: Minimum seconds to wait for one sentinel's reply before asking the next sentinel, if that much
+#: time is left. Also the timeout for subscribing to a sentinel.
 _ASK_S = 1.0
 #: After a sentinel fails to reply, skip it for this many seconds if another sentinel replies.
 _AVOID_S = 5.0
@@ -55,12 +56,12 @@ class Sentinels(RefreshedTopology):
         super().__init__()
         self._address = address
         self.timeout_s = timeout_s
-        self._start_lock = threading.RLock()  # no thread holds it while it asks a sentinel
+        self._start_lock = threading.RLock()  # never held while asking a sentinel
         self.version = 0
         self._node: Node | None = None
         self._epoch = -1  # the configuration epoch in which ``_node`` became the primary
         self._sentinels = list(address.seeds)
-        self._silent_until: dict[Node, float] = {}  # sentinels that did not reply
+        self._silent_until: dict[Node, float] = {}  # when to ask a silent sentinel again
         #: Weak references to the connections, keyed by the ``id()`` of the reference. Every access
         #: is a single atomic operation.
         self._connections: dict[int, weakref.ref[Watched]] = {}
@@ -306,7 +307,9 @@ class _Watcher:
 
     def _check(self, topology: Sentinels) -> None:
         self._search = Search(topology.timeout_s)
-        if not self._stopped:  # only now: stop() interrupts the search that it finds
+        # Check only now: either stop() finds the search and interrupts it, or this check sees that
+        # stop() was called.
+        if not self._stopped:
             topology.check(self._search)
 
     def _disconnect(self, sentinels: Sequence[Node]) -> None:

@@ -21,8 +21,8 @@ class ServerDescription:
     For a cluster, ``memory``, ``memory_max`` and ``clients`` are sums over all primaries, and
     ``uptime`` is the shortest uptime of a primary. ``append_only`` is true if it is true for all
     primaries. Each of these five fields is None if one of the primaries does not disclose it or
-    cannot be reached. ``product``, ``version`` and ``memory_policy`` list the different values of
-    the primaries, separated by commas.
+    cannot be reached, and ``memory_max`` also if one of them has no limit. ``product``, ``version``
+    and ``memory_policy`` list the different values of the primaries, separated by commas.
     """
 
     #: "valkey", "redis", or "fake".
@@ -107,7 +107,7 @@ def describe_server(connection: Connection) -> ServerDescription:
 
 
 def parse_facts(facts: dict[str, str]) -> ServerDescription:
-    """Convert INFO fields to a description. A server that reports no name is called "redis".
+    """Convert INFO fields to a description. A server with a version but no name is "redis".
 
     >>> parse_facts({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.1.0"})
     ... # doctest: +ELLIPSIS

@@ -26,7 +26,7 @@ def check_server(connection: Connection, *, warn: bool) -> None:
 
     Raises:
         ServerRefused: The server is a node of a cluster, but the address names a single server.
-            Without the guard key, scripts could stop in the middle (redis/scripts.py).
+            On a cluster, scripts without a guard key could stop in the middle (redis/scripts.py).
     """
     if connection.address.scheme in ("fake", "embedded"):
         return  # meteor_py has configured this server

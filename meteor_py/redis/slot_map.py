@@ -17,7 +17,8 @@ from meteor_py.redis.topology import RefreshedTopology, Search, slot_of
 
 #: Maximum number of times to ask again while the map contradicts a MOVED reply.
 _CONTRADICTIONS = 10
-#: Seconds to wait for one node's reply before asking the next node.
+#: Seconds to wait for one node's reply before asking the next node: at most this long if a map is
+#: known, otherwise at least this long if that much time is left.
 _ASK_S = 1.0
 #: Host values in a CLUSTER SLOTS reply that stand for the node that sent the reply.
 _SAME_HOST = (b"", b"?", None)
@@ -51,7 +52,8 @@ class SlotMap(RefreshedTopology):
         self._ask_first: list[Node] = []  # the most recently confirmed nodes, best first
         self._source: Node | None = None  # the node that sent the table
         #: Nodes that failed, or whose table led to a failure. A node that is cut off from the
-        #: others still reports its former slots. These nodes are asked last until another replies.
+        #: others still reports its former slots. These nodes are asked last until another node
+        #: replies.
         self._doubtful: set[Node | None] = set()
 
     def locate(self, tag: str | None, search: Search) -> Node:
@@ -108,7 +110,8 @@ class SlotMap(RefreshedTopology):
             reported = nodes
 
     def _all_nodes(self) -> set[Node]:
-        return {*self._table.nodes, *list(self._moved.values())}  # list(): threads change the dict
+        # Copy the values with list(), because other threads may change the dict meanwhile.
+        return {*self._table.nodes, *list(self._moved.values())}
 
     def _known_primaries(self) -> list[Node]:
         """Return the nodes in the map, starting with the preferred ones."""

@@ -27,7 +27,8 @@ from meteor_py.runtime.locks import LockBusy, run_locked
 _T = TypeVar("_T")
 
 _SLOTS = 16_384
-#: Number of tags and slots to cache, for clients that repeatedly list many streams.
+#: Maximum number of entries in each cache of tags and slots. It is large, because some clients list
+#: many streams again and again.
 _CACHED = 8_192
 #: Minimum number of seconds between two refreshes, even if many connections fail: at first, and
 #: in a long outage.
@@ -68,9 +69,9 @@ _P = TypeVar("_P", bound=Probe)
 
 
 class Search:
-    """The search for a node on behalf of one caller, who waits for ``timeout_s`` seconds at most.
+    """The search for a node on behalf of one caller, for at most ``timeout_s`` seconds.
 
-    Any thread may interrupt it.
+    Any thread may interrupt the search.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -212,7 +213,7 @@ class RefreshTimer:
 class RefreshedTopology(Topology):
     """A topology that asks servers where the keys are, and asks again if they may have moved.
 
-    One thread at a time asks.
+    Only one thread asks at a time.
     """
 
     is_movable = True
@@ -245,8 +246,8 @@ class RefreshedTopology(Topology):
             self._leave_parent()
         if self._is_usable():
             return
-        # If an older answer is known, wait only briefly for the other thread: its server may be
-        # silent.
+        # If an older answer is known, wait only briefly for a thread that is already asking: the
+        # server that it asks may be silent.
         patience_s = _REFRESH_S if self._is_known else search.timeout_s
         try:
             search.run_locked(self._lock, patience_s, lambda: self._refresh_once(search))

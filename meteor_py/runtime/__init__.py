@@ -1,1 +1,1 @@
-"""Threads, locks, the clock, backoff, completions, and the order in which objects are closed."""
+"""Threads, locks, signals, the clock, backoff, completions, and the closing of open objects."""

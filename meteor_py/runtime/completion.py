@@ -14,10 +14,10 @@ from meteor_py.runtime.locks import SignalSafeEvent
 SENDER_PREFIX = "meteor-sender"
 SESSION_PREFIX = "meteor-session"
 
-# Held while the first waiter or callback is added to a completion; both are rare. ``settle`` must
-# never take this lock: a signal handler may wait for the sender while the code that it interrupted
-# holds the lock. The lock is reentrant, because a finalizer may run while its thread holds it, and
-# wait for another completion.
+# Held while a completion's event or callback queue is created. All completions share this lock,
+# because few of them need an event or callbacks. ``settle`` must never take the lock: a signal
+# handler may wait for the sender while the code that it interrupted holds the lock. The lock is
+# reentrant, because a finalizer may run while its thread holds it, and wait for another completion.
 _lock = threading.RLock()
 
 
@@ -73,7 +73,7 @@ class Completion:
             try:
                 callback = callbacks.popleft()
             except IndexError:
-                break  # the thread that added the callback calls it
+                break  # the thread that added the callback has taken it back and calls it
             callback()
 
     def abandon(self, error: Exception) -> None:

@@ -83,7 +83,8 @@ class Registry(Generic[_T]):
     #: Whether to keep objects alive until they are discarded, because they may have unfinished work
     #: after the user drops them.
     keep: bool = False
-    #: Closes objects within a given number of seconds. Set if their ``close`` may take longer.
+    #: Called on a signal to close objects within a number of seconds. Set if ``close`` may take
+    #: longer.
     close_within: Callable[[Sequence[_T], float], None] | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ _WITHIN_SHARE = 0.8
 
 #: All registries, in closing order.
 _registries: list[Registry[Any]] = []
-#: The process that has registered ``_close_all``; 0 if none has.
+#: The id of the process that has registered ``_close_all``; 0 if none has.
 _registered_in = 0
 
 

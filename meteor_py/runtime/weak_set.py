@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 class WeakSet(Generic[_T]):
     """A set of weak references to objects, which it compares by identity.
 
-    Iterating over a ``weakref.WeakSet`` fails with ``RuntimeError`` if another thread adds an
-    object in the meantime.
+    Other threads may change the set during an iteration. With a ``weakref.WeakSet``, the iteration
+    could then fail with ``RuntimeError``.
     """
 
     def __init__(self) -> None:

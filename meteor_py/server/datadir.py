@@ -18,8 +18,8 @@ from meteor_py.errors import ServerStartFailed
 from meteor_py.server import supervisor
 from meteor_py.server.lock import Lock
 
-#: Maximum length in bytes of a unix socket's path on any system: macOS allows 104 with the final
-#: NUL, Linux 108.
+#: Maximum length in bytes of a unix socket's path that works on every system: macOS allows 104 with
+#: the final NUL, Linux 108.
 SOCKET_PATH_MAX_BYTES = 103
 
 #: The lowest memory limit for a server, no matter how small the machine is.
@@ -62,7 +62,10 @@ class Address(NamedTuple):
 
 
 def default_directory() -> Path:
-    """Return the directory for the user's default server: ``$XDG_STATE_HOME/meteor``."""
+    """Return the directory of the user's personal server.
+
+    It is ``$XDG_STATE_HOME/meteor``, by default ``~/.local/state/meteor``.
+    """
     state = os.environ.get("XDG_STATE_HOME", "")
     # The XDG specification says to ignore a relative path.
     root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
@@ -75,8 +78,8 @@ def kept_directory(directory: Path) -> Path:
     Refuse a directory that other users could change.
 
     Raises:
-        ServerStartFailed: The directory belongs to another user, or it holds other files and other
-            users can enter it.
+        ServerStartFailed: The directory belongs to another user. Or other users have access to it,
+            and its files may not be those of an embedded server.
     """
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,7 +146,7 @@ def is_private(path: str | Path) -> bool:
 
 
 def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = None) -> str:
-    """Write the server's configuration file; return the path of its socket.
+    """Write the server's configuration file; return the socket's path as in that file.
 
     Other processes use this file to find the server. The password is only in this file, not on the
     command line, which every user on the machine can read.
@@ -176,7 +179,7 @@ def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = 
 
 
 def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
-    """Return a path in the directory or, if that is too long, in a new directory."""
+    """Return a path in the directory or, if that is too long, in a separate directory."""
     if len(os.fsencode(datadir / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
         return supervisor.SOCKET  # relative: the directory's name may have special characters
     former = read_config(datadir).get("unixsocket", "")

@@ -116,7 +116,10 @@ class EmbeddedServer:
         self._address = address
 
     def _check_open(self) -> None:
-        """Raise if the server has no user left, because the supervisor would stop it at once."""
+        """Raise if this object was closed, or the server has no user left.
+
+        The supervisor would stop a server without users at once.
+        """
         if not self._release.alive:
             raise ServerStartFailed(
                 f"The embedded server in {self.directory} was closed. Connect again."
@@ -171,7 +174,7 @@ def open_embedded(
         ServerNotFound: No server program was found.
         ServerStartFailed: The server did not start or reply in time, the directory is not safe to
             use, or ``tcp`` is true but the server is already running without TCP. If the server
-            failed, the message ends with its log.
+            failed, the message ends with the last lines of its log.
     """
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
@@ -314,13 +317,14 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 
 
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
-    """Start a supervisor, which inherits ``watcher.lock``.
+    """Start a supervisor, which inherits ``watcher.lock`` and ``server.lock``.
 
-    If a server is still running but its supervisor was killed, start nothing and return False.
+    If a server is still running but its supervisor was killed, shut that server down and return
+    False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
-            # On Linux, the kernel has already told the server to stop.
+            # On Linux, the kernel has already told the server to stop. On other systems, this does.
             shut_down(datadir)
             return False
         if not sys.executable:

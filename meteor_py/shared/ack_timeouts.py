@@ -23,8 +23,9 @@ class TimeLimit(NamedTuple):
 class AckTimeouts:
     """Finds records whose time limit has expired. ``Deliveries`` guards it with its lock.
 
-    It keeps no list, because each record stores its own deadline. A deadline never moves to an
-    earlier time, so there is nothing to check before the earliest known deadline.
+    It keeps no list, because each record stores its own deadline. Once a time limit has started,
+    its deadline can only move to a later time. There is therefore nothing to check before the
+    earliest deadline that this object has noted.
     """
 
     def __init__(self) -> None:

@@ -46,11 +46,12 @@ from meteor_py.shared.protocol import PORTION, SharedProtocol
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Maximum number of index entries to read per call.
+#: Maximum number of index entries to read with one command, because the server runs nothing else
+#: during a command.
 _ENTRIES = 64
-#: Maximum number of chunks of waiting offsets to read per call.
+#: Maximum number of chunks of waiting offsets to read with one command, for the same reason.
 _CHUNKS = 64
-#: Maximum number of records to read from the store per call.
+#: Maximum number of records to read from the store at a time, to limit the memory needed.
 _STORED = 4_096
 
 _COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
@@ -87,11 +88,11 @@ class KeyState:
     count: int
     #: Number of records that its owner holds.
     acquired: int
-    #: Number of waiting records.
+    #: Number of waiting records. With ``look_ahead``, also those that no consumer has scanned yet.
     waiting: int
-    #: The name of the consumer that holds records of this key; None if the key is free.
+    #: The name of the consumer that owns this key; None if no live consumer does.
     owner: str | None
-    #: The lowest unsettled offset; -1 if the key is stopped and has no records.
+    #: The lowest offset that waits or that a live consumer holds; -1 if there is none.
     oldest: int
     #: "ready" for any consumer, "owned" by one consumer, or stopped: "delayed" or "parked".
     state: Condition
@@ -107,20 +108,23 @@ class SharedDescription:
     confirmed: int
     #: Number of records from ``confirmed`` to the end of the stream.
     lag: int
-    #: All records below this offset have been scanned. They are settled, held or waiting.
+    #: All records below this offset have been scanned. Each of them is settled, held or waiting, or
+    #: is a dead letter that has not been published yet.
     scanned: int
     #: Number of records that wait for their ordering key or for a consumer.
     waiting: int
     #: Number of ordering keys that are free and have waiting records.
     ready: int
     #: Number of ordering keys whose waiting records no consumer can get yet, because the key is
-    #: delayed or parked, or because its owner holds later records.
+    #: delayed or parked, its owner holds later records, or a consumer has reserved it for a
+    #: record's last delivery attempt.
     blocked: int
     #: Number of dead letters that have not been published yet.
     dead_letters_pending: int
     #: Number of records acknowledged since the group was created.
     acked: int
-    #: Number of records published as dead letters, or discarded for lack of a dead-letter stream.
+    #: Number of records published as dead letters, or discarded because the group has no
+    #: dead-letter stream.
     dead: int
     #: Number of records that were lost or unreadable.
     lost: int
@@ -130,7 +134,8 @@ class SharedDescription:
     returned: int
     #: Number of consumers whose leases expired.
     reaped: int
-    #: First and last offset of the most recent loss, or None if there was none.
+    #: First and last offset of the range that a scan most recently found lost or unreadable; None
+    #: if there was none. Does not include records that were lost after a consumer had claimed them.
     lost_last: tuple[int, int] | None
     consumers: tuple[Consumer, ...] = ()
 
@@ -167,7 +172,7 @@ class SharedGroup:
         return replace(found, consumers=tuple(consumers))
 
     def _describe_all(self) -> tuple[SharedDescription, dict[str, Consumer]]:
-        """Return the description without consumers, and the consumers without their keys."""
+        """Return the description without consumers, and the consumers by id, with ``keys`` = 0."""
         found, tick = self._describe()
         members: dict[str, Consumer] = {}
         for portion in self._protocol.scan("HSCAN", "members"):
@@ -180,7 +185,7 @@ class SharedGroup:
         return found, members
 
     def _describe(self) -> tuple[SharedDescription, int]:
-        """Return the description without consumers, and the current time on the lease clock."""
+        """Return the description without consumers, and the lease clock's time in milliseconds."""
         protocol = self._protocol
         names = [protocol.meta, *protocol.keys("meta letters ready blocked unsettled")]
         reply = self._handle.connector.run(SHARED_DESCRIBE, names)
@@ -248,7 +253,7 @@ class SharedGroup:
         return sorted(found.values(), key=lambda state: (state.oldest, state.key))
 
     def _look_ahead(self, found: dict[bytes, KeyState]) -> None:
-        """Add the records that no consumer has scanned yet."""
+        """Add the records that no consumer has scanned yet, except those that will be purged."""
         description, _ = self._describe()
         portions = self._protocol.scan("ZSCAN", "purges")
         marks = {key: int(float(score)) for portion in portions for key, score in portion}
@@ -316,8 +321,8 @@ class SharedGroup:
     def fsck(self) -> list[str]:
         """Check the group's state, and return one sentence for each contradiction.
 
-        Reads the state in chunks, each one atomically. Contradictions between chunks, such as wrong
-        counters, are reported only if the group did not change in the meantime.
+        Reads the state in portions, each at a single instant. Contradictions between portions, such
+        as wrong counters, are reported only if the group did not change in the meantime.
 
         Raises:
             GroupNotFound, StreamNotFound: The group or the stream was deleted.
@@ -340,7 +345,7 @@ class SharedGroup:
                 the stream.
 
         Returns:
-            The number of records purged.
+            The number of records purged, including those that are still to be scanned.
 
         Raises:
             GroupNotFound, StreamNotFound: The group or the stream was deleted.
@@ -386,7 +391,7 @@ class SharedGroup:
         return end
 
     def _waiting(self, name: bytes, limit: int) -> list[int]:
-        """Return the first waiting offsets of an ordering key."""
+        """Return at least the first ``limit`` waiting offsets of a key, or all if it has fewer."""
         call = self._handle.connector.call
         raw = call("HGET", self._protocol.key("keys"), name)
         entry = KeyEntry.parse(raw) if raw else KeyEntry(NOBODY, 0, [])
@@ -399,7 +404,7 @@ class SharedGroup:
     def resume(self, key: bytes | str) -> bool:
         """Make a parked or delayed ordering key available again.
 
-        Also resets the failure count of its first record.
+        Also resets the failure count of its first waiting record.
 
         Returns:
             Whether the key was parked or delayed.
@@ -422,7 +427,7 @@ class SharedGroup:
             force: Delete it even if it has consumers; their next calls raise ``GroupNotFound``.
 
         Raises:
-            GroupActive: The group has consumers, and ``force`` is False.
+            GroupActive: The group has live consumers, and ``force`` is False.
             GroupNotFound, StreamNotFound: The group or the stream was deleted.
             LogTruncated: The stream was deleted and recreated.
         """

@@ -28,8 +28,9 @@ PREFETCH_MAX = 10_000
 ACK_TIMEOUT_S = 1_800.0
 #: The ordering key for records that have none.
 DEFAULT_KEY = "meteor.no-group"
-#: The maximum number of records that can wait for their ordering keys. The server keeps their
-#: offsets in memory: 7 to 10 bytes each, or about 130 if each record has its own ordering key.
+#: While at least this many records wait for their ordering keys, consumers scan no new records. The
+#: server keeps the offsets of waiting records in memory: 7 to 10 bytes each, or about 130 if each
+#: record has its own ordering key.
 WAITING_MAX = 1_000_000
 
 
@@ -44,8 +45,9 @@ class SharedConfig:
     lease_ttl: float = 10.0
     #: Number of failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
-    #: The stream for dead letters; None = consumers only log and count them. If the stream does not
-    #: exist, a consumer creates it with room for many letters.
+    #: The stream for dead letters. If it does not exist, a consumer creates it with room for many
+    #: letters. None = consumers discard, log and count the records, unless ``on_poison`` is "park":
+    #: the record then remains the first one of its parked key.
     dead_letter: str | None = None
     #: What happens to the ordering key of a dead letter: "skip" continues with the key's next
     #: record, "park" stops the key until ``resume()``.
@@ -80,7 +82,11 @@ class SharedConfig:
             )
 
     def to_fields(self) -> dict[str, str]:
-        """Return the stored fields. Three of them keep their names from version 0.1."""
+        """Return the stored fields.
+
+        ``group_cap``, ``default_group`` and ``ungrouped`` keep their names from version 0.1,
+        because existing groups have these fields.
+        """
         return {
             "group_cap": str(self.max_per_key),
             "lease_ms": str(round(self.lease_ttl * 1000)),
@@ -120,8 +126,8 @@ class ConsumerConfig:
     #: 10,000. ``run()`` holds fewer if its handlers are slow, so that other consumers get their
     #: share.
     prefetch: int = 256
-    #: The maximum size in bytes of the record values that the consumer fetches ahead: 1 to 2**40.
-    #: It always fetches at least one record, whatever the record's size.
+    #: The size in bytes of buffered record values at which the consumer stops fetching: 1 to 2**40.
+    #: The last record may exceed this size, so a record of any size can be fetched.
     prefetch_bytes: int = 64 * 1024 * 1024
     #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
     #: that others get its records. Also limits the time of one handler call in ``run()``.

@@ -1,10 +1,10 @@
 """One consumer's deliveries: the records that the server grants it, and how it settles them.
 
-The consumer calls the server in steps. Each step has a number, one higher than that of the last
+The consumer calls the server in steps. Each step has a number that is higher than that of the last
 step, so the server never executes a step twice. If a reply is lost, the consumer sends the same
 step again and gets the same reply. If the consumer's lease has expired in the meantime, the server
-replies with the number of the last step that it executed. The consumer then knows which settlements
-took effect.
+replies with the number of the last step that it executed, as long as it remembers the consumer. The
+consumer then knows which settlements took effect.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of refused steps in one exchange. Only a bug can cause more.
+#: Maximum number of refused steps in one exchange, so that a bug cannot cause an endless loop.
 _ROUNDS = 5
 #: Maximum number of maintenance calls after one step. If more work is due, the next reply says so.
 _PORTIONS = 64
@@ -91,13 +91,15 @@ class Deliveries:
         self._ordering_rule = ordering_rule
         self._codec = codec
         self._connection = SharedConnection(protocol.stream.open_connection)
-        #: Guards ``holdings``; notified when a record is settled.
+        #: Guards ``holdings`` and the fields below. Notified when a waiting thread may have
+        #: something to do, for example after a settlement.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
         self._ack_timeouts = AckTimeouts()
         #: The time of the first settlement since the last step began; None if there was none.
         self.unsent_since: float | None = None
-        #: Whether the application is polling. A settlement may then make records available.
+        #: Whether the application is polling. If it is, settlements are sent sooner, because they
+        #: may make records available to the poll.
         self.polling = False
         #: Whether the lease renewer is waiting, so that the next settlement must notify it.
         self.renewer_waits = False
@@ -105,12 +107,14 @@ class Deliveries:
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
         self._consumer = ""
-        # Offsets of refused settlements and lost records, not yet reported to the application.
+        # Not reported to the application yet: offsets of settlements that had no effect, offsets of
+        # settlements that may have taken effect, and records that cannot be delivered.
         self._refused: list[int] = []
-        self._unknown: list[int] = []  # settlements that may have taken effect
+        self._unknown: list[int] = []
         self._lost = Gaps()
         self._delivered = DeliveredPosition(protocol.stream.incarnation, protocol.stream.epochs)
-        self._truncated: list[tuple[int, int]] = []  # first and last offset of each loss
+        # The first and last offset of each loss of delivered records, not reported yet either.
+        self._truncated: list[tuple[int, int]] = []
         #: The last reply, if the server will wake this consumer when there are records; otherwise
         #: None.
         self.idle: StepReply | None = None
@@ -118,7 +122,7 @@ class Deliveries:
         self.failure: MeteorError | None = None
         #: Dead letters that this consumer is to publish.
         self.dead_letters: list[DeadLetter] = []
-        #: The time (``clock.now()``) until which no other consumer can get these records.
+        #: The time (``clock.now()``) until which no other consumer can get this consumer's records.
         self.valid_until = 0.0
         #: The time at which the last step that got a reply was sent.
         self.spoke_at = 0.0
@@ -127,7 +131,7 @@ class Deliveries:
 
     @property
     def consumer(self) -> str:
-        """The id of this consumer; empty before it has joined."""
+        """The id of this consumer in the group; empty while it is not a member."""
         return self._consumer
 
     # -- for the application -------------------------------------------------------------------
@@ -470,7 +474,8 @@ class Deliveries:
                 f"The server for stream {self.protocol.stream.name!r} is failing over. Try again."
             )
         with self.condition:
-            # Before enter(): after a Ctrl-C, the next exchange repeats only what precedes it.
+            # Drop the dead letters before enter(): if a Ctrl-C follows enter(), the next exchange
+            # considers the delivered position valid and skips this block.
             self.dead_letters.clear()  # their offsets may now refer to other records
             self.holdings.drop_letters()
             truncated = self._delivered.enter(epochs, end)

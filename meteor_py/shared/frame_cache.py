@@ -1,7 +1,7 @@
 """A cache of frames for readers of scattered offsets.
 
-A consumer in a shared group gets a few records at a time from the same frames. The cache therefore
-fetches each frame once, and keeps the frame as long as its records may be needed.
+A consumer in a shared group gets a few records at a time from the same frames. The cache keeps a
+frame while its other records may still be needed, so that the consumer rarely fetches it again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from meteor_py.shared.protocol import Entry, StepReply
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Number of frames to keep, and to request at a time. If frames are small, one request asks for
-#: more of them, up to _FETCH_MAX frames or _KEEP_RECORDS records.
+#: Number of frames to keep, unless more of them have wanted records, and number of frames to
+#: request at a time. If frames are small, one request asks for more of them, up to _FETCH_MAX
+#: frames or about _KEEP_RECORDS records.
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
-#: The maximum size in bytes of the frames to keep, and of those to request at a time; a single
-#: frame may be larger.
+#: The maximum size in bytes of the frames to keep, unless more have wanted records, and of those to
+#: request at a time. A single frame may be larger.
 _KEEP_BYTES = 32 * 1024 * 1024
 _FETCH_BYTES = 32 * 1024 * 1024
 
@@ -53,7 +54,10 @@ class Fetched(NamedTuple):
 
 
 class FrameCache:
-    """One consumer's frames. Except for ``interrupt``, only one thread may use it at a time."""
+    """The frames that one reader caches.
+
+    Except for ``interrupt``, only one thread may use the cache at a time.
+    """
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
@@ -61,7 +65,7 @@ class FrameCache:
         self._log_reader: LogReader | None = None
         self._frames: dict[int, Chunk] = {}  # by first offset
         self._firsts: list[int] = []  # the keys of _frames, sorted
-        self._bytes: dict[int, int] = {}  # the size of each frame, by its first offset
+        self._bytes: dict[int, int] = {}  # the size of each frame in bytes, by its first offset
         #: The end of the last large frame, and the size of the largest frame (see _append.lua).
         self._large = (OFFSET_MAX, RECORD_BYTES_LIMIT)
         # Estimated number of records per frame. The estimate starts high, because two requests for
@@ -69,7 +73,7 @@ class FrameCache:
         self._size = FRAME_RECORDS_MAX
 
     def note_large(self, large: tuple[int, int]) -> None:
-        """Store the stream's ``large`` field. It must not be older than the offsets to fetch."""
+        """Store the stream's ``large`` field, read after the records to fetch were appended."""
         self._large = large
 
     def fetch(self, offsets: Sequence[int], max_bytes: int = OFFSET_MAX) -> Fetched:
@@ -108,7 +112,7 @@ class FrameCache:
     def _gather(
         self, offsets: Sequence[int], dropped: set[int], fetched: Fetched, room: int
     ) -> tuple[int, int]:
-        """Add records from cache and store until their values fill ``room`` bytes.
+        """Add records from the cache and the store until their values fill ``room`` bytes.
 
         Returns:
             The number of leading offsets handled, and the remaining room in bytes.
@@ -139,14 +143,14 @@ class FrameCache:
         return at, room
 
     def forget(self) -> None:
-        """Drop all frames, because offsets may now refer to other records."""
+        """Drop all frames, for example because offsets may now refer to other records."""
         self._frames, self._firsts, self._bytes = {}, [], {}
 
     def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> dict[str, str]:
-        """Wait until one of the Redis streams has an entry after its given ID.
+        """Wait up to ``block_s`` seconds until a Redis stream has an entry after its given ID.
 
         Returns:
-            The ID of the entry that was found, by the name of its stream.
+            The ID of the first such entry of each stream, by stream name. Empty after a timeout.
         """
         names, ids = zip(*streams, strict=True)
         block = ("BLOCK", max(int(min(block_s, self._connection.block_max_s) * 1000), 1))
@@ -224,7 +228,11 @@ class FrameCache:
     def _fetch_stored(
         self, offset: int, offsets: Sequence[int], unreadable: dict[int, Unreadable]
     ) -> Chunk | None:
-        """Return the chunk with a record that the ring has dropped; None if the store lacks it."""
+        """Return the chunk with a record that the ring has dropped.
+
+        Adds damaged records to ``unreadable``. Returns None if the record is damaged, or if the
+        store lacks it.
+        """
         try:
             chunks = self.read_stored(offset, 1)
         except RecordsLost:
@@ -241,7 +249,8 @@ class FrameCache:
         """Return the record at ``offset`` and perhaps later ones, from the ring or the store.
 
         Raises:
-            RecordsLost: Neither the ring nor the store has it.
+            RecordsLost: Neither the ring nor the store has the record.
+            CorruptSegment: The record is damaged in the store.
         """
         if self._log_reader is None:
             self._log_reader = self._stream.open_reader()
@@ -280,7 +289,7 @@ class FrameCache:
     def _keep(self, chunk: Chunk, size: int) -> None:
         """Add a chunk and drop those that it overlaps.
 
-        Chunks can overlap, because ring and store divide the same records differently.
+        Chunks can overlap, because the ring and the store divide the same records differently.
         """
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
@@ -295,7 +304,8 @@ class FrameCache:
     def _trim(self, wanted: Sequence[int]) -> None:
         """Drop frames that have no wanted records.
 
-        Drops the oldest of them until the limits are met, and all that have a single record.
+        Drops those with the lowest offsets until the limits are met. Also drops all frames of one
+        record, because a consumer rarely needs a record again.
         """
         needed = {
             first

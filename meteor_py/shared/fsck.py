@@ -2,11 +2,12 @@
 
 Consumers change the state while the check reads it. The check therefore reads the state in
 portions, each at a single instant, and tests the invariants that hold at every instant. A portion
-is a few ordering keys with their first waiting records and their places in the sets, or some of a
-consumer's batches. A long ordering key, or a consumer with many batches, takes several portions.
-Its invariants are tested only if it did not change from the first portion to the last. The same
-applies to invariants of the whole state, such as the sums of the counters. The check reports values
-that it cannot read, instead of raising an error.
+is a few ordering keys with their first waiting records and their places in ``ready``, ``blocked``
+and ``delayed``, or some of a consumer's batches. An ordering key with many waiting records, or a
+consumer with many batches, takes several portions. Its invariants are tested only if it did not
+change from the first portion to the last. The same applies to invariants of the whole state, such
+as the sums of the counters. The check reports values that it cannot read, instead of raising an
+error.
 """
 
 from __future__ import annotations
@@ -460,7 +461,7 @@ class _Check:
             flaws.append("The set 'unsettled' does not list exactly the batches and dead letters.")
         if self._connector.call("ZCARD", protocol.key("purges")) != progress.purging:
             flaws.append(
-                f"The group counts {progress.purging} purged keys, but 'purges' lists another "
+                f"The group counts {progress.purging} purged keys, but 'purges' lists a different "
                 "number."
             )
         return flaws

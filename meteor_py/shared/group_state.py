@@ -134,7 +134,7 @@ def read_line(line: bytes) -> list[int]:
 
 
 def read_batch(raw: bytes) -> list[tuple[int, bytes]]:
-    """Parse a field of ``batches``; return offsets and ordering keys, empty for keyless records.
+    """Parse a field of ``batches``; return each offset with its ordering key, b'' if keyless.
 
     Raises:
         ValueError: The field is malformed.

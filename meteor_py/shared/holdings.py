@@ -42,7 +42,7 @@ class Holdings:
     """
 
     def __init__(self, *, reject_rewinds: bool) -> None:
-        """Start with nothing.
+        """Start without any records.
 
         Args:
             reject_rewinds: Whether rejecting a record stops its ordering key, so that later records
@@ -60,9 +60,9 @@ class Holdings:
         self.granted: dict[int, int] = {}
         self._reject_rewinds = reject_rewinds
         self._batches: dict[int, DeliveryBatch] = {}
-        self._batch_of: dict[int, DeliveryBatch] = {}  # of records that are granted or held
+        self._batch_of: dict[int, DeliveryBatch] = {}  # by offset of a granted or held record
         self._held: dict[int, SharedRecord] = {}
-        self._receipts = 0  # records ever added to _held
+        self._receipts = 0  # how many records have ever been added to _held
         # An index of _held by ordering key, built when _receipts had the value _indexed. Only
         # rewinds need it, so a rewind builds it. Records that are no longer held may remain in it.
         self._by_key: dict[bytes, list[SharedRecord]] = {}
@@ -195,9 +195,9 @@ class Holdings:
     ) -> tuple[StepRequest, bool]:
         """Return the next step, and whether it includes everything that has to be sent.
 
-        If the reply to the last step was lost, this returns the same step again. No step claims
-        records until all settlements have been sent. Acknowledgements come first, because an
-        acknowledgement that was made before a rewind must take effect.
+        If the reply to the last step was lost, this returns the same step again. Of several steps,
+        only the one that sends the last settlements claims records. Acknowledgements come first,
+        because an acknowledgement that was made before a rewind must take effect.
         """
         if self.request is not None:
             self._clear_sent(self.request)  # a Ctrl-C may have interrupted the first call
@@ -241,7 +241,7 @@ class Holdings:
 
     def _clear_sent(self, request: StepRequest) -> None:
         """Remove a request's settlements from the queues. A second call changes nothing."""
-        sent = dict.fromkeys(request.acks)  # None: the whole batch
+        sent = dict.fromkeys(request.acks)  # the value None stands for the whole batch
         partial = {one.batch: {*one.offsets} for one in request.settlements if one.kind == "A"}
         for number, offsets in {**sent, **partial}.items():
             batch = self._batches.get(number)
@@ -378,7 +378,8 @@ class Holdings:
         """Mark all records as taken: this consumer no longer holds them."""
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
-        # Empty the dicts and keep them: a signal handler may interrupt a loop that uses them.
+        # Empty the dicts instead of replacing them: in a signal handler, this may have interrupted
+        # code that uses them.
         for each in (self.granted, self._batches, self._batch_of, self._dirty, self._rewound):
             each.clear()
 
@@ -390,7 +391,11 @@ class Holdings:
         return any(other.kind == "D" for other in self._others)
 
     def keep_letters(self, history: bytes) -> None:
-        """Drop settlements of dead letters that were published in another replication history."""
+        """Drop settlements of dead letters that were published in another replication history.
+
+        A dead letter on another node has no history, and its settlement is kept. If ``history`` is
+        empty, because it is unknown, all settlements are kept.
+        """
         self._others = [
             other
             for other in self._others

@@ -135,7 +135,7 @@ class LeaseRenewer:
         return holdings.unsent or (not self._deliveries.polling and holdings.request is not None)
 
     def _wait(self, failures: int) -> bool:
-        """Wait until there is something to send; return False if stopped."""
+        """Wait until the thread must send a step; return False if it must end instead."""
         deliveries = self._deliveries
         pause = pause_s(failures, *_BACKOFF_S) if failures else 0.0
         with deliveries.condition:

@@ -47,7 +47,8 @@ _CLAIM_MAX = 512
 #: A poll whose timeout has expired still makes up to this many rounds in total, as long as each
 #: round makes progress but finds no records for this consumer. The next poll continues from there.
 _ROUNDS_MIN = 8
-#: Seconds that a full consumer waits before it logs a warning.
+#: Seconds that a consumer waits for the application to settle records, because it holds as many as
+#: it may, before it logs a warning.
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
 _OFFSET = attrgetter("offset")
@@ -88,7 +89,7 @@ class Prefetcher:
         self._postponed = -1  # offset of the last postponed dead letter, to log it only once
         self._full_since: float | None = None
         self._scanned = -1  # where the last step stopped scanning the index
-        self._woken = "0-0"  # the last wake-up that was seen
+        self._woken = "0-0"  # the ID of the last wake-up that was seen
         self._idle_until = 0.0  # when to claim again, even without a wake-up
         #: Set by another thread to end waits and iteration in this thread.
         self.halted = False
@@ -166,7 +167,7 @@ class Prefetcher:
         before, self._scanned = self._scanned, reply.next
         if self._buffer or reply.idle or self._is_full:
             return reply
-        # A step scans only a limited number of new records.
+        # Try again: a step scans only a limited number of new records, so the next may find some.
         return None if reply.granted or wait or before < reply.next < reply.end else reply
 
     @property
@@ -189,7 +190,7 @@ class Prefetcher:
     def _patience_s(self, reply: StepReply) -> float:
         """Return the number of seconds that an idle consumer waits before it claims again.
 
-        This is slightly less than the lease renewer's interval, because a claim renews the lease.
+        This is less than the lease renewer's interval, so that the claim renews the lease instead.
         """
         patience = 0.9 * self.settings.lease_ttl / 3
         return patience if reply.wait_s is None else min(patience, reply.wait_s + 0.001)
@@ -299,7 +300,8 @@ class Prefetcher:
     def raise_refusals(self) -> None:
         """Raise an error about lost records, or about settlements that were refused or in doubt.
 
-        Each of them is reported once. With ``on_gap="skip"``, gaps are only logged.
+        Each of them is reported once. With ``on_gap="skip"``, gaps are only logged and passed to
+        ``on_gap_skipped``.
         """
         truncated = self.deliveries.take_truncated()
         if truncated is not None:
@@ -356,7 +358,7 @@ class Prefetcher:
             return None
         epochs = self.stream.connector.call("HGET", keys.meta(self.stream.name), "epochs")
         if epochs is None or newest_epoch(epochs.decode()) != self._epoch:
-            raise ConnectionFailed(  # the record may be from a branch that the server has lost
+            raise ConnectionFailed(  # after a failover, another record may have this offset
                 f"The server for stream {self.stream.name!r} is failing over. Try again."
             )
         if self._dead_letter_stream is None:

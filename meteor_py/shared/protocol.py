@@ -166,8 +166,8 @@ class StepReply:
     idle: bool
     #: Whether this consumer watches the index and the clock on behalf of all idle consumers.
     watches: bool
-    #: Seconds until maintenance is due, for the consumer that watches. None means never; 0 means
-    #: unknown, because the server repeated an earlier reply.
+    #: Seconds until maintenance is due. None means that it is never due, or that this consumer does
+    #: not watch. 0 means unknown, because the server repeated an earlier reply.
     wait_s: float | None
     #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int

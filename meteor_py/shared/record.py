@@ -55,8 +55,8 @@ class SharedRecord(msgspec.Struct, eq=False):
     #: Number of earlier deliveries that failed.
     failures: int
     standing: Standing = Standing.HELD
-    #: The time at which the record's time limit expires, on the ``clock.now()`` clock, and that
-    #: limit.
+    #: The time at which ``time_limit`` expires, on the ``clock.now()`` clock. Both fields are set
+    #: when the record is delivered.
     deadline: float = math.inf
     time_limit: TimeLimit | None = None
     #: The time until which ``extend()`` keeps the consumer's lease, on the same clock.
@@ -115,9 +115,10 @@ class SharedRecord(msgspec.Struct, eq=False):
         self._deliveries.extend(self, seconds)
 
     def reject(self, reason: str = "") -> None:
-        """Discard the record without another try.
+        """Give up on the record without another try.
 
-        If the group has a dead-letter stream, the record is published there.
+        If the group has a dead-letter stream, the record is published there. Otherwise it is
+        discarded, or, with ``on_poison="park"``, it remains the first record of its parked key.
 
         Args:
             reason: Stored in the dead letter's ``meteor-reason`` header.

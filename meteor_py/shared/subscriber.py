@@ -35,7 +35,8 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that iteration waits for an unreachable server or store before it raises an error.
+#: Seconds that iteration, or a poll without a timeout, waits for an unreachable server or store
+#: before it raises an error.
 _RECONNECT_S = 30.0
 #: Seconds that closing waits for handlers, and then for each lease renewer.
 _CLOSE_S = 5.0
@@ -193,9 +194,9 @@ class SharedSubscriber(Closeable):
             concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: Another ``run()`` is active, or ``poll()`` raised an error. ``Fenced`` and
-                ``OutcomeUnknown`` are only logged. ``ConnectionFailed`` and ``StoreUnavailable``
-                are raised after an outage of 30 seconds.
+            MeteorError: Another ``run()`` is active, or fetching records failed as described for
+                ``poll()``. ``Fenced`` and ``OutcomeUnknown`` are only logged. ``ConnectionFailed``
+                and ``StoreUnavailable`` are raised after an outage of 30 seconds.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
@@ -399,7 +400,8 @@ class SharedSubscriber(Closeable):
         if self._deliveries.holdings.unsent:
             self._prefetcher.exchange(0)
         try:
-            # If another thread is polling, leave dead letters to the group: it may be fetching.
+            # Publishing reads the frame cache, which another thread uses while it polls. In that
+            # case, leave the dead letters to other consumers.
             if not self._lease_renewer.polling:
                 self._prefetcher.publish_dead_letters()
         finally:
@@ -407,7 +409,7 @@ class SharedSubscriber(Closeable):
                 self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
                 if self._deliveries.holdings.unsent:
-                    raise  # settlements were lost; without any, a deleted group is not an error
+                    raise  # settlements were lost; otherwise, a deleted group is not an error here
 
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise an error if a parent process opened the subscriber, or if it is closed.

@@ -38,8 +38,8 @@ _DELAY_S = (0.1, 10.0)
 _POLL_S = 0.5
 #: If the server or the store is unreachable for this many seconds, ``run()`` raises an error.
 _AWAY_S = 30.0
-#: Seconds to delay the ordering key of a hung handler each time one of its records returns to the
-#: group.
+#: Seconds to delay an ordering key when one of its records returns to the group unprocessed,
+#: because the handler of this key hangs, or all handlers do.
 _HUNG_S = 0.5
 
 
@@ -105,9 +105,10 @@ class WorkerPool:
             self.stop()
             self._prefetcher.target = None
             for thread in self._threads:
-                if thread.ident is not None:  # otherwise the process could not start it
+                if thread.ident is not None:  # otherwise the thread was never started
                     thread.join()
-            # This includes records that were not distributed because of a Ctrl-C.
+            # Put the unprocessed records back into the buffer, including those that were not
+            # distributed because of a Ctrl-C.
             self._prefetcher.keep(
                 record
                 for record in self._prefetcher.handed
@@ -137,7 +138,10 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _fetch_more(self) -> list[SharedRecord]:
-        """Wait briefly for the threads to process half of the held records, then fetch more."""
+        """Wait briefly until at most half of the allowed records are unprocessed; then fetch more.
+
+        Only records that were distributed to the threads count as unprocessed.
+        """
         with self._condition:
             self._condition.wait_for(
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -200,6 +201,31 @@ class ColumnStore(RingbufferStore, Protocol):
         """
 
 
+#: Reads one batch of records. Call it once, in any thread.
+DeferredBatch = Callable[[], pa.RecordBatch]
+
+
+@runtime_checkable
+class ConcurrentStore(ColumnStore, Protocol):
+    """A store from which several threads can read batches at once. Optional."""
+
+    def deferred_batches(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str] | None = None
+    ) -> Iterator[DeferredBatch]:
+        """Return the batches of ``read`` or ``read_columns`` as functions that read them.
+
+        Threads may call the functions in any order and at the same time, but only one thread at a
+        time uses the iterator. A function may be dropped without a call.
+
+        Args:
+            columns: The columns to read; None for all.
+
+        Raises:
+            RecordsLost, CorruptSegment, StoreUnavailable: The iterator or the functions raise
+                these; see ``read``.
+        """
+
+
 def read_columns(
     store: RingbufferStore, incarnation: str, start: int, stop: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
@@ -209,6 +235,30 @@ def read_columns(
         return
     for batch in store.read(incarnation, start, stop):
         yield batch.select(list(columns))
+
+
+def deferred_batches(
+    store: RingbufferStore,
+    incarnation: str,
+    start: int,
+    stop: int,
+    columns: Sequence[str] | None = None,
+) -> Iterator[DeferredBatch]:
+    """Return the batches of any store; see ``ConcurrentStore.deferred_batches``."""
+    if isinstance(store, ConcurrentStore):
+        yield from store.deferred_batches(incarnation, start, stop, columns)
+        return
+    batches = (
+        store.read(incarnation, start, stop)
+        if columns is None
+        else read_columns(store, incarnation, start, stop, columns)
+    )
+    for batch in batches:
+        yield partial(_same, batch)
+
+
+def _same(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch
 
 
 def states_to_drop(states: Collection[int], term: int) -> list[int]:

@@ -136,7 +136,7 @@ def _runs(
 def merge_small(
     log: SegmentLog, term: int, end: int, is_current: Callable[[], bool], large: set[Segment]
 ) -> bool:
-    """Merge one run of small segments; return whether there was one.
+    """Merge one run of small segments; return whether a merge was attempted.
 
     Args:
         term: Segments from later terms are not merged.
@@ -195,7 +195,7 @@ def _is_enough(run: list[Span], level: int) -> bool:
 
 
 def _try_merge(log: SegmentLog, run: list[Span]) -> int:
-    """Write the live records of adjacent spans as one segment; return the reduction in segments.
+    """Write the live records of adjacent spans as one segment; return how many segments this saves.
 
     Write several segments if the records need more memory than the file sizes suggest. Leave
     damaged segments unchanged: ``verify`` reports them, and their intact parts are readable.

@@ -23,7 +23,15 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.address import mask
 from meteor_py.store import maintenance
-from meteor_py.store.base import TERMS, Bounds, ColumnStore, Flaw, Progress, StatefulStore
+from meteor_py.store.base import (
+    TERMS,
+    Bounds,
+    ConcurrentStore,
+    DeferredBatch,
+    Flaw,
+    Progress,
+    StatefulStore,
+)
 from meteor_py.store.errors import store_unavailable, unavailable
 from meteor_py.store.listing import Listings
 from meteor_py.store.segment import Segment, SegmentDescription, Span, live_spans
@@ -41,7 +49,7 @@ _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 _LARGE_MAX = 100_000
 
 
-class ParquetStore(StatefulStore, ColumnStore):
+class ParquetStore(StatefulStore, ConcurrentStore):
     """A store that keeps one stream's history in Parquet files.
 
     Args:
@@ -171,6 +179,11 @@ class ParquetStore(StatefulStore, ColumnStore):
     ) -> Iterator[pa.RecordBatch]:
         return self._segment_log(incarnation).read(start, stop, columns)
 
+    def deferred_batches(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str] | None = None
+    ) -> Iterator[DeferredBatch]:
+        return self._segment_log(incarnation).deferred_batches(start, stop, columns)
+
     def save_state(self, incarnation: str, term: int, state: bytes) -> None:
         self._segment_log(incarnation).save_state(term, state)
 
@@ -295,7 +308,7 @@ class ParquetStore(StatefulStore, ColumnStore):
     def merge_small(
         self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]
     ) -> bool:
-        """Merge some small segments in the background; return whether there were any.
+        """Merge some small segments; return whether a merge was attempted.
 
         The archiver calls this occasionally, so that a slow stream does not leave one file per
         minute. A merged segment never spans epochs, and has at most about 32 MiB.

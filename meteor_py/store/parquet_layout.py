@@ -6,13 +6,19 @@ accessors abort the process if the footer is inconsistent. So this module reads 
 page headers itself. Both are structs in Thrift's compact protocol. This module refuses a field with
 an unexpected type instead of skipping it, so that pyarrow cannot interpret the same bytes
 differently.
+
+This module also verifies the pages' checksums, several times as fast as pyarrow would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 #: Type codes in Thrift's compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
@@ -57,6 +63,7 @@ _PAGE_HEADER: _Fields = {
     1: (_I32, None),  # page type
     2: (_I32, None),  # bytes after decompression
     3: (_I32, None),  # bytes in the file
+    4: (_I32, None),  # crc32 of these bytes
     5: (_STRUCT, _DATA_HEADER),
     7: (_STRUCT, {}),  # dictionary page header
 }
@@ -140,11 +147,11 @@ def _column(chunk: Any, path: str, size: int) -> Column:
 
 
 def read_pages(data: memoryview, column: Column) -> Pages:
-    """Read all page headers of a column, whose bytes are in ``data``.
+    """Read all page headers of a column, whose bytes are in ``data``, and verify the checksums.
 
     Raises:
         ValueError: The pages differ from those that ``segment_file.write`` writes, or do not match
-            the footer.
+            the footer or their checksums.
     """
     pages, at, path = Pages(), 0, column.path
     while at < len(data):
@@ -161,7 +168,9 @@ def read_pages(data: memoryview, column: Column) -> Pages:
         else:
             raise ValueError(f"column {path!r} has a dictionary or page that segments do not have")
         pages.unpacked += unpacked
-        at += _field(header, 3)
+        start, at = at, at + _field(header, 3)
+        if 4 in header and crc32(data[start:at]) != header[4] & 0xFFFF_FFFF:
+            raise ValueError(f"a page of column {path!r} does not match its checksum")
     if at != len(data) or pages.values != column.values:
         raise ValueError(f"the pages of column {path!r} do not match the footer")
     return pages
@@ -195,8 +204,11 @@ def _read_struct(
                 wanted, inner = fields[number]
                 if kind != wanted:
                     raise ValueError("a field has an unexpected type")
-            if kind in _INTS and (raw := data[at + 1]) < 128:  # most numbers have one byte
-                found[number], at = (raw >> 1) ^ -(raw & 1), at + 2
+            if kind in _INTS:
+                raw, at = data[at + 1], at + 2
+                if raw >= 128:  # most numbers have one byte
+                    raw, at = _read_varint(data, at - 1, 16 << (kind - _I16))
+                found[number] = (raw >> 1) ^ -(raw & 1)
             else:
                 found[number], at = _read_value(data, at + 1, kind, inner, depth)
     except IndexError:
@@ -220,12 +232,39 @@ def _read_value(
     if depth == 0:
         raise ValueError("structs are nested too deeply")
     if kind == _STRUCT:
+        if inner is None and (skipped := _flat_struct().match(data, at)):
+            return {}, skipped.end()
         return _read_struct(data, at, inner, depth - 1)
     if kind in (_LIST, _SET):
         return _read_list(data, at, inner, depth - 1)
     if kind == _DOUBLE:
         return None, at + 8
     raise ValueError("a field has an unknown type")
+
+
+@cache
+def _flat_struct() -> re.Pattern[bytes]:
+    """Return a pattern for structs without nested structs, with short strings and lists.
+
+    Most structs in a footer hold statistics and have this form. Skipping one with the pattern takes
+    a tenth of the time of reading it. Each byte has only one meaning, so there is no backtracking.
+    """
+
+    def tags(kinds: Iterable[int], numbers: Iterable[int]) -> bytes:
+        tag_bytes = bytes(number << 4 | kind for number in numbers for kind in kinds)
+        return b"[" + re.escape(tag_bytes) + b"]"
+
+    number = rb"[\x80-\xff]{0,8}+[\x00-\x7f]"
+    strings = b"|".join(rb"\x%02x.{%d}" % (size, size) for size in range(17))
+    lists = b"|".join(tags(_INTS, [n]) + b"(?:%s){%d}" % (number, n) for n in range(1, 15))
+    steps = range(1, 16)
+    fields = (
+        tags(_INTS, steps) + number,
+        tags([_TRUE, _FALSE], steps),
+        tags([_BINARY], steps) + b"(?:%s)" % strings,
+        tags([_LIST], steps) + b"(?:%s)" % lists,
+    )
+    return re.compile(rb"(?:%s)*+\x00" % b"|".join(fields), re.DOTALL)
 
 
 def _read_list(

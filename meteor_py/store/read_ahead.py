@@ -1,8 +1,11 @@
-"""Sequential reading from a store, with the next batch fetched while the caller uses this one."""
+"""Sequential reading from a store, with the next batches fetched while the caller uses this one."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
@@ -10,48 +13,121 @@ import pyarrow as pa
 from meteor_py.errors import RecordsLost
 from meteor_py.records.position import epoch_numbers
 from meteor_py.redis import reply_errors
+from meteor_py.runtime.locks import SignalSafeEvent
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.store.base import RingbufferStore, read_columns
+from meteor_py.store.base import DeferredBatch, RingbufferStore, deferred_batches
 from meteor_py.store.errors import store_unavailable
 
 #: Number of sequential batches after which reading ahead starts.
 _SEQUENTIAL = 2
+#: Maximum number of batches to fetch ahead, each in a thread. With two, decoding uses two cores.
+#: More would take memory, and rarely save time.
+_AHEAD = 2
 #: Seconds to wait for a store that does not respond. Filesystems also have their own timeouts.
 _TIMEOUT_S = 120.0
-#: Seconds to wait in ``close`` for a fetch to end.
+#: Seconds to wait in ``close`` for the fetches to end.
 _CLOSE_S = 1.0
 
 
 class _Prefetch:
-    """The next batch, fetched by a daemon thread so that a hung store does not block exit."""
+    """A batch that a thread fetches."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
+    def __init__(self) -> None:
         self._batch: pa.RecordBatch | None = None
         self._error: BaseException | None = None
-        self._thread = JoinableThread(self._run, f"meteor-read-ahead-{stream}", batches)
-        self._thread.start()
+        self._done = SignalSafeEvent()
 
-    def _run(self, batches: Iterator[pa.RecordBatch]) -> None:
-        try:
-            self._batch = next(batches, None)
-        except BaseException as error:
-            self._error = error
+    def succeed(self, batch: pa.RecordBatch | None) -> None:
+        self._batch = batch
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
 
     def result(self) -> pa.RecordBatch | None:
-        """Wait for the batch and return it, or raise the store's error.
+        """Wait for the batch and return it, or None at the end; or raise the store's error.
 
         Raises:
             TimeoutError: The store did not respond in time.
         """
-        self._thread.join(_TIMEOUT_S)
-        if self._thread.is_alive():
+        if not self._done.wait(_TIMEOUT_S):
             raise TimeoutError(f"it has not responded for {_TIMEOUT_S:g} seconds")
         if self._error is not None:
             raise self._error
         return self._batch
 
+
+class _Batches:
+    """The batches from ``start`` to ``stop``, some of them fetched ahead.
+
+    Daemon threads fetch them, so that a hung store does not block exit. Each thread fetches one
+    batch and ends, so a reader that pauses has no idle threads.
+    """
+
+    def __init__(self, batches: Iterator[DeferredBatch], start: int, stop: int, name: str) -> None:
+        #: The offset of the next batch that ``take`` returns.
+        self.at = start
+        self.stop = stop
+        self._batches = batches
+        self._name = name
+        self._turn = threading.Lock()  # held by the thread that uses the iterator
+        self._started: deque[_Prefetch] = deque()  # no thread has fetched their batches yet
+        self._ahead: deque[_Prefetch] = deque()
+        self._threads: deque[JoinableThread] = deque(maxlen=2 * _AHEAD)
+        self._exhausted = False
+
+    @property
+    def ahead(self) -> int:
+        """The number of batches that are fetched ahead or being fetched."""
+        return len(self._ahead)
+
+    def take(self) -> pa.RecordBatch:
+        """Return the next batch, once it is there, or raise the store's error.
+
+        Raises:
+            TimeoutError: The store did not respond in time.
+        """
+        if self._threads:
+            self.fetch_ahead(1)
+            batch = self._ahead.popleft().result() if self._ahead else None
+        else:
+            read_batch = next(self._batches, None)
+            batch = None if read_batch is None else read_batch()
+        assert batch is not None, "a store yields every record that it is asked for, or raises"
+        self.at += len(batch)
+        return batch
+
+    def fetch_ahead(self, count: int = _AHEAD) -> None:
+        """Start to fetch, so that up to ``count`` batches are fetched ahead."""
+        while len(self._ahead) < count and not self._exhausted:
+            prefetch = _Prefetch()
+            self._started.append(prefetch)
+            self._ahead.append(prefetch)
+            thread = JoinableThread(self._fetch, f"meteor-read-ahead-{self._name}")
+            self._threads.append(thread)
+            thread.start()
+
     def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        """Wait for the threads to end, all within ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        for thread in list(self._threads):
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _fetch(self) -> None:
+        # The threads may run in any order, but the first one to run takes the first batch.
+        with self._turn:
+            prefetch = self._started.popleft()
+            try:
+                read_batch = next(self._batches, None)
+            except BaseException as error:
+                prefetch.fail(error)
+                return
+        try:
+            self._exhausted |= read_batch is None
+            prefetch.succeed(None if read_batch is None else read_batch())
+        except BaseException as error:
+            prefetch.fail(error)
 
 
 class StoreReadAhead:
@@ -70,11 +146,15 @@ class StoreReadAhead:
         self._incarnation = incarnation
         #: The columns to read; None for all. Set before the first read.
         self.columns: Sequence[str] | None = None
-        self._batches: Iterator[pa.RecordBatch] | None = None
-        self._at = self._stop = 0  # the iterator's position, and its end
+        self._batches: _Batches | None = None
         self._sequential = 0
-        self._ahead: _Prefetch | None = None
         self._pid = os.getpid()
+
+    @property
+    def ahead(self) -> int:
+        """The number of batches that are fetched ahead or being fetched."""
+        batches = self._batches
+        return 0 if batches is None else batches.ahead
 
     def read(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
         """Return one or more records, starting at ``start`` and ending before ``stop``.
@@ -89,7 +169,8 @@ class StoreReadAhead:
             RecordsLost, CorruptSegment, StoreUnavailable: See ``RingbufferStore.read``.
             StoreMismatch: The store now belongs to another stream or another server.
         """
-        if start != self._at or self._pid != os.getpid():
+        batches = self._batches  # close() may clear it at any time
+        if batches is None or start != batches.at or self._pid != os.getpid():
             self.forget()
         try:
             try:
@@ -104,48 +185,44 @@ class StoreReadAhead:
             if isinstance(error, RecordsLost):
                 self._check_store()
             raise
-        self._at += len(batch)
-        self._sequential += 1
-        batches = self._batches  # close() may clear it at any time
-        if self._sequential >= _SEQUENTIAL and self._at < self._stop and batches is not None:
-            self._ahead = _Prefetch(batches, self._stream)
         return batch
 
     def forget(self) -> None:
         """Discard the records fetched ahead, because the store may have changed."""
-        self._ahead = self._batches = None
+        self._batches = None
         self._sequential = 0
         self._pid = os.getpid()
 
     def close(self) -> None:
         """Stop reading ahead. Safe while another thread is in the middle of ``read``."""
-        ahead = self._ahead if self._pid == os.getpid() else None
+        batches = self._batches if self._pid == os.getpid() else None
         self.forget()
-        if ahead is not None:
-            ahead.join(_CLOSE_S)
-
-    def _read(self, store: RingbufferStore, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        if self.columns is None:
-            return store.read(self._incarnation, start, stop)
-        return read_columns(store, self._incarnation, start, stop, self.columns)
+        if batches is not None:
+            batches.join(_CLOSE_S)
 
     def _next(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
-        batches, ahead, self._ahead = self._batches, self._ahead, None
-        if batches is None or start >= self._stop:
-            store = self._open_store()
-            archived = store.epochs(self._incarnation)
-            known = epoch_numbers(epochs) if epochs else None
-            if any(
-                number > epoch or (known is not None and number not in known and first < stop)
-                for number, first in archived.items()
-            ):
-                raise reply_errors.store_continued_elsewhere(self._stream)
-            batches, ahead = self._read(store, start, stop), None
-            self._batches, self._at, self._stop = batches, start, stop
+        batches = self._batches
+        if batches is None or start >= batches.stop:
+            batches = self._batches = self._open(start, stop, epoch, epochs)
         try:
-            batch = next(batches, None) if ahead is None else ahead.result()
+            batch = batches.take()
         except TimeoutError as error:
             location = self._open_store().uri or "no address"
             raise store_unavailable(self._stream, location, "read", error) from error
-        assert batch is not None, "read() yields every record that it is asked for, or raises"
+        self._sequential += 1
+        if self._sequential >= _SEQUENTIAL and batches.at < batches.stop:
+            batches.fetch_ahead()
         return batch
+
+    def _open(self, start: int, stop: int, epoch: int, epochs: str) -> _Batches:
+        """Start to read; see ``read`` for the arguments and errors."""
+        store = self._open_store()
+        archived = store.epochs(self._incarnation)
+        known = epoch_numbers(epochs) if epochs else None
+        if any(
+            number > epoch or (known is not None and number not in known and first < stop)
+            for number, first in archived.items()
+        ):
+            raise reply_errors.store_continued_elsewhere(self._stream)
+        batches = deferred_batches(store, self._incarnation, start, stop, self.columns)
+        return _Batches(batches, start, stop, self._stream)

@@ -73,7 +73,7 @@ class Span(NamedTuple):
         return self.first == self.segment.first and self.stop == self.segment.last + 1
 
     def overlaps(self, segment: Segment) -> bool:
-        """Return whether another segment holds some of these offsets."""
+        """Return whether another segment's name covers some of this span's offsets."""
         return self.first <= segment.last and segment.first < self.stop
 
 
@@ -106,7 +106,7 @@ class SegmentTable:
     of every later term: its other records were never committed, or the server has lost them. Within
     a term, the longer segment wins, because it may have been compacted from the others.
 
-    Building a table takes time proportional to the number of segments; ``spans`` is much faster.
+    Building a table sorts all segments, which is slow if there are many; ``spans`` is much faster.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:

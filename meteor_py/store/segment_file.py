@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -151,7 +152,7 @@ def digest(data: bytes | pa.Buffer) -> str:
 
 
 class SegmentFile:
-    """A segment file that is open for reading.
+    """A segment file that is open for reading. Thread-safe, except for ``close``.
 
     Args:
         source: A file, or all bytes of a file in memory that pyarrow owns.
@@ -214,6 +215,10 @@ class SegmentFile:
     def close(self) -> None:
         self._source.close()
 
+    def close_when_unused(self) -> None:
+        """Close the file as soon as no reference to this object is left."""
+        weakref.finalize(self, self._source.close).atexit = False
+
     def _decode(self, group: int, columns: Sequence[str] | None) -> pa.Table:
         """Check and decode columns of a row group."""
         import pyarrow.parquet as pq
@@ -230,7 +235,6 @@ class SegmentFile:
             pa.BufferReader(buffer),
             metadata=self._metadata,
             read_dictionary=repeated,
-            page_checksum_verification=True,
         )
         table = file.read_row_group(group, columns=columns, use_threads=False)
         # So far, each dictionary entry is in memory once. The cast copies it for each value, so
@@ -248,8 +252,9 @@ class SegmentFile:
         buffer = pa.allocate_buffer(self._size)
         with memoryview(buffer).cast("B") as memory:
             for start, stop in _merged(columns):
-                self._source.seek(start)
-                if self._source.readinto(memory[start:stop]) != stop - start:
+                # Such a stream has its own position, so several threads can read the file at once.
+                stream = self._source.get_stream(start, stop - start)
+                if stream.readinto(memory[start:stop]) != stop - start:
                     raise ValueError("it has become shorter since it was opened")
         return buffer
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from meteor_py.errors import CorruptSegment, MeteorError
 from meteor_py.redis import reply_errors
+from meteor_py.store.base import DeferredBatch
 from meteor_py.store.errors import corrupt_segment, store_unavailable, unavailable
 from meteor_py.store.listing import Listings
 from meteor_py.store.segment import Segment, SegmentTable, Span, state_name, state_term
@@ -121,42 +122,69 @@ class SegmentLog:
         self, start: int, stop: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """See ``RingbufferStore.read`` and, with ``columns``, ``ColumnStore.read_columns``."""
-        vanished: Segment | None = None
+        for read_batch in self.deferred_batches(start, stop, columns):
+            yield read_batch()
+
+    def deferred_batches(
+        self,
+        start: int,
+        stop: int,
+        columns: Sequence[str] | None = None,
+        vanished: Segment | None = None,
+    ) -> Iterator[DeferredBatch]:
+        """See ``ConcurrentStore.deferred_batches``.
+
+        Args:
+            vanished: A segment whose file was missing although it was listed. If the file is still
+                missing, its records are lost.
+        """
         while start < stop:
             try:
-                for batch in self._read(start, stop, columns):
-                    start += len(batch)
-                    yield batch
+                for end, read_batch in self._deferred_batches(start, stop, columns):
+                    yield read_batch
+                    start = end
             except _Vanished as error:
                 if error.segment == vanished:  # the file is still listed, but still missing
                     last = min(vanished.last, stop - 1)
                     raise reply_errors.records_lost(self.stream, start, last) from None
                 vanished = error.segment
 
-    def _read(
+    def _deferred_batches(
         self, start: int, stop: int, columns: Sequence[str] | None
-    ) -> Iterator[pa.RecordBatch]:
+    ) -> Iterator[tuple[int, DeferredBatch]]:
+        """Yield, for each batch, the offset after it and the function that reads it."""
         for span in self.spans(stop, start):
             if span.first > start:
                 raise reply_errors.records_lost(self.stream, start, span.first - 1)
-            for batch in self._read_span(span, start, columns):
-                start += len(batch)
-                yield batch
+            file = self._checked(span, partial(self._open, span.segment))
+            file.close_when_unused()  # the batches may be read later, or dropped
+            while start < span.stop:
+                group = file.group_of(start)
+                end = min(file.edges[group + 1], span.stop)
+                yield end, partial(self._read_batch, file, span, group, start, end, columns)
+                start = end
         if start < stop:
             raise reply_errors.records_lost(self.stream, start, stop - 1)
 
-    def _read_span(
-        self, span: Span, start: int, columns: Sequence[str] | None
-    ) -> Iterator[pa.RecordBatch]:
-        with self._opened(span) as file:
-            while start < span.stop:
-                group = file.group_of(start)
-                first, stop = file.edges[group : group + 2]
-                part = Span(max(first, span.first), min(stop, span.stop), span.segment)
-                batch = self._checked(part, partial(file.read, group, columns))
-                batch = batch.slice(start - first, part.stop - start)
-                yield batch
-                start += len(batch)
+    def _read_batch(
+        self,
+        file: SegmentFile,
+        span: Span,
+        group: int,
+        start: int,
+        end: int,
+        columns: Sequence[str] | None,
+    ) -> pa.RecordBatch:
+        """Read the records of a row group from ``start`` to ``end`` - 1."""
+        first = file.edges[group]
+        part = Span(max(first, span.first), end, span.segment)
+        try:
+            batch = self._checked(part, partial(file.read, group, columns))
+        except _Vanished:
+            # The file was compacted or deleted while it was open. List the segments again.
+            again = self.deferred_batches(start, end, columns, vanished=span.segment)
+            return pa.concat_batches([read_batch() for read_batch in again])
+        return batch.slice(start - first, end - start)
 
     def row_group_ends(self, offsets: Sequence[int], end: int) -> list[int]:
         """Return the end of each offset's row group, or the offset itself if none can be found.

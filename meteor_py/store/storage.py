@@ -74,8 +74,8 @@ class LocalStorage:
     def version(self, path: str) -> object | None:
         """Return a value that changes with the list of files in a folder.
 
-        Return None if a change might go unnoticed: the filesystem's clock is coarse, so the folder
-        may change twice within one tick.
+        Return None if the folder does not exist, or has changed so recently that another change
+        might go unnoticed: the filesystem's clock is coarse, so both may happen within one tick.
         """
         try:
             # Opening the folder makes a network filesystem ask its server.
@@ -301,7 +301,7 @@ def _link(built: Path, target: Path) -> None:
         os.link(built, target)  # unlike a rename, it overwrites nothing
     except FileExistsError:
         pass
-    except OSError:  # a filesystem without links
+    except OSError:  # the filesystem does not support hard links
         if not target.exists():
             os.rename(built, target)
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
 from meteor_py.log.catalog import create_stream, find_stream
@@ -48,10 +49,11 @@ GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
 REASON_HEADER = "meteor-reason"
 
-#: Ring capacity of a dead-letter stream that meteor_py creates, in records. It is larger than that
-#: of other streams, because the records that the letters copy are settled and may be gone.
+#: Ring capacity of a dead-letter stream that meteor_py creates, in records. It is larger than the
+#: default, because the records that the letters copy are settled and may be gone.
 LETTERS_CAPACITY = 1_000_000
-#: Maximum length of a reason in UTF-8 bytes. Longer reasons are cut: an error may quote a record.
+#: Maximum length of a reason in UTF-8 bytes. Longer reasons are cut, because an error message may
+#: quote a whole record.
 REASON_BYTES_MAX = 1024
 
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
@@ -193,12 +195,15 @@ def _compose(target: StreamHandle, producer: str, record: Record, headers: Heade
 
 
 def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: int) -> _Sent:
-    """Send a dead letter and return the reply. Retries are safe: epoch and sequence are fixed."""
+    """Send a dead letter and return the reply.
+
+    Retries are safe, because the producer's epoch and sequence are always the same.
+    """
     form, payload = letter.form, letter.payload
     epoch, sequence, count = 0, 0, 1
     fingerprint = 0  # the same for any payload, because a retry may give another reason
     numbers = (epoch, sequence, count, fingerprint, PRODUCER_TTL_MS)
-    checksum = zlib.crc32(payload) if target.config.checksum else ""
+    checksum = crc32(payload) if target.config.checksum else ""
     connection.refresh_history()  # the server may have been promoted since the last call
     for _ in range(2):
         known_epoch = ""  # so that the reply is always a list
@@ -210,8 +215,8 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
         begin_epoch(connection, target.name, target.incarnation, reply[1].decode())
     history, replicas = connection.history, 0
     if acks and reply[0] == b"OK":
-        # WAIT must use this connection: it covers only the connection's own writes. A refused
-        # duplicate also causes a write.
+        # WAIT must use this connection: it covers only the connection's own writes. A duplicate,
+        # which the server does not append again, also causes a write.
         wait = ("WAIT", acks, int(_REPLICAS_S * 1000))
         replicas = int(connection.call(*wait, timeout_s=_REPLICAS_S + connection.timeout_s))
     return _Sent(reply, history, replicas)

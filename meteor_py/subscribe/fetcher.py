@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 _BACKOFF_S = (0.02, 0.64)
 #: Maximum number of records that an iterator takes from the buffer at a time.
 _ITERATE = 10_000
-#: Seconds that an iterator waits for an unreachable server.
+#: Seconds that an iterator, or a poll without a timeout, waits for an unreachable server or store.
 _RECONNECT_S = 30.0
 
 
@@ -44,7 +44,7 @@ class Fetcher:
     """A subscriber's source of records.
 
     The session owns this member's current term. The buffer owns the position, and the term in which
-    the delivered records were read. Only ``interrupt`` and ``close`` are thread-safe.
+    the delivered records were read. Only ``interrupt`` and the methods that close are thread-safe.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Fetcher:
         self.buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         #: Set by another thread to end iterators and any wait in this object.
         self.interrupted = False
-        #: The offset after the last record handed out, in any term.
+        #: The offset after the last record handed out in earlier terms.
         self.handed_out = 0
         self._config = config
         self._member = member
@@ -98,8 +98,8 @@ class Fetcher:
         In a group, acquire the lease first.
 
         Args:
-            timeout_s: None waits until interrupted, or until the server has been unreachable for
-                ``_RECONNECT_S``.
+            timeout_s: None waits until interrupted, or until the server or the store has been
+                unreachable for ``_RECONNECT_S`` seconds.
         """
         if self.session is None:
             self._fetch_until_available(timeout_s, records)
@@ -221,7 +221,7 @@ class Fetcher:
             self.buffer.note_gap(error)
             raise
         if term is None:
-            self.buffer.close()  # another member now reads these records, so free their memory
+            self.buffer.close()  # another member may read these records now, so free their memory
             return False
         if term is not self._announced:
             self._start_term(term)

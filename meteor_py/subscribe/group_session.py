@@ -41,7 +41,7 @@ from meteor_py.subscribe.renewal_thread import Job, RenewalThread
 
 _log = logging.getLogger(__name__)
 
-#: Renewals per lease TTL. The lease survives two failed renewals.
+#: Renewals per lease TTL. If one times out, there is time for another before the lease expires.
 _RENEWALS = 3
 #: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
@@ -137,7 +137,8 @@ class GroupSession:
         self._mode = _Mode.ACTIVE
         self._interrupted = False
         self._leave_by: float | None = None  # on the ``now()`` clock; see ``start_closing``
-        # Never modify a state; replace it. A signal handler may run between any two statements.
+        # Every transition replaces this object. A signal handler may run between any two
+        # statements, so methods compare the object to find out whether the state has changed.
         self._state: Vacant | Held = Vacant()
         # By replication history: the last record in this term whose dead letter the group's server
         # stored.
@@ -264,7 +265,8 @@ class GroupSession:
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
             return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            # A signal handler has released or deactivated this session: give up the new lease.
+            # A signal handler has released the lease or deactivated the session, so give up the
+            # new lease.
             self._try_release(connection, reply.nonce)
             return None
         with self.condition:
@@ -448,7 +450,7 @@ class GroupSession:
         """Wait for the thread to finish if ``start_closing`` was called."""
         if self._leave_by is None or self.connection.is_mine():
             return  # in a signal handler; the thread waits for the interrupted call
-        # Allow for a confirm that is still in flight at that time, and for the release after it.
+        # Allow for a confirm that is in flight when ``_leave_by`` is reached, and for the release.
         left_s = max(self._leave_by - now(), 0.0) + 3 * self._timeout_s
         with self.condition:
             self.condition.wait_for(lambda: self._thread is None, left_s)

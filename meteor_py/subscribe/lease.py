@@ -1,9 +1,10 @@
 """Script calls for a group's lease. The member that holds the lease reads for the group.
 
 At most one member holds a group's lease. Acquiring it starts a *term*: a number that only increases
-and a nonce that only its owner knows. The group's hash keeps both until another member acquires the
-lease, and the server compares every confirm with them. This fences off an owner that has not
-noticed yet that it lost the lease. The lease itself is a key that expires by the server's clock.
+and a nonce that only its owner knows. The group's hash keeps both, even after the lease has
+expired, until the owner releases the lease or another member acquires it. The server compares every
+confirm with them. This fences off an owner that has not noticed yet that it lost the lease. The
+lease itself is a key that expires by the server's clock.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Term(NamedTuple):
 
     number: int
     nonce: str
-    #: The offset at which the term starts, and the stream's end offset at that time.
+    #: The position at which the term starts, and the stream's end offset at that time.
     start: Position
     end_offset: int
     #: Whether the start means "the first record that exists".
@@ -130,7 +131,7 @@ class Lease:
         """Renew the lease. Reclaim it if it has expired and no other member has taken it.
 
         Raises:
-            LeaseLost: Another member has taken the lease.
+            LeaseLost: Another member has taken the lease, or it was revoked.
         """
         self._renewal += 1
         reply = self._run_owned(connection, RENEW_LEASE, term.nonce, term.number, self._renewal)

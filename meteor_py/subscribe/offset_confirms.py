@@ -89,7 +89,7 @@ class OffsetConfirms:
         self._state = state
         self._send = send
         self._waiting: list[Confirmation] = []
-        self._overdue: list[Confirmation] = []  # at most one: the last that failed without a reply
+        self._overdue: list[Confirmation] = []  # at most one: the last that timed out
         self._urgent = False
         self._send_at = 0.0
         self._watched_until = 0.0  # until then, the background thread need not be woken
@@ -137,7 +137,7 @@ class OffsetConfirms:
             self._state.notify_all()
 
     def drain(self) -> None:
-        """Like ``hurry``, but also wake the threads that wait until no confirm is pending."""
+        """Like ``hurry``, but replies also wake the threads that wait until none is pending."""
         self._draining = True
         self.hurry()
 

@@ -33,7 +33,7 @@ OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: Default number of tries before a record becomes a dead letter.
 _TRIES = 3
-#: Seconds to wait for the last confirm.
+#: Seconds to wait for the last confirm when the thread ends.
 _FLUSH_S = 5.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.05, 5.0)
@@ -43,7 +43,8 @@ class Receiver:
     """A background thread that passes a subscriber's records to a handler.
 
     Create one with ``Subscriber.attach_receiver``. The thread ends when the receiver or the
-    subscriber is closed, or when the handler or a read fails; see ``error``.
+    subscriber is closed, or after an error that neither ``on_error`` nor a retry can handle; see
+    ``error``.
 
     >>> receiver = sub.attach_receiver(print)    # doctest: +SKIP
     >>> receiver.join(60), receiver.error    # doctest: +SKIP

@@ -57,7 +57,7 @@ class Subscriber(Closeable):
     confirmed record.
 
     Create a subscriber with ``stream.subscriber()``. Use it from one thread at a time, except for
-    ``confirm``, which any thread may call.
+    ``confirm`` and ``close``, which any thread may call.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Subscriber(Closeable):
             max_records: Maximum number of records to return.
 
         Returns:
-            A batch of consecutive records, the first at ``position``; empty after the timeout.
+            A batch of consecutive records, empty after the timeout. ``position`` is then the offset
+            after the last of them.
 
         Raises:
             RecordsLost: The next record is gone. Every poll raises this until ``skip_gap()`` or
@@ -159,8 +160,9 @@ class Subscriber(Closeable):
     def __iter__(self) -> Iterator[Record]:
         """Yield records one by one until the subscriber is closed.
 
-        ``position`` is always the offset after the last yielded record. If the server is
-        unreachable, the iterator retries for 30 seconds before it raises ``ConnectionFailed``.
+        In the loop, ``position`` is the offset after the current record. If the server or the store
+        is unreachable, the iterator retries for 30 seconds before it raises ``ConnectionFailed`` or
+        ``StoreUnavailable``.
         """
         if not self._closed:
             self._check_reader()
@@ -323,7 +325,7 @@ class Subscriber(Closeable):
         """
         self._check_reader()
         self._fetcher.skip_gap()
-        if self._fetcher.stream is not self._handle:  # the stream was recreated
+        if self._fetcher.stream is not self._handle:  # the stream was reopened
             self._handle = self._fetcher.stream
             self.stream = self.stream._at(self._handle)
 
@@ -342,8 +344,8 @@ class Subscriber(Closeable):
         >>> receiver = sub.attach_receiver(print, on_error="retry")    # doctest: +SKIP
 
         Args:
-            handler: Called with each record. Within the handler, ``confirm()`` confirms that
-                record.
+            handler: Called with each record. Within the handler, ``confirm()`` confirms that record
+                and all before it.
             on_error: What to do if the handler raises an exception: "stop" the receiver, "skip" the
                 record, or "retry" it. Pass a stream to publish the record there as a dead letter.
                 If that stream does not exist, the receiver creates it with room for many letters.
@@ -376,7 +378,7 @@ class Subscriber(Closeable):
 
         Raises:
             MeteorError: A confirm failed and its Ack was never checked.
-            TimeoutError: The handler did not return in time.
+            TimeoutError: The handler, or the thread that renews the lease, did not end in time.
             Exception: The error that ended the receiver.
         """
         check_seconds("timeout", timeout, zero=True)
@@ -515,7 +517,7 @@ def _after_fork(subscribers: Sequence[Subscriber]) -> None:
             subscriber._fetcher.session.abandon()
 
 
-#: Open subscribers, which may have a lease or a thread.
+#: Open subscribers that are in a group or have a receiver.
 _open_subscribers: Registry[Subscriber] = Registry(
     ClosingOrder.SUBSCRIBERS,
     owner=lambda subscriber: subscriber._handle.connector,

@@ -148,7 +148,8 @@ class Cluster(ServerGroup):
         Args:
             slot: The slot. Moving a slot to its owner does nothing.
             to: The new owner.
-            atomic: Use ``CLUSTER MIGRATESLOTS``, which needs Valkey 9 or later.
+            atomic: Use ``CLUSTER MIGRATESLOTS``, which needs Valkey 9 or later. The other options
+                then have no effect.
             keys_per_step: Maximum number of keys per ``MIGRATE``.
             on_step: Called when the move begins and after each ``MIGRATE``. A test can sleep here
                 to slow the move down, or publish records.
@@ -188,7 +189,8 @@ class Cluster(ServerGroup):
     def begin_move(self, slot: int, to: Node) -> SlotMove:
         """Begin to move a slot. Call ``SlotMove.finish()`` to complete the move.
 
-        A test that does not call it leaves the slot half-moved, like a resharding tool that dies.
+        A test that never calls ``finish()`` leaves the slot half-moved, like a resharding tool that
+        dies.
         """
         move = SlotMove(self.nodes, [slot], to)
         move.begin()

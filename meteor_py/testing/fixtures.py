@@ -8,7 +8,7 @@
 ``meteor_cluster``          a real, empty cluster of three primaries that all tests share
 ``meteor_private_cluster``  starts clusters whose nodes a test may kill, and whose slots it may move
 ``meteor_private_sentinels``  starts a primary with replicas and sentinels that a test may kill
-``meteor_fake``             a client without a server
+``meteor_fake``             a client that needs no server process (``fake://``)
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ USE_SERVERS = {
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # A mark overrides `-W error`; a setting does not. Mark only tests that use our servers.
+    # A filterwarnings mark overrides `-W error`; the filterwarnings setting does not. Mark only
+    # tests that use our servers.
     used = set(getattr(item, "fixturenames", ()))
     if used & USE_SERVERS:
         item.add_marker(pytest.mark.filterwarnings(IGNORED))

@@ -139,10 +139,10 @@ class Sentinels(ServerGroup):
     # -- changes -------------------------------------------------------------------------------
 
     def failover(self) -> Server:
-        """Ask a sentinel for a planned failover, and wait until all sentinels name the new primary.
+        """Ask a sentinel for a planned failover, and wait for the new primary.
 
-        The sentinels demote the old primary some seconds later. To wait for that as well, call
-        ``wait_until_stable()``.
+        The call returns when all running sentinels name the new primary. They demote the old
+        primary some seconds later. To wait for that as well, call ``wait_until_stable()``.
 
         Returns:
             The new primary.

@@ -177,14 +177,17 @@ class Server:
         return self
 
     def kill(self) -> None:
-        """Send SIGKILL. Any writes that have not reached the kernel are lost.
+        """Send SIGKILL, and wait until the server has exited.
 
-        Does nothing if the server is not running.
+        Writes that have not reached the kernel are lost. Does nothing if the server is not running.
         """
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Send SIGTERM for an orderly shutdown. Does nothing if the server is not running."""
+        """Send SIGTERM for an orderly shutdown, and wait until the server has exited.
+
+        After 20 seconds, send SIGKILL. Does nothing if the server is not running.
+        """
         self._end(signal.SIGTERM)
 
     def restart(self) -> Self:
@@ -278,7 +281,7 @@ class Server:
                 # Kill the process group: a child that rewrites the file must not keep writing.
                 send = os.killpg if how == signal.SIGKILL else os.kill
                 send(self._process.pid, how)
-                self._process.send_signal(signal.SIGCONT)  # a paused server ignores SIGTERM
+                self._process.send_signal(signal.SIGCONT)  # a paused server cannot handle SIGTERM
             try:
                 self._process.wait(STOP_WAIT_S)
                 break

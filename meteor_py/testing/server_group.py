@@ -13,7 +13,8 @@ from meteor_py.testing.waiting import eventually
 #: Number of attempts to start the servers. An attempt fails if another process has taken a port.
 START_TRIES = 3
 
-#: Time limit in seconds for all servers to start, or to become stable after a change.
+#: Time limit in seconds for all servers to become stable after they have started, and the default
+#: time limit for changes.
 STABLE_S = 40.0
 
 

@@ -189,7 +189,7 @@ class StoreContract:
 
     # States
 
-    def test_last_state_of_each_term_is_kept(
+    def test_store_keeps_last_state_of_each_term(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         if not isinstance(store, StatefulStore):
@@ -198,7 +198,7 @@ class StoreContract:
         store.save_state(INCARNATION, 1, b"one")
         store.append(INCARNATION, 1, records(0, 10))
         store.save_state(INCARNATION, 1, b"two")
-        store.save_state(INCARNATION, 2, b"three")  # its archiver dies before the append
+        store.save_state(INCARNATION, 2, b"three")  # term 2's archiver dies before its append
         store.save_state(OTHER, 7, b"other")
         again = open_store()
         assert isinstance(again, StatefulStore)
@@ -282,9 +282,9 @@ class StoreContract:
             (105, 115, 110, 114),  # up to the end of the request
             (113, 130, 113, 119),  # from inside the gap
             (112, 114, 112, 113),
-            (125, 140, 130, 139),  # after the end
+            (125, 140, 130, 139),  # beyond the last record
             (200, 201, 200, 200),
-            (90, 130, 90, 99),  # before the start
+            (90, 130, 90, 99),  # before the first record
             (0, 50, 0, 49),
         ],
     )
@@ -339,7 +339,7 @@ class StoreContract:
         for term, incarnation in enumerate(names, 1):
             store.append(incarnation, term, records(0, 3))
         assert store.incarnations() == names
-        store.append("0c", 4, records(3, 6))  # resumed
+        store.append("0c", 4, records(3, 6))  # the incarnation was resumed
         assert store.incarnations() == ["0b", "0a", "0c"]
 
     # Maintenance
@@ -364,7 +364,9 @@ class StoreContract:
         assert not any(flaw.harmless for flaw in flaws)
         assert all(flaw.problem for flaw in flaws)
 
-    def test_verify_reports_replaced_records_as_harmless(self, store: RingbufferStore) -> None:
+    def test_verify_reports_no_harmful_flaw_for_replaced_records(
+        self, store: RingbufferStore
+    ) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         assert all(flaw.harmless for flaw in store.verify(INCARNATION, 0, 40))
@@ -403,7 +405,7 @@ class StoreContract:
         assert store.bounds(INCARNATION).end == 25
         check(store, max(first, 10), 25, branch=2)
 
-    def test_all_records_can_be_deleted(self, store: RingbufferStore) -> None:
+    def test_append_continues_after_all_records_were_deleted(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.delete(INCARNATION, 10)
         bounds = store.bounds(INCARNATION)
@@ -427,7 +429,7 @@ class StoreContract:
         store.append(INCARNATION, 1, records(0, 10))
         store.delete(INCARNATION)
         again = open_store()
-        if again.identity() is None:  # as when a stream is created
+        if again.identity() is None:  # then a new stream would claim the store
             again.claim("another")
         again.append(OTHER, 2, records(0, 10))
         check(again, 0, 10, incarnation=OTHER)

@@ -28,7 +28,7 @@ def eventually(
     Args:
         condition: Called at least once. An exception that it raises ends the wait.
         timeout_s: Maximum wait in seconds. Be generous: only a failing test waits that long.
-        message: The error message. The last result is appended to it.
+        message: The error message. The timeout and the last result are appended to it.
 
     Raises:
         AssertionError: The timeout expired.
@@ -37,7 +37,7 @@ def eventually(
     >>> eventually(lambda: next(values), 5, "the server did not become ready")
     'ready'
     """
-    __tracebackhide__ = True  # pytest then shows the line that called this
+    __tracebackhide__ = True  # pytest then shows the caller's line instead of this function
     started = time.monotonic()
     while True:
         result = condition()

@@ -211,7 +211,7 @@ class RawOptions:
         raise ValueError(f"The option {name} must be one of {', '.join(choices)}, not {text!r}.")
 
     def seconds(self, name: str, default: float, most: float = math.inf) -> float:
-        """Parse a duration in Spark's format: 500ms, 30s, 15m, or a number of ms."""
+        """Return a duration in seconds. Spark's format is 500ms, 30s, 15m, or a number of ms."""
         text = self.text(name)
         if text is None:
             return default

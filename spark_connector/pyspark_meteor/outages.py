@@ -2,7 +2,7 @@
 
 Without retries, each server restart would end every query. Spark does not retry calls that a source
 or sink makes on the driver. In local mode, it does not retry tasks either. Every call that
-``outlast`` makes is safe to repeat: it only reads, or the server recognises the repetition.
+``outlast`` makes is safe to repeat: it only reads, or the server recognizes the repetition.
 """
 
 from __future__ import annotations

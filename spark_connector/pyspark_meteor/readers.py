@@ -332,7 +332,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._member(name, group, position).confirm(position)
             except (LeaseLost, OutcomeUnknown) as error:
                 # A failover may have lost the term. If another member has taken over, rejoining
-                # raises an error. To confirm again is harmless.
+                # raises an error. Confirming again is harmless.
                 _log.warning("%s Rejoining the group.", error)
                 self._leave(name)
                 self._member(name, group, position).confirm(position)

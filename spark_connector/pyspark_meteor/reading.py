@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Number of records in the first batch and in later batches. The first is small, so that ``show()``
-#: and ``limit()`` finish early.
+#: Maximum number of records in the first batch and in later batches. The first is small, so that
+#: ``show()`` and ``limit()`` finish early.
 _FIRST_RECORDS, _RECORDS = 1_000, 65_536
 #: Bytes of records after which a batch is complete.
 _BYTES = 8 * 1024 * 1024
@@ -82,7 +82,7 @@ def _poll(
         except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
             _skip_gap(sub, loss, options, wanted)
             continue
-        if batch.last_offset >= stop:  # possible after a gap
+        if batch.last_offset >= stop:  # after a gap, a batch may extend beyond the stop
             batch = batch[: max(stop - batch.first_offset, 0)]
         if batch:
             yield batch

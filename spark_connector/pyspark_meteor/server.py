@@ -129,7 +129,7 @@ class ServerOptions:
         """Return this process's client, which stays open for the next task.
 
         Raises:
-            ValueError: A password cannot be read from where the options say it is.
+            ValueError: The password, or the URL that contains it, is not available to this process.
         """
         key = (os.getpid(), self)
         with _lock:
@@ -151,6 +151,8 @@ class ServerOptions:
 
     def require_no_eviction(self) -> None:
         """Check that the server never evicts keys, which exactly-once writing requires.
+
+        If the user may not call INFO, this cannot be checked, and the call succeeds.
 
         Raises:
             ServerRefused: The server may evict keys, including staged rows. A commit that has begun

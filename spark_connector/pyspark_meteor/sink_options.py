@@ -110,6 +110,6 @@ def check_columns(schema: StructType, *, named: bool) -> None:
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:
-    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether or not nulls are allowed
+    if isinstance(kind, MapType) and isinstance(found, MapType):  # do not compare nullability
         return (found.keyType, found.valueType) == (kind.keyType, kind.valueType)
     return found == kind

@@ -70,7 +70,7 @@ class Written(WriterCommitMessage):
     partition: int
     stages: dict[str, Staged] = field(default_factory=dict)
     #: Number of rows that the task only counted, because the stream already had the batch. None if
-    #: it staged them.
+    #: the task staged or published them.
     counted: int | None = None
 
 

@@ -67,7 +67,7 @@ def stage_all(
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
                 stream = _open(options, stream_name)
-                if owner.run:  # delete what earlier runs left, to free its memory
+                if owner.run:  # delete the stages that earlier runs left, to free their memory
                     retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
                 validator = RecordValidator(stream._handle, records, _MAX_RECORD_BYTES)
@@ -135,7 +135,7 @@ def _arguments(rows: pa.Table) -> dict[str, Any]:
     values = rows.column("value")
     if values.null_count:
         raise ValueError(
-            "A value is null, but a record needs a value. Filter such rows, or use coalesce."
+            "A value is null, but a record needs a value. Filter out such rows, or use coalesce."
         )
     names = rows.column_names
     return {

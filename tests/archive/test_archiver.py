@@ -1,4 +1,4 @@
-"""Archivers: which one is active, when it writes a segment, and how that affects publishers."""
+"""Archivers: which one is active, when it writes a segment, and when publishers wait for it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_archiver_interrupted_while_it_starts_can_be_closed(
     eventually(lambda: archiver_threads() == [])
 
 
-def test_client_without_archive_or_store_does_not_archive(stored: StoredStream) -> None:
+def test_opening_a_stream_with_archive_false_or_without_store_starts_no_archiver(
+    stored: StoredStream,
+) -> None:
     with stored.another_client() as client:
         client.stream(STREAM, store=stored.root, archive=False)
         client.stream(STREAM, create=True)
@@ -118,7 +120,7 @@ def test_explicit_archiver_replaces_the_automatic_archiver(
     assert stored.stream.describe().archiver is None
     assert not archiver.alive
     assert archiver_threads() == []
-    assert stored.lease_left_ms == -2  # released
+    assert stored.lease_left_ms == -2  # the lease key is gone: it was released
     stored.archiver()
     stored.check(200)
 
@@ -251,11 +253,11 @@ def test_flush_archives_all_existing_records(stored: StoredStream) -> None:
         end = stored.fill(size)
         assert stored.stream.store.flush() == stored.archived == end
     assert len(stored.segments()) == 3
-    assert stored.stream.store.flush() == end  # nothing to archive
+    assert stored.stream.store.flush() == end  # nothing is left to archive
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_next_segment_is_gathered_while_one_is_written(
+def test_records_for_the_next_segment_are_gathered_during_an_append(
     stored: StoredStream, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setattr(archive_term, "_OVERLAP_BYTES", 1)
@@ -304,7 +306,7 @@ def test_lease_ttl_has_the_same_limits_as_in_groups(lease_ttl: float) -> None:
             config(lease_ttl=lease_ttl)
 
 
-def test_stream_without_a_store_has_no_archiver(url: str) -> None:
+def test_archiver_and_store_raise_store_mismatch_without_a_store(url: str) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("plain", create=True)
         for use in (stream.archiver, lambda: stream.store):
@@ -341,7 +343,8 @@ def test_max_unarchived_is_at_least_the_capacity(url: str, tmp_path: Path) -> No
         with pytest.raises(meteor.StreamConfigMismatch, match="max_unarchived=100"):
             client.stream("s", max_unarchived=200)
         assert client.stream("s", max_unarchived=100).config == stream.config
-        with stream.archiver(segment_age=LONG_S).start():  # the lowest limit works too
+        # Even with the lowest limit, publishers continue.
+        with stream.archiver(segment_age=LONG_S).start():
             fill(stream, *[100] * 5)
 
 

@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 
 
 class Split:
-    """Two servers that both accept records and archive them to the same store."""
+    """An old and a new primary. Both accept records for a stream with the same store."""
 
     def __init__(self, stack: ExitStack, primary: ServerFactory, store: Path) -> None:
         settings = {"capacity": 100, "store": store, "archive": False, "max_unarchived": 10_000}
@@ -50,7 +50,7 @@ def values(stream: meteor.Stream) -> list[bytes]:
     return [value for batch in stream.read(0) for value in batch.values()]
 
 
-def test_late_segments_from_an_old_primary_do_not_count(split: Split) -> None:
+def test_archiver_started_on_an_old_primary_after_a_failover_appends_nothing(split: Split) -> None:
     split.publish(split.new, b"new", 200)  # 300 to 499
     split.archive(split.new)
     split.publish(split.old, b"late", 300)  # 600 to 899

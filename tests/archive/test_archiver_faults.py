@@ -37,17 +37,17 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
         yield stored
 
 
-# Killed
+# Killed archivers
 
 #: Steps in a commit of 25,000 records, which takes three ``advance`` calls. Each step has the
 #: number of segments and the archived offset that remain if the archiver is killed there.
 KILLS = {
-    "before fsync": (0, 0),  # the folder exists
+    "before fsync": (0, 0),  # the folder is created, but not synced
     "before fsync 2": (0, 0),  # the state is written, but not synced
     "after state": (0, 0),  # the state is on disk, but its records are not
     "before fsync 4": (0, 0),  # the file is written, but not synced
     "after write": (0, 0),  # the file is complete, under a temporary name
-    "after rename 2": (1, 0),  # the new name is not synced
+    "after rename 2": (1, 0),  # the file has its final name, but the name is not synced
     "before advance": (1, 0),
     "after advance": (1, 10_000),
     "after advance 3": (1, 25_000),
@@ -74,7 +74,8 @@ def test_archivers_killed_one_after_another_still_make_progress(
 ) -> None:
     steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
-    for number, step in enumerate(steps, start=1):  # each archiver is killed at its second segment
+    for number, step in enumerate(steps, start=1):
+        # Each archiver is killed while it commits its second segment.
         end = stored.fill(rng.randrange(2000, 3000))
         stored.process(f"kill {step}", segment_records=700).wait_killed()
         assert stored.read() == list(range(end))
@@ -83,13 +84,13 @@ def test_archivers_killed_one_after_another_still_make_progress(
     stored.check(end)
 
 
-# Stopped
+# Stopped archivers
 
 
 @pytest.mark.parametrize(
     "step", ["before state", "before append", "before rename 2", "before advance"]
 )
-def test_segments_written_after_losing_the_lease_do_not_count(
+def test_segment_from_an_archiver_that_lost_its_lease_is_ignored(
     stored: StoredStream, step: str
 ) -> None:
     stored.fill(1000)
@@ -132,7 +133,7 @@ def test_replaced_archiver_waits_for_its_next_turn(
         first.resume()
         stored.wait_archived(stored.fill(500))
         assert first.ask("alive")
-    stored.check(stored.fill(500))  # archived by the first
+    stored.check(stored.fill(500))  # archived by the first archiver
     assert [event.what for event in stored.events()] == ["assigned"] * 2 + ["released", "assigned"]
 
 
@@ -149,7 +150,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     other.mkdir()
     with pytest.raises(Refused, match=r"StoreMismatch.*There is no store"):
         stored.process(bind={str(stored.root): str(other)}).ready()
-    with meteor.connect("fake://") as elsewhere:  # its stream claims the folder
+    with meteor.connect("fake://") as elsewhere:  # a stream on another server claims the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
     with pytest.raises(Refused, match=r"StoreMismatch.*holds another stream"):
@@ -314,7 +315,7 @@ def test_stream_is_resumed_from_its_store_after_the_server_has_lost_it(
     assert stored.read() == list(range(1000))
     stored.archiver()
     stored.check(stored.fill(500))
-    # Every record before the checkpoint is still readable.
+    # No record before the checkpoint is lost, so a group can start there.
     with stored.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
         assert check_values(sub.poll(max_records=50)) == list(range(1000, 1050))
 

@@ -1,4 +1,4 @@
-"""The archiving scripts give every reply that their headers document, on all kinds of servers.
+"""The archiving scripts return every reply that their headers document, on all kinds of servers.
 
 As in ``test_scripts.py``, the tests call the scripts directly. A refusal must change nothing.
 """
@@ -20,7 +20,7 @@ from tests.support.group_scripts import Answer, GroupScripts
 
 
 class ArchiveScripts(GroupScripts):
-    """A stream with a store, and an archiver ``a`` that has the lease."""
+    """A stream with a store, and its scripts. ``begin`` gives the lease to archiver ``a``."""
 
     term = 0
 
@@ -97,7 +97,7 @@ def test_advance_stores_the_progress_and_trims_the_ring_to_its_capacity(
     assert lua.advance(10) == ("OK",)
     assert lua.ring() == ["14-5", "19-5", "24-5"]
     assert lua.advance(25) == ("OK",)
-    assert lua.ring() == ["19-5", "24-5"]  # the last ten
+    assert lua.ring() == ["19-5", "24-5"]  # the last ten records
     assert lua.meta_field("next") == "25"
 
 
@@ -285,7 +285,7 @@ def test_random_operations_never_drop_unarchived_or_recent_records(
 # flush
 
 
-def test_flush_requests_all_records(lua: ArchiveScripts) -> None:
+def test_flush_requests_archiving_up_to_the_end_of_the_stream(lua: ArchiveScripts) -> None:
     lua.begin()
     assert lua.flush() == ("OK", 0)
     lua.fill(5, 5)

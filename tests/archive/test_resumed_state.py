@@ -258,10 +258,10 @@ def test_resumed_stream_keeps_its_epoch_table(stored: StoredStream) -> None:
 def test_two_streams_resumed_from_one_archive_begin_different_epochs(
     stored: StoredStream, tmp_path: Path
 ) -> None:
-    """The second resumed stream refuses the first one's positions, even if their clocks agree.
+    """The second stream refuses a position from the first, although both resumes begin at 100.
 
-    The archive's last epoch is ahead of both clocks, so that both resumes derive their epoch number
-    from it.
+    The archive's last epoch is ahead of the server's clock, so both resumes derive their epoch
+    numbers from that epoch instead of the clock.
     """
     ahead = 4_000_000_000_000
     stored.redis.hset(keys.meta(STREAM), mapping={"epoch": ahead, "epochs": f"{ahead}:0"})
@@ -330,7 +330,7 @@ class PlainStore:
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, PlainStore])
-def test_stores_with_and_without_states_can_be_resumed(
+def test_stream_can_be_resumed_from_stores_with_and_without_states(
     url: str, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = kind("s")

@@ -58,7 +58,9 @@ def test_archiver_keeps_as_many_files_as_fit_into_retain_bytes(
         assert (lost.value.first, lost.value.last) == (0, 59)
 
 
-def test_records_that_a_group_has_not_confirmed_are_kept(m: meteor.Client, tmp_path: Path) -> None:
+def test_archiver_does_not_delete_records_that_a_group_has_not_confirmed(
+    m: meteor.Client, tmp_path: Path
+) -> None:
     stream = kept(m, tmp_path, capacity=30)
     fill_segments(stream, 30, 30, 30)
     stream.seek_group("slow", 30)
@@ -69,7 +71,9 @@ def test_records_that_a_group_has_not_confirmed_are_kept(m: meteor.Client, tmp_p
         eventually(lambda: is_expired_to(stream, 90), 10, "the rest did not expire")
 
 
-def test_retain_is_a_stream_setting(m: meteor.Client, tmp_path: Path) -> None:
+def test_retain_and_retain_bytes_are_settings_of_streams_with_a_store(
+    m: meteor.Client, tmp_path: Path
+) -> None:
     stream = kept(m, tmp_path, retain=86_400, retain_bytes=10**12)
     found = m.stream(NAME, create=False).describe().config
     assert (found.retain, found.retain_bytes) == (86_400, 10**12)

@@ -75,7 +75,7 @@ def test_interrupted_upload_is_invisible_and_the_next_archiver_continues(url: st
             proxy.chunk(4_096, 0.002)
             before = proxy.counters.request_bytes
             with slow.archiver().start() as archiver:
-                # Cut in the middle of the file: earlier requests are small.
+                # Cut in the middle of the segment. All earlier requests together are smaller.
                 eventually(lambda: proxy.counters.request_bytes > before + 100_000)
                 proxy.cut()
                 proxy.refuse()
@@ -90,13 +90,13 @@ def test_interrupted_upload_is_invisible_and_the_next_archiver_continues(url: st
 
 
 def check_files(stream: meteor.Stream, uri: str) -> None:
-    """Check that the files are named and read as documented."""
+    """Check that the files have the documented names and can be read as documented."""
     store = stream.store
     table = store.dataset().to_table(columns=["offset"]).sort_by("offset")
     assert table.column("offset").to_pylist() == list(range(COUNT))
     tables = [pq.read_table(path, filesystem=store.filesystem) for path in store.paths()]
     assert sum(map(len, tables)) == COUNT
-    # Plain keys, which a program that is configured for the object store can read.
+    # URIs without options, for any program that is configured for the object store.
     assert [f"s3://{path}" for path in store.paths()] == store.files()
     assert all(name.startswith(f"s3://{BUCKET}/") for name in store.files())
     assert all(name.endswith(".parquet") for name in store.files())

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: chaos runs over many seeds. Exits with 1 if any finds a violation."""
+"""``python -m tests.chaos``: chaos runs over many seeds. Exits with 1 if one finds a violation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for line in [] if options.json else report.lines(result):
                     bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
-            interrupted = True  # report the results so far
+            interrupted = True  # report the runs that have finished
     summarize(results, as_json=options.json)
     if any(result.violations for result in results):
         return 1
@@ -81,7 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="use a cluster with replicas (default: every third seed)",
     )
     parser.add_argument(
-        "--small-ring", action="store_true", help="use a ring that overtakes slow groups"
+        "--small-ring",
+        action="store_true",
+        help="use a ring that drops records before slow groups read them",
     )
     parser.add_argument(
         "--store",
@@ -89,18 +91,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="use a small ring with a store (default: every second seed)",
     )
     names = ", ".join(KINDS + STORE_KINDS + CLUSTER_KINDS)
-    parser.add_argument("--faults", type=kinds, help=f"only these faults, comma-separated: {names}")
+    parser.add_argument(
+        "--faults", type=kinds, help=f"cause only these faults, comma-separated: {names}"
+    )
     parser.add_argument(
         "--every", type=span, help="minimum and maximum seconds between faults (default: 0.3,1)"
     )
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant this bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--keep", type=Path, help="directory for the histories of failed runs")
     options = parser.parse_args(arguments)
     if options.small_ring and options.store:
         parser.error("--small-ring drops records and --store keeps them; choose one")
     if set(options.faults or ()) & set(STORE_KINDS) and not (options.store or options.mutant):
-        parser.error("archiver faults need --store")
+        parser.error("archiver and store faults need --store")
     if set(options.faults or ()) & set(CLUSTER_KINDS) and not (options.cluster or options.mutant):
         parser.error("cluster faults need --cluster")
     if options.first_seed is None:

@@ -1,7 +1,7 @@
 """The archiver program: archives, sometimes merges files, and dies or stops between two steps.
 
-The library maintains a store every ten minutes. Here it does so every second, so that short runs
-cover maintenance.
+An archiver cleans up its store every ten minutes. Here it does so every second, so that short runs
+cover the cleanup.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from tests.chaos.history import Writer, now
 from tests.chaos.process import DIED
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Segment limits: some segments fill up soon; others are written because of their age.
+#: Limits for a segment, in records and in seconds of age. Depending on the choice, segments are
+#: written because they are full or because of their age.
 RECORDS = (5, 50, 400)
 AGES_S = (0.05, 0.2)
-#: Limits for a merged segment.
+#: Limits for a merged segment, in records.
 MERGED_RECORDS = (40, 400, 3000)
 
 #: Errors that are expected while the store is hidden.
@@ -35,14 +36,14 @@ CHECK_S = 0.05
 
 
 def hasten() -> None:
-    """Make archivers clean up often, and stop trusting their last commit before a pause ends."""
+    """Make archivers clean up often, and rely on a commit for less time than a pause lasts."""
     archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 
 class Store(meteor.ParquetStore):
-    """Records appends. Ends its process at random before or after an append.
+    """A store that records appends, and at random ends its process before or after an append.
 
-    If the run has requested it, stops the process after an append.
+    If the run requests it, the store stops the process after an append.
     """
 
     def __init__(

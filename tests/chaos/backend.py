@@ -13,7 +13,7 @@ from tests.chaos.worker_config import STREAM
 from tests.support.proxy import Direction, Proxy
 from tests.support.servers import HOST, Server, binaries
 
-#: With these options, acknowledged writes survive if their server is killed.
+#: With these options, acknowledged writes survive if the server is killed.
 PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 #: Longer than any fault, so that no fault triggers an automatic failover, which could lose records.
 NODE_TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ class Backend(Protocol):
 
 
 class Proxies:
-    """One worker's proxies, one for each server. A fault affects all of them."""
+    """One worker's proxies, one for each server. All faults except ``isolate`` affect them all."""
 
     def __init__(self, by_port: dict[int, Proxy]) -> None:
         self._by_port = by_port

@@ -1,11 +1,11 @@
 """The checker: finds violations in the events of all processes, without side effects.
 
-Log: each acknowledged record is in the log once, at the acknowledged offset. The log contains no
-record that was never published or was reported as failed. Each publisher's records are in the order
-in which it published them, and records published after an acknowledgement follow the acknowledged
-one. terms.py checks groups, and stored.py checks the store and readers without a group. In the
-samples, confirmed offsets and the end of the log never decrease, and the ring drops no record until
-it holds more than its capacity.
+In a correct history, each acknowledged record is in the log once, at the acknowledged offset. The
+log contains no record that was never published or was reported as failed. Each publisher's records
+are in the order in which it published them, and a record published after an acknowledgement follows
+the acknowledged record. In the samples, confirmed offsets and the end of the log never decrease,
+and the ring drops no record until it holds more than its capacity. terms.py checks groups, and
+stored.py checks the store and readers without a group.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ def check_errors(history: Sequence[Event], findings: Findings) -> None:
 def check_records(
     history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Check that each record is in the log once, at its offset. If `whole`, none may be missing."""
+    """Check that the log has each acknowledged record once, at its offset.
+
+    The log must not contain failed or unpublished records. If `whole`, the recorder has seen all
+    records, so none may be missing.
+    """
     published = {v for event in history if event.kind == "publish" for v in event.values}
     places: dict[str, int] = {}
     for offset, value in log.items():
@@ -162,7 +166,10 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
 def check_confirmed(
     group: str, mine: Sequence[Event], samples: Sequence[Event], findings: Findings
 ) -> None:
-    """Check that confirmed offsets never decrease, and match acknowledgements and requests."""
+    """Check that samples of the confirmed offset never decrease, and match the group's confirms.
+
+    No sample may be below an acknowledged confirm, or above what a member has requested.
+    """
     done = [event for event in mine if event.kind == "confirmed"]
     asked = [event for event in mine if event.kind in ("confirm", "missing", "gap")]
     done_to = asked_to = before = 0
@@ -210,7 +217,7 @@ def check_moved(
         if 0 <= begun < sample.began and confirmed > limit:
             text = f"confirmed is {confirmed}, though term {newest} requested no more than {limit}"
             findings.add(ViolationKind.STALE_CONFIRM, text, Event(sample.t, "sample", group=group))
-            limit = confirmed  # report it once
+            limit = confirmed  # report each increase once
 
 
 def check_ring(samples: Sequence[Event], capacity: int | None, findings: Findings) -> None:
@@ -230,7 +237,10 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """Check that no gap covers any of the last `capacity` records; if it is None, any record."""
+    """Check that no gap covers one of the last `capacity` records.
+
+    If `capacity` is None, the ring drops no records, so every gap is a violation.
+    """
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue

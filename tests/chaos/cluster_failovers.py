@@ -1,9 +1,9 @@
 """Failovers under load, on a cluster and with sentinels; part of ``make chaos``.
 
-A primary is killed while its replicas lag. With ``acks=0``, the records that no replica has are
-lost, and both the publisher and the group must learn of every lost record. With ``acks=1``, no
-acknowledged record may be lost. Planned failovers lose nothing on a cluster and, if writes are
-paused first, with sentinels.
+A primary is killed while its replicas lag, or is cut off together with some clients. With
+``acks=0``, the records that no replica has are lost, and both the publisher and the group must
+learn of every lost record. With ``acks=1``, no acknowledged record may be lost. Planned failovers
+lose nothing on a cluster and, if writes are paused first, with sentinels.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Trial:
         self.idle_was_told = False
 
     def run(self, service: Service) -> float:
-        """Kill the primary while its replicas lag; return the seconds until the next ack."""
+        """Kill the primary while its replicas lag; return the seconds until publishing resumes."""
         self.publishing.start()
         self.group.start()
         time.sleep(CALM_S)
@@ -200,7 +200,7 @@ def test_losses_are_reported_if_a_primary_is_killed_and_acks_1_prevents_losses(
         meteor.connect(service.url, timeout=TIMEOUT_S) as client,
     ):
         for number in range(TRIALS):
-            # Every trial uses the same name, so its stream is in the same slot.
+            # All trials use the same name, so that their streams are in the same slot.
             trial = Trial(client.stream(STREAM, capacity=10_000_000), acks)
             recoveries.append(trial.run(service))
             told, missing = trial.check()
@@ -237,7 +237,8 @@ def test_planned_cluster_failovers_lose_nothing(
                 assert load.publishing.continues(), f"nothing was published after failover {number}"
                 pauses.append(load.publishing.longest_pause_s)
                 cluster.wait_until_stable()
-                time.sleep(2 * NODE_TIMEOUT_S)  # before that, the primaries would not vote again
+                # The primaries vote again only after two node timeouts.
+                time.sleep(2 * NODE_TIMEOUT_S)
         load.check_nothing_lost()
     with capsys.disabled():
         print(
@@ -256,7 +257,8 @@ def test_planned_sentinel_failover_reports_losses_and_pausing_writes_prevents_th
         meteor.connect(sentinels.url, timeout=TIMEOUT_S) as client,
     ):
         stream = client.stream(STREAM, capacity=10_000_000)
-        with plain_client(sentinels.primary.url) as plain:  # all replicas must have the stream
+        # Wait until all replicas have the stream.
+        with plain_client(sentinels.primary.url) as plain:
             plain.set("written", 1)
             assert plain.wait(len(sentinels.replicas), 10_000) == len(sentinels.replicas)
         publishing, group = Publishing(stream, window=20, batch=100), GroupReading(stream)
@@ -301,7 +303,7 @@ def test_losses_are_reported_if_a_primary_is_cut_off_together_with_clients(
         time.sleep(CALM_S)
         old = sides.divide()
         new = cluster.wait_for_failover(old)
-        if not acks:  # the new primary has no replica yet
+        if not acks:  # with acks=1, nothing is acknowledged until the new primary has a replica
             assert outside.publishing.continues(), outside.publishing.problems
         sides.heal()
         cluster.wait_until_stable()
@@ -321,7 +323,7 @@ def test_losses_are_reported_if_a_primary_is_cut_off_together_with_clients(
         print(
             f"\n{program.name}, acks={acks}: a primary was cut off. Lost and reported: {gone[0]:,} "
             f"of {len(inside.publishing.acked):,} records from the clients on its side, and "
-            f"{gone[1]:,} of {len(outside.publishing.acked):,} records from the others"
+            f"{gone[1]:,} of {len(outside.publishing.acked):,} records from other clients"
         )
 
 

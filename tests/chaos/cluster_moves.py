@@ -27,7 +27,8 @@ from tests.support.servers import HOST, binaries
 from tests.support.slot_mover import WAYS, SlotMover
 
 MOVES = 20
-#: Number of rounds in which a publisher loses a reply, and its delivery timeout in seconds.
+#: Number of rounds in which a publisher loses a reply, and the publisher's delivery timeout in
+#: seconds.
 ROUNDS = 3
 TIMED_OUT_S = 0.8
 

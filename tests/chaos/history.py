@@ -17,44 +17,45 @@ import msgspec
 
 Kind = Literal[
     # Publishers
-    "publish",  # `values` were sent
-    "acked",  # `values` are in the log at `offsets`
-    "failed",  # `values` are not in the log
-    "unknown",  # `values` may be in the log
+    "publish",  # the publisher is about to send `values`
+    "acked",  # the publisher learned that `values` are in the log at `offsets`
+    "failed",  # the publisher learned that `values` are not in the log
+    "unknown",  # the publisher cannot tell whether `values` are in the log
     # Group members
-    "assigned",  # a term begins at `first`
-    "deliver",  # records from `first` on were delivered
-    "confirm",  # the member asked to confirm all records below `first`
-    "confirmed",  # such a request succeeded
-    "refused",  # such a request was refused
-    "lease_lost",
-    "released",
-    # Any reader
-    "missing",  # the records from `first` to `last` are gone
-    "gap",  # the reader skipped them
-    "truncated",  # the server has lost them
-    "unavailable",  # the store could not be read or listed
+    "assigned",  # the member acquired the lease: its term begins at `first`
+    "deliver",  # the member received `values`, from offset `first` on
+    "confirm",  # the member asks to confirm all records below `first`
+    "confirmed",  # the confirm with this `number` succeeded
+    "refused",  # the confirm with this `number` failed, or its outcome is unknown
+    "lease_lost",  # a call failed because of the lease, the connection or the server
+    "released",  # the member left the group, perhaps only for a while
+    # Any reader; archivers record "unavailable", too
+    "missing",  # a call reported that the records from `first` to `last` are gone
+    "gap",  # the reader skipped the records from `first` to `last`, which are gone
+    "truncated",  # a call reported that the server has lost the records from `first` to `last`
+    "unavailable",  # the store could not be read, listed or merged
     # Readers without a group
-    "reading",  # a reader begins at `first`
-    "seen",  # it saw `values` from `first` on
+    "reading",  # the reader starts at offset `first`
+    "seen",  # the reader received `values`, from offset `first` on
     # Archivers
-    "append",  # a segment of `first` to `last` is about to be appended in a term
-    "appended",  # the segment was appended, and the commit follows
+    "append",  # the archiver is about to append a segment with the records `first` to `last`
+    "appended",  # the archiver has appended this segment and is about to commit it
     "compacted",  # files were merged
+    # Readers of the store
     "listed",  # files were listed while `archived` was at least `first` and at most `last`
     # Any process
     "error",  # an error that no fault explains
     # The run
     "sample",  # the ring's bounds, `archived` and all confirmed offsets at one moment
-    "fault",
-    "hidden",  # the store was hidden
-    "shown",  # the store was shown again
+    "fault",  # the nemesis causes the fault in `text`
+    "hidden",  # the nemesis is about to hide the store
+    "shown",  # the store is visible again
     "healed",  # all faults have ended
     # The end of the run
-    "log",  # the contents of the log
-    "archived",  # `archived` is `last`
-    "stored",  # the contents of a file in the store
-    "flaw",  # a flaw in the store
+    "log",  # the log has `values`, from offset `first` on
+    "archived",  # the store has all records below `last`
+    "stored",  # the file `text` in the store has `values` at `offsets`
+    "flaw",  # a check of the store found a flaw in the records from `first` to `last`
 ]
 
 
@@ -63,7 +64,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
     t: int  # monotonic time in ns, read before a request, but after anything else
     kind: Kind
-    who: str = ""  # the publisher, member or reader
+    who: str = ""  # the name of the publisher, member, reader or archiver
     group: str = ""
     term: int = -1
     began: int = -1  # when the call began
@@ -74,7 +75,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     offsets: list[int] = []
     confirmed: dict[str, int] = {}
     archived: int = -1
-    waiting: int = -1  # frames in the ring that are not wholly archived; 2 means 2 or more
+    waiting: int = -1  # number of frames that are not wholly archived; 2 means 2 or more
     text: str = ""
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ def read_file(path: Path) -> list[Event]:
     """Return the events of one process."""
     decoder = msgspec.json.Decoder(Event)
     lines = path.read_bytes().split(b"\n")
-    # The last line is empty, or torn if the process was killed.
+    # The last line is empty, or incomplete if the process was killed while writing it.
     return [decoder.decode(line) for line in lines[:-1]]
 
 

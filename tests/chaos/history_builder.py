@@ -41,7 +41,7 @@ class HistoryBuilder:
         )  # fmt: skip
 
     def confirm(self, who: str, term: int, offset: int, result: int | None = None) -> None:
-        """Add a confirm and its outcome; `result` replaces the expected one."""
+        """Add a confirm and its reply, which confirms up to `result` (by default, `offset`)."""
         number = len(self.events)
         asked = self.ask(who, term, offset, number)
         done = offset if result is None else result

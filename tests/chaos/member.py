@@ -24,7 +24,8 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 OUTCOME_S = 40.0
 #: Maximum seconds to handle a batch.
 HANDLE_S = 0.005
-#: Probabilities, per polled batch or, for members that iterate, per 20 records.
+#: Probabilities that a member leaves for a while, that it opens another subscriber, and that a
+#: member of the worker dies: per polled batch or, for members that iterate, per 20 records.
 LEAVE = 0.01
 REOPEN = 0.005
 DIE = 0.001
@@ -68,9 +69,9 @@ class Member(threading.Thread):
         self._incarnation = 0
         self._lock = threading.RLock()  # guards the fields below, which the main thread uses too
         self._subscriber: meteor.Subscriber | None = None
-        self._assigned = -1  # the last term passed to on_assigned
+        self._assigned = -1  # the term in the last call of on_assigned; -1 if none
         self._delivered = (-1, -1)  # the term of the last delivery, and the offset after it
-        self._confirmed = -1  # the highest offset that was confirmed in that term
+        self._confirmed = -1  # the highest offset that the member asked to confirm in that term
         self._pending: deque[PendingConfirm] = deque()
         self._number = 0
 
@@ -81,7 +82,7 @@ class Member(threading.Thread):
             except EXPECTED:
                 time.sleep(0.05)
             except Exception as error:
-                # At the end, interrupt() closes the subscriber during a call.
+                # At the end of the run, interrupt() closes the subscriber during a call.
                 if not (self._signals.end() and isinstance(error, meteor.MeteorError)):
                     self._note("error", text=traceback.format_exc(limit=-4))
                 time.sleep(0.5)
@@ -94,7 +95,7 @@ class Member(threading.Thread):
             try:
                 subscriber.close()
             except meteor.MeteorError:
-                pass  # the member's own close() raises it too
+                pass  # the member's own thread handles errors when it closes the subscriber
 
     def confirm_rest(self) -> None:
         """Confirm all deliveries from another thread: the member may be waiting for records."""
@@ -104,7 +105,7 @@ class Member(threading.Thread):
                 self._confirm(subscriber, end)
             self._collect()
 
-    # One incarnation
+    # One member
 
     def _live(self) -> None:
         self._incarnation += 1
@@ -257,7 +258,7 @@ class Member(threading.Thread):
     def _term(self, subscriber: meteor.Subscriber, first: int = -1) -> int:
         """Return the term of the last delivery; -1 if it is unknown.
 
-        The subscriber may already know that the term has ended.
+        The subscriber may already know that the term has ended, and then has no current term.
         """
         term = subscriber.term
         if term is not None:
@@ -305,7 +306,7 @@ class Member(threading.Thread):
     def _on_assigned(self, subscriber: meteor.Subscriber) -> None:
         term = subscriber.term
         self._assigned = -1 if term is None else term
-        if term is not None:  # otherwise the term is over, and another one follows
+        if term is not None:  # otherwise the term has already ended
             self._note("assigned", term=term, first=subscriber.position)
 
     def _on_gap(self, first: int, last: int) -> None:

@@ -1,8 +1,8 @@
-"""Planted bugs, each of which the checker must find.
+"""Planted bugs, each of which the checker or another test must find.
 
-Each exists only in the process that plants it. It alters the text of a script or a function, and
-planting it fails if the text to replace is missing. Otherwise a mutant could silently equal the
-original, and the checker would seem to miss a bug.
+A bug exists only in the process that plants it. The mutant alters the text of a script or a
+function. Planting it fails if the text to replace is missing. Otherwise a mutant could silently
+equal the original, and the checker would seem to miss a bug.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mutant:
     #: The name of a script, or of a function as "module:Class.method", inside meteor_py.
     where: str
     changes: tuple[tuple[str, str], ...]
-    #: The checker must find at least one of these.
+    #: The checker must find at least one of these violations.
     shows_as: frozenset[ViolationKind] = frozenset()
     #: Settings for a run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
@@ -47,15 +47,15 @@ QUIET_STORE: dict[str, Any] = {
     "members": 1,
     "readers": 1,
 }
-#: Publishers fill the ring while the active archiver is paused.
+#: Settings for a run in which publishers fill the ring while the active archiver is paused.
 LATE_ARCHIVERS = QUIET_STORE | {
     "kinds": ("pause_archiving",),
     "pauses": (3.0,),
     "batch_pause_s": 0.02,
     "seconds": 3.0,
 }
-#: One archiver stops after an append, its successor stops before its commit, and the first
-#: continues: their segments overlap.
+#: Settings for a run in which one archiver stops after an append, its successor stops before its
+#: commit, and the first one continues, so that their segments overlap.
 STOPPING_ARCHIVERS = QUIET_STORE | {
     "kinds": ("stop_at_commit",),
     "every_s": (0.02, 0.08),
@@ -72,7 +72,8 @@ MUTANTS = {
         frozenset({ViolationKind.STALE_CONFIRM, ViolationKind.WENT_BACK}),
         {
             # A session renews before it confirms, so after a pause it soon learns that it lost the
-            # lease. If the application hangs, the session releases the lease and stops renewing.
+            # lease. If the application hangs, the session releases the lease and stops renewing, so
+            # that a later confirm from the old term reaches the server.
             "kinds": ("pause_owner",),
             "hang": 0.1,
             "seconds": 4.0,

@@ -144,7 +144,7 @@ class Nemesis:
         return self._pause("pause_member", self._members)
 
     def pause_owner(self) -> bool:
-        """Pause a member that holds a group's lease."""
+        """Pause a worker whose member holds a group's lease."""
         return self._pause("pause_owner", self._owners(self._members, self._groups))
 
     def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
@@ -228,7 +228,7 @@ class Nemesis:
         return self._on_proxy("cut", 0.0, lambda slot: slot.proxies.cut())
 
     def lose_reply(self) -> bool:
-        """Lose the reply to one of a worker's next scripts, although the server executes it."""
+        """Let the server execute one of a worker's next scripts, but lose the reply."""
         nth = self._rng.randint(1, 4)
         return self._on_proxy(
             "lose_reply", 0.5, lambda slot: slot.proxies.cut_after_request(nth, match=b"EVAL")
@@ -271,7 +271,7 @@ class Nemesis:
         return self._on_proxy("delay", seconds, lambda slot: slot.proxies.delay(late_s))
 
     def trickle(self) -> bool:
-        """Forward single bytes."""
+        """Forward a worker's traffic in single bytes."""
         seconds = self._rng.uniform(0.1, 0.6)
         return self._on_proxy("trickle", seconds, lambda slot: slot.proxies.chunk(1))
 
@@ -360,7 +360,8 @@ class Nemesis:
         if cluster is None or "server" in self._busy:
             return False
         owner = cluster.owner(STREAM)
-        # Fail each primary over only once. The others vote again only after two node timeouts.
+        # Fail each primary over only once. The other primaries vote for another failover of the
+        # same primary only after two node timeouts.
         if owner.port in self._replaced or not cluster.stable:
             return False
         self._replaced.add(owner.port)

@@ -1,6 +1,6 @@
 """Observers of a run, which bypass the proxies: they record server state, the log and the store.
 
-A redis-py client takes the samples one after another, so they do not depend on the library.
+A redis-py client takes the samples one after another, so that they do not depend on meteor_py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.support.servers import plain_client
 SAMPLE_S = 0.05
 REPLY_S = 5.0
 
-# The ring's bounds, `archived`, and each group's position, all at the same moment.
+# This script reads the ring's bounds, `archived`, each group's confirmed offset, and whether there
+# are zero, one, or more unarchived frames, all at the same moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
@@ -104,7 +105,7 @@ class Sampler(threading.Thread):
 
 
 class Recorder(threading.Thread):
-    """A thread that records the log as it grows, so that dropped records are known."""
+    """A thread that records the log as it grows, so that the checker knows dropped records."""
 
     def __init__(self, stream: meteor.Stream, writer: Writer) -> None:
         super().__init__(name="recorder", daemon=True)
@@ -154,7 +155,7 @@ class Recorder(threading.Thread):
 
 
 def read_log(stream: meteor.Stream, writer: Writer, *, whole: bool) -> None:
-    """Record the log, from offset 0 if it must be `whole`."""
+    """Record the log, from offset 0 if it must be `whole`, or else from its first record."""
     if whole:
         writer.add("reading", who="log", first=0)
     for batch in stream.read(0 if whole else "earliest"):
@@ -167,7 +168,7 @@ def record_batch(writer: Writer, kind: Any, who: str, batch: meteor.RecordBatch)
 
 
 def record_store(stream: meteor.Stream, writer: Writer) -> None:
-    """Record the contents of the store, as it reports them and file by file."""
+    """Record where the store ends, its flaws, and the contents of each of its files."""
     writer.add("archived", last=stream.store.bounds()[1])
     for flaw in stream.store.verify():
         if not flaw.harmless:
@@ -188,7 +189,7 @@ def is_in_order(stream: meteor.Stream) -> bool:
     except meteor.StoreUnavailable:
         return False
     except meteor.RecordsLost:
-        pass  # waiting would not help
+        pass  # waiting would not bring the records back
     return True
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.parquet_mutants import fuzz
 
 CASES, PROCESSES = 100_000, 4
-#: Maximum growth of the process, in MiB, however the files are broken.
+#: Maximum growth of a process's memory, in MiB, while it reads broken files.
 GROWTH_MAX_MB = 512
 
 

@@ -1,6 +1,6 @@
 """A thousand coordinated actions by five processes; part of ``make chaos``.
 
-Prints the spread of their start times, their delays, and the error bounds of their clocks.
+Prints the spread of each action's start times, the delays, and the error bounds of the clocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_each_action_is_performed_or_reported_as_missed_and_none_is_early(url: s
                 process.ask("act", f"action-{name}")
         outcomes = [future.result(RESULT_S) for future in _propose(panel)]
         passed = {outcome.poll: outcome for outcome in outcomes if outcome.passed}
-        assert len(passed) > 0.9 * ACTIONS  # on a busy machine, some votes are late
+        assert len(passed) > 0.9 * ACTIONS  # on a busy machine, late votes make some fail
 
         def settled() -> bool:
             counts = [len(p.ask("actions")) + len(p.ask("missed")) for p in processes]
@@ -63,7 +63,7 @@ def _report(done: list[dict[str, Any]], expected: int) -> None:
     spreads = sorted(max(starts) - min(starts) for starts in by_poll.values())
     late = sorted(one["true"] - one["at"] for one in done)
     bounds = sorted(one["error_bound"] for one in done)
-    print(f"{len(done)} of {expected} done, {expected - len(done)} missed; us:")
+    print(f"{len(done)} of {expected} done, {expected - len(done)} missed; times in us:")
     for what, figures in (("spread", spreads), ("actual - planned", late), ("bound", bounds)):
         cuts = (figures[int(len(figures) * part)] * 1e6 for part in (0.5, 0.9, 0.99))
         low, high = figures[0] * 1e6, figures[-1] * 1e6

@@ -4,8 +4,8 @@ Some messages are poison, and the network loses requests and replies.
 
 Every message is handled or becomes a dead letter. Messages from one sender to one named member are
 handled in order. A poison message kills at most ``max_deliveries`` processes and becomes a dead
-letter. Any other message becomes one only if about as many processes died while handling it, or if
-its target was ``any`` and no member could take it.
+letter. Any other message becomes a dead letter only if about as many processes died while handling
+it, or if its target was ``any`` and no member could take it.
 
 METEOR_CHAOS_S sets the duration of a run in seconds.
 """
@@ -42,7 +42,7 @@ UNNAMED = 2
 SENDERS = 3
 #: Maximum number of unfinished messages per sender.
 WINDOW = 100
-#: Longer than a run: no message expires.
+#: Timeout of a message in seconds. It is longer than a run, so no message expires.
 LONG_S = 3_600.0
 RUN_S = float(os.environ.get("METEOR_CHAOS_S", "60"))
 #: Reasons why a message whose target is ``any`` becomes a dead letter before a member handles it.
@@ -66,7 +66,7 @@ class Workers:
         )
 
     def step(self) -> None:
-        """Restart the processes that poison messages killed, and inject a fault into one."""
+        """Restart processes that poison messages have killed. Inject a fault into one process."""
         for slot, process in list(self.running.items()):
             if process.poll() is not None:
                 self.faults["poisoned"] += 1
@@ -82,7 +82,7 @@ class Workers:
             return
         process.send_signal(signal.SIGSTOP)
         if fault == "replace":
-            self.start(slot)  # takes over the name, or joins as another member
+            self.start(slot)  # the new process takes over the name, or joins under another name
         time.sleep(self._rng.uniform(0.1, 1.8) * TTL_S)
         process.send_signal(signal.SIGCONT)
         if fault == "replace":
@@ -204,7 +204,8 @@ def check(
             assert future.exception(0) is None, (body, verb, future.exception(0))
             assert verb != "ask" or future.result(0) == body["n"], body
         elif reason not in UNPLACED or body["to"] != "any":
-            # A session may end before the handler starts. Allow for two such deliveries.
+            # If a session ends before the handler starts, the log has no line for the delivery.
+            # Allow for two such deliveries.
             assert len(found) >= MAX_DELIVERIES - 2, f"{reason}: {body}, {found}"
         if found and body["to"] != "any":
             firsts[body["s"], body["to"]].append(min(line["at"] for line in found))

@@ -30,7 +30,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the run, which then ends the workers
+                start_new_session=True,  # Ctrl-C reaches only the run, which then ends the workers
             )
         self._watchdog = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG, "watchdog", str(self._process.pid)],

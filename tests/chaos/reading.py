@@ -33,7 +33,7 @@ Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """Runs this module's three readers until the run ends. The slow one then reads the rest."""
+    """Runs the three threads until the run ends. The slow reader then reads the rest."""
 
     def __init__(
         self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals
@@ -65,7 +65,7 @@ class Reading:
             thread.join()
 
     def _repeat(self, work: Work, rng: random.Random) -> None:
-        """Restart a task after errors that faults explain."""
+        """Run a task, and restart it after errors that faults explain."""
         while True:
             try:
                 return work(rng)

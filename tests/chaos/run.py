@@ -1,7 +1,7 @@
 """One chaos run: start all workers, cause faults, heal, drain the groups, and check.
 
-Everything that a run starts ends with it, even if it is aborted: workers and server have watchdogs,
-and the server's watchdog removes the history directory.
+Everything that a run starts ends with it, even if the run is aborted: workers and servers have
+watchdogs, and the server's watchdog removes the history directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 #: Capacity of a ring that keeps all records of a run, and of one that soon overtakes a paused
 #: group.
 LARGE, SMALL = 10_000_000, 200
-#: Maximum number of records that wait for a store's archivers.
+#: Maximum number of records that may wait for a store's archivers.
 UNARCHIVED = 1_000
 START_S = 30.0
 DRAIN_S = 30.0
@@ -67,7 +67,7 @@ class Plan:
     archivers: int = 3
     readers: int = 2
     mutant: str = ""
-    #: Kinds of faults; all if empty.
+    #: Kinds of faults. If empty, all that are possible with this cluster and store.
     kinds: tuple[str, ...] = ()
     every_s: tuple[float, float] = (0.3, 1.0)
     lease_ttl_s: float = 1.0
@@ -125,8 +125,8 @@ class Result:
     """The figures and violations of a run."""
 
     plan: Plan
-    events: Counter[str] = field(default_factory=Counter)  # by kind
-    records: Counter[str] = field(default_factory=Counter)  # by kind of event
+    events: Counter[str] = field(default_factory=Counter)  # number of events, by kind
+    records: Counter[str] = field(default_factory=Counter)  # number of values in them, by kind
     faults: Counter[str] = field(default_factory=Counter)
     terms: int = 0
     take_overs: int = 0
@@ -149,7 +149,7 @@ class Result:
 def run(
     plan: Plan, progress: Progress = lambda phase, share: None, keep: Path | None = None
 ) -> Result:
-    """Execute and check a run. If it fails, its histories are kept in the directory `keep`."""
+    """Execute and check a run. If it has violations, copy its histories to the directory `keep`."""
     result = Result(plan)
     with ExitStack() as stack:
         servers = ClusterOfServers if plan.cluster else SingleServer
@@ -305,7 +305,7 @@ class Participants:
                 continue
             if slot.needs_replacement():
                 slot.replace()
-            slot.resume()  # a late stop_at_commit may have stopped it
+            slot.resume()  # a late stop_at_commit may have stopped the archiver
 
     def _drain(self) -> None:
         """Stop the publishers, and wait until all groups and the archivers reach the end."""

@@ -47,5 +47,7 @@ def test_long_random_walks_match_the_model(url: str, rng: random.Random, number:
 
 
 @pytest.mark.parametrize("row", SOAK)
-def test_long_qpid_stress_case_passes(url: str, rng: random.Random, row: Row) -> None:
+def test_each_key_is_delivered_once_and_in_order_in_long_stress_runs(
+    url: str, rng: random.Random, row: Row
+) -> None:
     stress(url, rng, row)

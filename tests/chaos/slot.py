@@ -51,7 +51,7 @@ class Slot:
         return "" if self._process is None else self._process.log_tail()
 
     def needs_replacement(self) -> bool:
-        """Return whether the worker has ended by itself and must be replaced."""
+        """Return whether the worker has ended by itself; record an error if it failed."""
         if self._process is None or self._process.running:
             return False
         if self._process.exit_code not in (0, DIED):

@@ -157,7 +157,7 @@ def test_query_copies_each_row_once_while_slots_move(
         )
 
 
-def test_rows_that_are_written_twice_are_found(rng: random.Random, tmp_path: Path) -> None:
+def test_planted_bug_that_writes_rows_twice_is_found(rng: random.Random, tmp_path: Path) -> None:
     require_java()
     with Cluster() as cluster, meteor.connect(cluster.url) as m:
         run = Run(cluster, m, tmp_path)

@@ -1,9 +1,10 @@
 """The checker for the store and its readers.
 
-Samples: the ring drops no record before it is archived, no more records wait than allowed, and
-``archived`` only increases, in steps that the newest term committed. Files: at any time they hold
-all archived records, each once. At the end, their values match the log. Readers without a group:
-each continues where it left off, without holes or repeats.
+In the samples, the ring drops no record before it is archived, no more records wait than allowed,
+and ``archived`` only increases, in steps that the newest term committed. At any time, the files
+hold all archived records, each once. At the end, the values in the files match the log. Each reader
+without a group continues where it left off, without repeats, and without holes other than reported
+gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tests.chaos.history import Event
 from tests.chaos.terms import end_of
 from tests.chaos.violation import Findings, ViolationKind
 
-#: Maximum delay, in nanoseconds, that a pause adds to the report of a failed read-ahead.
+#: Maximum nanoseconds from the return of a hidden store to the start of a request that reports the
+#: store as unavailable. Such a request reports an earlier failed read-ahead; a pause can delay it.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
 MERGING = "has superseded or uncommitted records"
@@ -57,7 +59,7 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
         if archived > sample.last:
             text = f"{archived} of {sample.last} records are archived"
             findings.add(ViolationKind.PHANTOM, text, sample)
-        # A larger frame is accepted if nothing else waits.
+        # The server accepts a frame that exceeds the limit if no other frame waits.
         if sample.last - archived > max_unarchived and sample.waiting != 1:
             text = f"{sample.last - archived} records are unarchived, more than {max_unarchived}"
             findings.add(ViolationKind.OVERGROWN, text, sample)
@@ -83,7 +85,7 @@ def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: 
             if event.term == newest and event.kind == "appended":
                 known.add(event.last + 1)
         if sample.archived not in known | before and sample.archived != reported:
-            reported = sample.archived  # report it once
+            reported = sample.archived  # report each offset once
             text = (
                 f"archived is {sample.archived}, but {who}, in the newest term {newest}, has "
                 f"appended {min(known)} to {max(known) - 1}"
@@ -156,14 +158,14 @@ def check_readers(history: Sequence[Event], findings: Findings) -> None:
 
 
 def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
-    """Check that the store was unavailable only while hidden or, for listings, during a merge."""
+    """Check that the store was unavailable only while it was hidden or its files were merged."""
     hidden = [event.t for event in history if event.kind == "hidden"]
     shown = [event.t for event in history if event.kind == "shown"]
     merged = any(event.kind == "compacted" for event in history)
     for event in history:
         if event.kind != "unavailable":
             continue
-        # index of the last time before this event at which the store was hidden
+        # The index of the last time that the store was hidden before this event.
         number = bisect_right(hidden, event.t) - 1
         back = shown[number] if 0 <= number < len(shown) else event.t
         away = number >= 0 and event.began - KEPT_NS <= back

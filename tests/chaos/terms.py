@@ -4,7 +4,7 @@ A term belongs to one member. It begins where the earlier terms ended: neither a
 that they asked to confirm, nor below an acknowledged confirm, nor at an offset that only a refused
 confirm could have reached. Within a term, offsets increase one by one, except for reported gaps.
 Once a newer term has begun, an older one neither confirms anything nor receives another batch.
-Across all terms, every record was delivered to the group.
+Across all terms, every confirmed record was delivered to the group or reported as gone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_results(term: Sequence[Event], findings: Findings) -> None:
 
 
 def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
-    """Check that each term begins at the offset that earlier terms confirmed."""
+    """Check that each term begins between what earlier terms confirmed and what they requested."""
     asked = done = 0
     for term in terms:
         begin = next((e for e in term if e.kind in BEGINS and e.first >= 0), None)

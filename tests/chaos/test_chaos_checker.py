@@ -52,14 +52,13 @@ def test_order_of_events_does_not_matter(builder: HistoryBuilder, rng: random.Ra
 
 
 def test_unknown_outcomes_and_refused_confirms_are_not_violations(builder: HistoryBuilder) -> None:
-    # One unknown record is in the log, the other is not.
+    # Of the two records with an unknown outcome, only q-1 is in the log.
     builder.add("publish", who="q", values=["q-0", "q-1"])
     builder.add("unknown", who="q", values=["q-0", "q-1"])
     builder.add("publish", who="q", values=["q-2"])
     builder.add("failed", who="q", values=["q-2"])
-    builder.ask(
-        "m1", 10, 3, number=99
-    )  # killed before the reply: the confirm may have been executed
+    # This confirm has no outcome: the member was killed, and the server may have executed it.
+    builder.ask("m1", 10, 3, number=99)
     builder.assigned("m2", 20, 3)
     builder.ask("m1", 10, 3, number=100)
     builder.add("refused", group=GROUP, who="m1", term=10, first=3, number=100)
@@ -150,7 +149,7 @@ def test_offset_delivered_twice_in_a_term_is_reported_as_duplicated(
 
 def test_offset_delivered_in_two_terms_is_not_a_violation(builder: HistoryBuilder) -> None:
     finish(builder)
-    assert builder.found() == []  # offset 2 is in both terms
+    assert builder.found() == []  # both terms delivered offset 2
 
 
 def test_delivery_before_the_start_of_its_term_is_reported_as_reordered(
@@ -267,7 +266,7 @@ def test_batch_requested_after_a_newer_term_has_begun_is_stale(builder: HistoryB
     assert builder.kinds() == {ViolationKind.STALE_DELIVERY}
 
 
-def test_confirm_with_a_lower_result_is_found(builder: HistoryBuilder) -> None:
+def test_confirm_that_returns_less_than_requested_is_found(builder: HistoryBuilder) -> None:
     builder.confirm("m1", 10, 3, result=1)
     finish(builder)
     assert builder.kinds() >= {ViolationKind.WENT_BACK}
@@ -306,7 +305,7 @@ def test_group_that_does_not_reach_the_end_is_reported_as_not_drained(
 
 
 def overtaken(builder: HistoryBuilder, gone_to: int, end: int = 6, first: int = 4) -> None:
-    """Have a ring of two records overtake the group: its second member gets a gap from 2 on."""
+    """Let a ring of two records overtake the group, whose second member gets a gap from 2 on."""
     builder.assigned("m2", 20, 2)
     builder.gap("m2", 20, 2, gone_to)
     builder.sample(gone_to + 1, end, first=first)
@@ -347,7 +346,7 @@ def test_gap_in_records_that_the_ring_must_hold_is_a_violation(builder: HistoryB
     assert builder.kinds(capacity=2) == {ViolationKind.WRONG_GAP}
 
 
-def test_any_gap_is_a_violation_if_the_ring_is_not_trimmed(builder: HistoryBuilder) -> None:
+def test_any_gap_is_a_violation_if_the_ring_must_keep_all_records(builder: HistoryBuilder) -> None:
     overtaken(builder, gone_to=3)
     assert ViolationKind.WRONG_GAP in builder.kinds()
 

@@ -25,7 +25,7 @@ class StoreHistoryBuilder(HistoryBuilder):
             self.add("appended", who=who, term=term, first=first, last=last)
 
     def archived(self, archived: int, end: int = 6, first: int = 0) -> None:
-        """Add a sample."""
+        """Add a sample in which records below ``archived`` are archived."""
         self.sample(6, end, first=first, archived=archived)
 
     def listed(self, *spans: str, before: int = 6, after: int = 6) -> None:
@@ -72,7 +72,7 @@ def builder() -> StoreHistoryBuilder:
     builder.assigned("m1", 5, 0)
     builder.deliver("m1", 5, 0, *VALUES)
     builder.confirm("m1", 5, 6)
-    builder.append("a1", OLD, 2, 4, done=False)  # killed
+    builder.append("a1", OLD, 2, 4, done=False)  # a1 was killed during this append
     builder.append("a2", NEW, 2, 3)
     builder.append("a2", NEW, 4, 5)
     builder.archived(4, first=3)
@@ -118,7 +118,7 @@ def test_too_many_unarchived_records_are_found(builder: StoreHistoryBuilder) -> 
     builder.finish(0, 2, 4)
     assert builder.kinds(max_unarchived=3) == {ViolationKind.OVERGROWN}
     for event in builder.events:
-        event.waiting = 1  # one large frame
+        event.waiting = 1  # all waiting records are in one large frame
     assert builder.kinds(max_unarchived=3) == set()
 
 

@@ -19,7 +19,7 @@ AFTER = 6
 class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
-    LOST = "lost"  # acknowledged, delivered or archived, but missing from the log or the store
+    LOST = "lost"  # acknowledged, delivered or archived, but not in the log or the store
     PHANTOM = "phantom"  # in the log or the store, but failed, unarchived or never published
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice for one reader or term
     REORDERED = "reordered"  # the log or a term is out of order
@@ -81,7 +81,7 @@ class Findings:
         return self._events[-1].t if self._events else 0
 
     def _around(self, group: str, t: int) -> tuple[str, ...]:
-        """Return related events around a moment."""
+        """Return faults and events of the group shortly before and after a time."""
         place = bisect_left(self._events, t, key=lambda event: event.t)
         before = _related(reversed(self._events[:place]), group, BEFORE)
         after = _related(self._events[place:], group, AFTER)

@@ -14,17 +14,17 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     name: str  # name of this process; unique in a run
     url: str
-    directory: str  # the run's histories and signals
+    directory: str  # directory of the run's histories and signals
     seed: str
-    groups: tuple[str, ...] = ()  # a member joins all of them
+    groups: tuple[str, ...] = ()  # a member worker has one member in each
     lease_ttl_s: float = 1.0
-    batch_pause_s: float = 0.06  # average pause between a publisher's batches
+    batch_pause_s: float = 0.06  # average seconds between a publisher's batches
     hang: float = 0.003  # probability, per batch, that a member hangs before it confirms
     mutant: str = ""
-    store: str = ""  # store directory, for archivers
+    store: str = ""  # directory of the store, for archivers; empty if there is none
     die: float = 0.01  # probability that an archiver dies before an append, or before a commit
     remap: dict[int, int] = {}  # maps each cluster node's port to its proxy's port
-    compact_pause_s: float = 1.0  # average time between merges; 0: no merges
+    compact_pause_s: float = 1.0  # average seconds between merges; 0: no merges
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()

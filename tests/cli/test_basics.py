@@ -200,14 +200,14 @@ def test_completion_is_silent_without_a_server() -> None:
     assert (done.text.strip(), done.err) == ("", "")
 
 
-def test_completion_creates_no_server(tmp_path: Path) -> None:
+def test_completion_starts_no_server(tmp_path: Path) -> None:
     env = {"_METEOR_COMPLETE": "bash_complete", "COMP_WORDS": "meteor tail ", "COMP_CWORD": "2"}
     meteor(None, environ=env | {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_a_script(shell: str) -> None:
+def test_completion_command_prints_a_script(shell: str) -> None:
     assert "_METEOR_COMPLETE" in succeed(None, "completion", shell).text
 
 

@@ -1,4 +1,4 @@
-"""``--json`` prints the documented fields, and the reference lists them."""
+"""``--json`` prints exactly the fields in the schema, from which the reference is generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
         stream = m.stream("orders", store=str(tmp_path), ordering_key="key")
         with stream.publisher() as pub:
             pub.publish(b"x").result()
-        sub = stream.shared_subscriber("packing")  # closed with the client
+        sub = stream.shared_subscriber("packing")  # the client closes it
         assert sub.poll()
         stream.store.flush()
         stream.seek_group("billing", 0)
@@ -60,7 +60,8 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
 
 
 def test_json_fields_match_the_schema(printed: dict[str, list[Any]]) -> None:
-    others = {command for command in FIELDS if command.startswith("peers ")}  # see test_peers.py
+    # The tests of `meteor peers` check the fields of these commands.
+    others = {command for command in FIELDS if command.startswith("peers ")}
     assert printed.keys() == FIELDS.keys() - others
     for command, objects in printed.items():
         assert objects, command

@@ -65,7 +65,7 @@ def leftovers() -> Iterator[Leftovers]:
 def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     url: str, leftovers: Leftovers, tmp_path: Path
 ) -> None:
-    environ = leftovers.environ | {"JAVA_HOME": str(tmp_path)}  # without Java
+    environ = leftovers.environ | {"JAVA_HOME": str(tmp_path)}  # there is no Java in this folder
     with plain_client(url) as client:
         before = client.info("stats")["total_connections_received"]
         done = meteor(url, "demo", "--records", "20000", environ=environ, preloaded=False)
@@ -150,7 +150,7 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
         with cleaning_up():
             Finalized()
             assert finalized == [True]
-            threading.Event().wait(PATIENCE_S)  # the signal is raised again here
+            threading.Event().wait(PATIENCE_S)  # the repeated signal interrupts this wait
 
     finalized: list[bool] = []
     before = signal.getsignal(signal.SIGINT)

@@ -121,7 +121,7 @@ def test_error_for_an_invalid_position_lists_the_valid_forms(text: str) -> None:
     [("beginning", "earliest"), ("end", "latest"), ("-1h", "@-1h"), ("0:2", "0..2"),
      ("2026-11-16", "@2026-11-16"), ("5..end", "latest")],
 )  # fmt: skip
-def test_position_syntax_from_other_tools_prints_a_hint(text: str, meant: str) -> None:
+def test_error_for_a_mistyped_position_suggests_the_right_one(text: str, meant: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"Did you mean {meant}?")):
         parse_span(text)
 

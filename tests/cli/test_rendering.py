@@ -157,7 +157,7 @@ def test_invalid_template_is_refused(template: str) -> None:
         Template(template, "orders")
 
 
-def test_raw_templates_are_recognised() -> None:
+def test_raw_templates_are_recognized() -> None:
     assert Template("%k{raw}", "s").raw
     assert not Template("%k{hex} %v", "s").raw
 

@@ -26,7 +26,7 @@ from tests.support.sharing import change_progress
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
-#: Not valid text, and unsafe for a terminal.
+#: An ordering key that is not valid text and is unsafe for a terminal, and how commands show it.
 NASTY = b"\xff\x00\x1b[2J\\"
 SHOWN = r"\xff\x00\x1b[2J\\"
 

@@ -183,7 +183,9 @@ def test_groups_are_listed_and_described(url: str, stream: Stream) -> None:
     assert "none" in shown
 
 
-def test_group_info_reports_records_dropped_unread(url: str, stream: Stream) -> None:
+def test_group_info_reports_records_dropped_before_they_were_confirmed(
+    url: str, stream: Stream
+) -> None:
     stream.configure(capacity=1)
     with stream.publisher() as pub:
         for n in range(3):

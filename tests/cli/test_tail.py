@@ -246,7 +246,7 @@ def test_records_reach_the_terminal_escaped(url: str) -> None:
         with Terminal([METEOR, "--url", url, "tail", "hostile", "-e", *style]) as terminal:
             assert terminal.wait() == 0
         shown = terminal.output.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
-        shown = shown.replace(b"\x1b[36m", b"")  # escape sequences for our own colours
+        shown = shown.replace(b"\x1b[36m", b"")  # the command's own colors are allowed
         assert b"pwned" in shown or b"b64" in shown
         assert not {*b"\x1b\x07\0\x9b"} & {*shown}
         assert "\u202e" not in shown.decode(errors="replace")
@@ -390,7 +390,7 @@ def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Str
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_tail_continues_if_the_group_was_taken_over_during_a_confirm(
+def test_tail_continues_after_a_poll_reports_a_lost_lease_or_an_unknown_confirm(
     stream: Stream,
     error: MeteorError,
     monkeypatch: pytest.MonkeyPatch,

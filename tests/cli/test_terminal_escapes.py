@@ -13,7 +13,7 @@ from meteor_py import connect
 from meteor_py.redis import keys
 from tests.support.commands import meteor
 
-#: Clears the screen, sets the title, changes the colour, reverses the text, and rings the bell.
+#: Clears the screen, sets the title, changes the color, reverses text, and returns to column 1.
 EVIL = "\x1b[2J\x1b]0;x\x07\x9b31m\u202egnp.exe\r"
 RAW = EVIL.encode()
 #: Control and format characters, except for newline and tab.
@@ -91,7 +91,8 @@ def test_no_command_prints_control_characters_from_untrusted_text(hostile_url: s
         printed = done.out.decode(errors="surrogateescape") + done.err
         found = FORBIDDEN.search(printed)
         assert found is None, (arguments, printed)
-        assert max(printed, default="") < "\udc80", (arguments, printed)  # no undecodable bytes
+        # Surrogates stand for bytes that are not UTF-8.
+        assert max(printed, default="") < "\udc80", (arguments, printed)
         assert "Traceback" not in printed, (arguments, printed)
         escaped += SHOWN.search(printed) is not None
     assert escaped > len(COMMANDS) / 2, "the hostile texts did not reach the commands"

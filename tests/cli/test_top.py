@@ -288,7 +288,7 @@ def colours(shown: Snapshot) -> dict[str, str]:
     }
 
 
-def test_colours_mark_lag_and_problems() -> None:
+def test_colors_mark_lag_and_problems() -> None:
     calm = seen("a", groups=(group(confirmed=10, owner="x"),))
     assert colours(look(calm)) == {"memory 95 B of 100 B": "bold red"}
     waits = seen("b", archived=8, groups=(group("slow", lag=7),))

@@ -149,10 +149,10 @@ def test_lag_is_reported_when_it_crosses_the_limit() -> None:
     assert reported(looks[0], looks[1]) == []
 
 
-def test_records_dropped_unread_are_reported_once() -> None:
+def test_records_dropped_before_they_are_confirmed_are_reported_once() -> None:
     looks = [look(seen(first=first, groups=(group(confirmed=3),))) for first in (3, 5, 8)]
     assert reported(looks[0], looks[1]) == [
-        ("records_dropped", "records 3 to 4 were dropped unread")
+        ("records_dropped", "records 3 to 4 were dropped before they were confirmed")
     ]
     assert reported(looks[1], looks[2]) == []
 
@@ -388,7 +388,7 @@ def test_watch_waits_for_a_stream_that_does_not_exist(url: str, client: meteor.C
         assert watch.line().endswith(" orders: created")
 
 
-def test_hostile_names_reach_the_terminal_as_escapes(harness: GroupHarness) -> None:
+def test_watch_prints_hostile_names_as_escapes(harness: GroupHarness) -> None:
     harness.subscriber().close()
     with Watch(harness.url) as watch:
         harness.take_away("evil\x1b[2J\u202e")

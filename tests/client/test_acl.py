@@ -224,7 +224,7 @@ def test_a_writer_can_wait_for_replicas(guarded: Server) -> None:
             assert plain.hget("meteor:{orders}:fences", "w") == b"1:1:1:10"
 
 
-def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> None:
+def test_a_writer_can_neither_read_its_stream_nor_use_another(guarded: Server) -> None:
     fill(guarded, 10)
     before = contents(guarded)
     with connect(guarded, "writer") as m:
@@ -247,7 +247,7 @@ def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> No
 
 @pytest.fixture
 def stored(guarded: Server, tmp_path: Path) -> Path:
-    """Return the directory of a store that the admin configured. No archiver is running."""
+    """Return the directory of the stream's store. No archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, store=tmp_path, archive=False)
@@ -297,7 +297,7 @@ def test_archiver_without_the_required_rights_raises(guarded: Server, stored: Pa
 # Publisher, subscriber, loader
 
 
-def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
+def test_a_publisher_can_neither_read_its_stream_nor_use_another(guarded: Server) -> None:
     with connect(guarded, "publisher") as m:
         stream = m.stream("orders", create=False)
         with stream.subscriber() as sub, pytest.raises(meteor.AccessDenied):
@@ -309,7 +309,7 @@ def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
 
 
 @pytest.mark.parametrize("part", ["log", "index", "meta"])
-def test_only_admin_and_archiver_may_delete_or_trim_a_streams_keys(
+def test_only_admin_may_delete_a_streams_keys_and_only_archiver_may_also_trim_them(
     guarded: Server, part: str
 ) -> None:
     key = f"meteor:{{orders}}:{part}"

@@ -20,12 +20,12 @@ from tests.support.acl_server import guarded as guarded
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 
-# The consumer, and other roles on a stream with groups
+# The consumer, and other roles on a stream with an ordering key
 
 
 @pytest.fixture
 def grouped(guarded: Server, tmp_path: Path) -> Server:
-    """A server whose stream has groups and a store; no archiver is running."""
+    """A server whose stream has an ordering key and a store. No archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, ordering_key="key", store=tmp_path, archive=False)
@@ -96,7 +96,7 @@ def test_a_consumer_can_neither_publish_configure_delete_nor_join_an_exclusive_g
     assert contents(grouped) == before
 
 
-def test_a_consumer_with_dead_letters_needs_the_documented_rules(grouped: Server) -> None:
+def test_a_consumer_with_the_documented_rules_can_publish_dead_letters(grouped: Server) -> None:
     with grouped.client() as plain, connect(grouped, "consumer") as m:
         plain.execute_command("ACL", "SETUSER", "consumer", *dead_letter_rules())
         stream = m.stream("orders", create=False)

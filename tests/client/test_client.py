@@ -52,7 +52,7 @@ def use(client: meteor.Client, name: str = "s") -> None:
 
 
 def run_python(program: str, **environment: str) -> subprocess.Popen[str]:
-    """Start another Python process. It may wait for its standard input."""
+    """Start a Python process, with pipes for its standard input and output."""
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -308,7 +308,7 @@ def test_no_repr_warning_or_error_shows_a_password(private_server: ServerFactory
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("redis://hush@host:1", "redis://***@host:1"),  # the colon was forgotten
+        ("redis://hush@host:1", "redis://***@host:1"),  # the colon before the password is missing
         ("redis://app:hu@sh@host:1/2", "redis://app:***@host:1/2"),
         ("redis://host:1?pass%77ord=hush&db=2", "redis://host:1?pass%77ord=***&db=2"),
         ("unix:///run/x.sock?password=hush", "unix:///run/x.sock?password=***"),

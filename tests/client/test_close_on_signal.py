@@ -35,7 +35,8 @@ def ready():
     os.write(1, b"ready\\n")
 """
 
-#: A group member that waits in poll(), as members usually do. Its lease would last for a minute.
+#: A group member that waits in poll(), as members usually do. Its lease lasts for a minute unless
+#: the member releases it.
 MEMBER = """
 with meteor.connect(url) as m:
     with m.stream("s").subscriber(group="g", lease_ttl=60) as sub:
@@ -45,7 +46,7 @@ with meteor.connect(url) as m:
             sub.poll(10)
 """
 
-#: A publisher with records that are not sent yet.
+#: A publisher whose records have not been sent yet, because it lingers for a minute.
 PUBLISHER = """
 m = meteor.connect(url)
 pub = m.stream("s").publisher(linger=60)
@@ -115,7 +116,7 @@ def lease(url: str) -> Any:
         return client.get(keys.lease("s", "g"))
 
 
-def test_lease_is_released_and_the_last_confirm_is_sent(url: str, start: Start) -> None:
+def test_signal_releases_the_lease_and_sends_the_last_confirm(url: str, start: Start) -> None:
     with group(url) as stream:
         process = start("meteor.close_on_signal()" + MEMBER, url)
         assert lease(url)
@@ -152,7 +153,9 @@ with meteor.connect(url) as m, m.stream("s").subscriber(group="g", lease_ttl=60)
         assert lease(url) is None
 
 
-def test_publishers_send_their_records_and_printed_lines_appear(url: str, start: Start) -> None:
+def test_on_a_signal_publishers_send_their_records_and_printed_lines_appear(
+    url: str, start: Start
+) -> None:
     script = "meteor.close_on_signal()\nprint('a line in the buffer')" + PUBLISHER
     code, out, err = end(start(script, url), signal.SIGTERM)
     assert (code, out, err) == (-signal.SIGTERM, b"a line in the buffer\n", b"")
@@ -188,7 +191,8 @@ def test_second_signal_ends_the_process_at_once(
         assert time.monotonic() - began < 3
 
 
-def test_signal_forwarded_by_a_parent_counts_once(url: str, start: Start) -> None:
+def test_signals_in_quick_succession_count_as_one(url: str, start: Start) -> None:
+    # A service manager and a parent process may both send the signal.
     process = start("meteor.close_on_signal()" + PUBLISHER, url)
     for _ in range(5):
         if process.poll() is None:
@@ -222,7 +226,7 @@ def test_earlier_handler_that_returns_is_called_once(url: str, start: Start) -> 
     script = """
 signal.signal(signal.SIGTERM, lambda number, _: os.write(1, b"called %d\\n" % number))
 meteor.close_on_signal()
-meteor.close_on_signal(timeout=5)  # does not call the handler from the first call
+meteor.close_on_signal(timeout=5)  # must not chain to the handler of the first call
 """
     code, out, _ = end(start(script + PUBLISHER, url), signal.SIGTERM)
     assert (code, out) == (-signal.SIGTERM, b"called 15\n")
@@ -261,7 +265,7 @@ thread.join()
         assert lease(url) is None
 
 
-def test_receiver_finishes_its_record(url: str, start: Start) -> None:
+def test_receiver_finishes_its_record_before_the_process_ends(url: str, start: Start) -> None:
     script = """
 meteor.close_on_signal()
 

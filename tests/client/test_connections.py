@@ -22,9 +22,9 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[Any]]]:
-    """Return the ids of connections that the test opened, except for the client's idle ones."""
+    """Return a function that finds the connections opened by the test, except idle ones."""
     with plain_client(url) as plain:
-        client.describe()  # connects to each primary
+        client.describe()  # opens the client's own connection to each primary
         servers = each_primary(plain)
 
         def ids() -> set[Any]:
@@ -41,7 +41,7 @@ def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[An
 
 def idle_connections(client: meteor.Client) -> set[str]:
     """Return the local addresses of the connections that the client keeps for its next calls."""
-    pools = list(client._connector._nodes._idle.values())  # empty unless there are several nodes
+    pools = list(client._connector._nodes._idle.values())  # empty for a single server
     sockets = [connection._socket() for pool in pools for connection in list(pool)]
     return {show_node(sock.getsockname()) for sock in sockets if sock is not None}
 

@@ -41,7 +41,7 @@ class Parties:
         return self.client(role).stream(NAME, create=False)
 
     def create(self, **settings: Any) -> meteor.Stream:
-        """Create the stream as an administrator."""
+        """Create the stream as an administrator, after deleting an existing one."""
         admin = self.client("admin")
         if NAME in admin.streams():
             admin.stream(NAME).delete()
@@ -123,7 +123,7 @@ def test_publish_refuses_index_entries_that_do_not_match_the_frame(
     assert stream.end().offset == 0
 
 
-#: Keys in an index entry that none of our publishers writes.
+#: Malformed key lists in an index entry. meteor_py's publishers never write them.
 MALFORMED = {
     "not MessagePack": b"\xc1",
     "cut off": b"\xdc\xff\xff\xa1a",
@@ -135,7 +135,7 @@ MALFORMED = {
     "a long key": b"\x91\xda\x03\xe8" + b"k" * 1_000,
     "too few": b"\x90",
 }
-#: Fields in an index entry that a client writes to the index without a script.
+#: The fields of index entries that a client adds with XADD, bypassing the scripts.
 FOREIGN = {
     "old and empty": (b"", b""),
     "old with wild numbers": (b"\xff" * 6, b""),

@@ -1,6 +1,7 @@
-"""Scripts are called by their hash, survive SCRIPT FLUSH, and work on a full server.
+"""Scripts are called by their hash, and sent again after SCRIPT FLUSH.
 
-The tests run on both kinds of real server.
+On a full server, they refuse new frames and streams; reading, configuring and deleting still work.
+The tests run on Valkey and Redis.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def client(server: Server) -> Iterator[meteor.Client]:
 
 
 def use_everything(client: meteor.Client, between: Any) -> None:
-    """Create, use and delete a stream, and call ``between`` after each script."""
+    """Create, use and delete a stream, and call ``between`` after each step."""
     stream = client.stream("s", create=True)
     between()
     with stream.publisher() as pub, stream.subscriber() as sub:
@@ -100,7 +101,7 @@ def test_every_script_has_a_header_and_is_loaded_by_load_scripts() -> None:
 
     lua = Path(str(files("meteor_py.redis"))) / "lua"
     found = {path.relative_to(lua).with_suffix("").as_posix() for path in lua.rglob("*.lua")}
-    # These files are joined into one script.
+    # The files in shared/step are joined into one script.
     parts = {name for name in found if name.startswith("shared/step/")}
     libraries = {name for name in found if Path(name).name.startswith("_")}
     assert found - parts - libraries | {"shared/step"} == {s.name for s in scripts.ALL}
@@ -113,7 +114,7 @@ def test_every_script_has_a_header_and_is_loaded_by_load_scripts() -> None:
         assert script.plain_source.endswith(rest if first.startswith(b"#!") else script.source)
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if not s.source.startswith(b"#!")}
-    # A full server must refuse these scripts.
+    # A script without a "#!lua" line runs even on a full server, until its first write fails.
     assert without == {
         "log/publish",
         "log/create_stream",

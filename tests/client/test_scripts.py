@@ -116,7 +116,7 @@ def test_publish_remembers_a_producer_for_its_ttl(lua: StreamScripts) -> None:
     key = keys.producer("s", "p")
     lua.publish(ttl_ms=5000)
     assert 0 < lua.plain.pttl(key) <= 5000
-    lua.publish(ttl_ms=90_000)  # a repeated batch also extends it
+    lua.publish(ttl_ms=90_000)  # a repeated batch also renews the time to live
     assert 5000 < lua.plain.pttl(key) <= 90_000
 
 
@@ -159,7 +159,7 @@ def test_publish_does_not_compare_a_replication_id_that_the_sender_cannot_see(
 
 
 def test_publish_checks_in_the_documented_order(lua: StreamScripts) -> None:
-    """Pass only wrong arguments and fix them one by one; each time, the first error is reported."""
+    """Correct several wrong arguments one by one. Each reply names the first remaining error."""
     lua.create(archived=0, max_unarchived=2, next=OFFSET_MAX)
     lua.plain.hset(keys.producer("s", "p"), mapping={"epoch": 3, "last": 4, "4": "4:0:1:7"})
     wrong: dict[str, Any] = {"incarnation": "second", "history": "g" * 40, "epoch": 2, "seq": 9}
@@ -172,7 +172,8 @@ def test_publish_checks_in_the_documented_order(lua: StreamScripts) -> None:
     assert lua.publish(**wrong) == ("OUTOFSEQ", 0)
     wrong["epoch"] = 3
     assert lua.publish(**wrong) == ("OUTOFSEQ", 5)
-    assert lua.publish(4, epoch=3) == ("OK", 0, 1)  # a repeated batch, although there is no room
+    # A repeated batch gets its first reply, although the stream has no room for a new one.
+    assert lua.publish(4, epoch=3) == ("OK", 0, 1)
     wrong["seq"] = 5
     assert lua.publish(**wrong) == ("EXHAUSTED",)
     lua.plain.hset(lua.meta, "next", 2)
@@ -221,7 +222,9 @@ def test_producers_are_independent(lua: StreamScripts) -> None:
 # publish: the ring
 
 
-def test_the_ring_is_trimmed_to_the_exact_frame(lua: StreamScripts, rng: random.Random) -> None:
+def test_publish_trims_the_ring_at_an_exact_frame_boundary(
+    lua: StreamScripts, rng: random.Random
+) -> None:
     lua.create(capacity=20)
     model: list[tuple[int, int]] = []
     end = 0
@@ -264,7 +267,8 @@ def test_the_append_time_comes_from_the_server_and_never_decreases(lua: StreamSc
 
 def test_the_append_time_is_the_servers_time_in_milliseconds(lua: StreamScripts) -> None:
     lua.create()
-    for seq in range(100):  # the microseconds have one to six digits, and often leading zeros
+    # Repeat: TIME returns microseconds without leading zeros, and the script must restore them.
+    for seq in range(100):
         earliest = _server_ms(lua)
         lua.publish(seq)
         assert earliest <= int(lua.entries()[-1][1][b"t"]) <= _server_ms(lua)
@@ -424,10 +428,10 @@ def test_clients_that_find_the_same_replication_id_begin_one_epoch(lua: StreamSc
     assert new_epoch(lua, HISTORY, "b") == [b"OK"]
     after = lua.snapshot()
     number = int(lua.meta_field("epoch"))
-    assert before < number < before + 60_000  # numbers follow the clock
+    assert before < number < before + 60_000  # the number is the time in ms, plus ARGV[4]
     assert epochs(lua) == [(1, 0), (number, 5)]
     assert new_epoch(lua, HISTORY, "b") == [b"OK"]  # a second client found the same id
-    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # a third had read an outdated id
+    assert new_epoch(lua, HISTORY, "c") == [b"HISTORY", b"b"]  # a third read an outdated id
     assert lua.snapshot() == after
     assert lua.publish(1, history="b") == ("OK", 5, number)
 
@@ -439,18 +443,20 @@ def test_epoch_numbers_increase_even_if_the_clock_does_not(lua: StreamScripts) -
     assert int(lua.meta_field("epoch")) == far + 7
 
 
-def test_epoch_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
+def test_epoch_table_lists_every_epoch_and_marks_it_as_consecutive(lua: StreamScripts) -> None:
     lua.create()
     lua.publish(0, 5)
     for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):
         new_epoch(lua, found, seen)
-    lua.plain.hset(lua.meta, "next", 3)  # the tail was lost
+    lua.plain.hset(lua.meta, "next", 3)  # as if the server had lost records 3 and 4
     new_epoch(lua, "d", "e")
     assert [first for _, first in epochs(lua)] == [0, 5, 5, 5, 3]
     assert lua.meta_field("epochs").count(",+") == 4
 
 
-def test_epoch_table_is_bounded_and_very_old_positions_are_refused(lua: StreamScripts) -> None:
+def test_epoch_table_is_bounded_and_positions_older_than_it_count_as_lost(
+    lua: StreamScripts,
+) -> None:
     table = ",".join(f"{number}:{number * 10}" for number in range(1, 1001))
     lua.create(next=20_000, epoch=1000, epochs=table)
     for number, seen in enumerate("abc"):
@@ -461,7 +467,9 @@ def test_epoch_table_is_bounded_and_very_old_positions_are_refused(lua: StreamSc
         assert kept[0] == (2 + number, -1)
         assert kept[1] == (3 + number, (3 + number) * 10)
     text = lua.meta_field("epochs")
-    assert diverged_at(Position(INCARNATION, 1, 15), text, 10**6) == 0  # too old to decide
-    assert diverged_at(Position(INCARNATION, 1, 0), text, 10**6) is None  # nothing was read
+    # The table no longer has epoch 1, so any record read in that epoch may have been lost.
+    assert diverged_at(Position(INCARNATION, 1, 15), text, 10**6) == 0
+    # At offset 0 no record has been read, so none can have been lost.
+    assert diverged_at(Position(INCARNATION, 1, 0), text, 10**6) is None
     assert diverged_at(Position(INCARNATION, 900, 15_000), text, 10**6) == 9010
     assert diverged_at(Position(INCARNATION, 900, 9_010), text, 10**6) is None

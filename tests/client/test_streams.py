@@ -243,9 +243,9 @@ def test_read_returns_no_record_beyond_stop_even_if_the_ring_moves_past_it(
 
     monkeypatch.setattr(Subscriber, "poll", poll_late)
     fill(stream, 5, 5, 5, 5)  # the ring holds 10 to 19
-    late += [5]  # 15 to 24
+    late += [5]  # once these are published, it holds 15 to 24
     assert offsets(stream, "earliest", 18) == [15, 16, 17]
-    late += [10, 10]  # 35 to 44
+    late += [10, 10]  # then 35 to 44
     assert offsets(stream, "earliest", 23) == []
 
 
@@ -299,7 +299,7 @@ def test_a_time_between_two_milliseconds_is_rounded_up(client: meteor.Client) ->
     assert stream.offset_at(at(1001)) == 1
 
 
-def test_seeking_a_records_time_finds_its_frame(client: meteor.Client) -> None:
+def test_offset_at_a_records_time_is_the_start_of_its_frame(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     fill(stream, 3)
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -411,7 +411,7 @@ def test_deleting_a_stream_leaves_no_key_and_does_not_touch_other_streams(
     before = all_keys(client)
     stream = client.stream("s", create=True)
     fill(stream, 5)
-    fill(stream, 5)  # another publisher
+    fill(stream, 5)  # by another publisher, which has its own key
     stream.delete()
     assert all_keys(client) == before
     assert "s" not in client.streams()

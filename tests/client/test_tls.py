@@ -277,7 +277,7 @@ def test_publisher_notices_that_the_server_closed_its_idle_connection(
         assert (connection.connected, connection.readable) == (True, False)
         m.redis.client_kill_filter(_type="normal", skipme=True)
         eventually(lambda: connection.readable)
-        pub._sender._acknowledged_at = time.monotonic()  # as if it had just published
+        pub._sender._acknowledged_at = time.monotonic()  # as if a batch had just been acknowledged
         assert pub._sender.must_check
         pub.flush()  # checks for a loss, on a new connection
         assert (connection.connected, connection.readable) == (True, False)

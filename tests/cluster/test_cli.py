@@ -87,9 +87,9 @@ def test_server_info_names_a_primary_that_does_not_reply(filled: Cluster) -> Non
     assert [each["streams"] for each in found] == [None] * 3
 
 
-def test_commands_reach_remapped_nodes_if_only_the_address_is_given(filled: Cluster) -> None:
+def test_commands_reach_remapped_nodes_if_the_address_contains_remap(filled: Cluster) -> None:
     with ProxiedCluster(filled) as proxied:
-        found = succeed(proxied.url, "streams", "ls", "--json").objects  # $METEOR_URL
+        found = succeed(proxied.url, "streams", "ls", "--json").objects  # passed in $METEOR_URL
         assert [each["name"] for each in found] == sorted(NAMES)
         by_option = succeed(None, "streams", "ls", "--json", "--url", proxied.url).objects
         assert by_option == found

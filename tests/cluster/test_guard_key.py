@@ -23,7 +23,7 @@ SLOT = Cluster.slot(NAME)
 def calls(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> dict[str, ScriptCall]:
-    """One call to each script. The stream and the group have state that the calls would change."""
+    """One call to each script, for a stream and a peer group whose state the calls would change."""
     recorded = record_every_script(client, monkeypatch, tmp_path)
     client.load_scripts()
     stream = client.stream(NAME, capacity=1_000, ordering_key="key")
@@ -112,7 +112,7 @@ def test_without_the_guard_key_a_script_stops_in_the_middle(
     move.finish()
 
 
-def test_neither_scripts_nor_modules_write_the_guard_key() -> None:
+def test_only_the_keys_module_names_the_guard_key() -> None:
     package = Path(meteor.__file__).parent
     for path in (*package.rglob("*.lua"), *package.rglob("*.py")):
         found = re.findall(r"[^\n]*:guard['\"\b]", path.read_text())
@@ -120,7 +120,7 @@ def test_neither_scripts_nor_modules_write_the_guard_key() -> None:
 
 
 def test_guarded_scripts_see_only_their_own_keys(client: meteor.Client) -> None:
-    # A script such as discard_stages loops over its keys, and must not treat the guard key as one.
+    # A script such as discard_stages loops over its keys, so the guard key must not be among them.
     for script in scripts.ALL:
         first, _, _ = script.source.partition(b"\n")
         flags = first + b"\n" if first.startswith(b"#!") else b""

@@ -42,7 +42,7 @@ def test_nothing_is_lost_while_a_node_joins_and_leaves_under_load(growing: Clust
         load.check_nothing_lost()
 
 
-def test_no_connection_to_a_node_without_slots_is_kept(growing: Cluster) -> None:
+def test_client_keeps_no_connection_to_a_node_without_slots(growing: Cluster) -> None:
     with meteor.connect(f"{growing.url}?client_name={CLIENT}") as m:
         stream = m.stream(STREAM, create=True)
         home = growing.owner(STREAM)
@@ -58,7 +58,7 @@ def test_no_connection_to_a_node_without_slots_is_kept(growing: Cluster) -> None
         remaining = {(HOST, each.port) for each in growing.nodes}
 
         def kept() -> set[tuple[str, int]]:
-            stream.describe()  # a call refreshes a map that is known to be old
+            stream.describe()  # a call refreshes an outdated slot map
             return set(m._connector._nodes._idle)
 
         eventually(lambda: kept() <= remaining)

@@ -1,4 +1,4 @@
-"""The promises in tests/fundamentals also hold on a cluster: those tests run again here.
+"""The promises in tests/fundamentals also hold on a cluster: four of its files run again here.
 
 With METEOR_TEST_CLUSTER=redis or valkey, all tests that need only an address run on a cluster.
 """

@@ -58,7 +58,7 @@ def test_node_whose_slot_map_led_to_a_failure_is_asked_last(
         return ask(slots, node, search, timeout_s)
 
     monkeypatch.setattr(SlotMap, "_ask", note)
-    for _ in range(3):  # each node's slot map leads to a failure
+    for _ in range(3):  # a call fails with each node's slot map
         slots.note_failed(slots.locate("orders", Search(5.0)))
         slots._timer = RefreshTimer()  # allow the next refresh at once
     assert asked[0] != asked[1]
@@ -182,7 +182,7 @@ def test_scripts_are_loaded_into_every_primary(cluster: Cluster, client: meteor.
             assert all(known)
 
 
-def test_description_covers_all_primaries_and_survives_a_dead_one(cluster: Cluster) -> None:
+def test_description_covers_all_primaries_even_if_one_does_not_reply(cluster: Cluster) -> None:
     with meteor.connect(cluster.url, timeout=0.5) as m:
         whole = m.describe()
         assert len(whole.nodes) == 3
@@ -215,7 +215,7 @@ def test_client_works_in_a_forked_child(cluster: Cluster, client: meteor.Client)
 def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
     cluster: Cluster, client: meteor.Client
 ) -> None:
-    # This also tests ``remap``: the client can reach the nodes only through proxies.
+    # This also tests ``remap``: the client reaches the nodes only through proxies.
     stream = client.stream(NAMES[0], create=True)
     with (
         proxied(cluster) as (through, proxies),
@@ -233,7 +233,7 @@ def test_lost_reply_from_a_cluster_does_not_duplicate_a_record(
 
 @contextmanager
 def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Client, list[Proxy]]]:
-    """Yield a client that can reach the nodes only through proxies, and the proxies."""
+    """Yield a client that reaches the nodes only through proxies, and the proxies."""
     with (
         ProxiedCluster(cluster) as made,
         meteor.connect(made.seed_url, timeout=timeout, remap=made.remap) as through,
@@ -243,7 +243,7 @@ def proxied(cluster: Cluster, timeout: float = 5.0) -> Iterator[tuple[meteor.Cli
 
 def test_opening_the_plain_redis_client_delays_no_other_call(cluster: Cluster) -> None:
     with (
-        # The client uses the seed only to find the nodes. redis-py asks it again.
+        # The client uses the seed only to find the nodes. ``m.redis`` asks the seed again.
         Proxy(HOST, cluster.primaries[0].port) as seed,
         meteor.connect(f"redis+cluster://{HOST}:{seed.port}", timeout=60) as m,
     ):

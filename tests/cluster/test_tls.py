@@ -80,7 +80,7 @@ def whoami(client: meteor.Client) -> str:
     return str(found.decode() if isinstance(found, bytes) else found)
 
 
-def test_a_cluster_is_used_with_tls_and_a_user_while_a_slot_moves(
+def test_client_uses_a_cluster_with_tls_and_a_user_while_a_slot_moves(
     cluster: Cluster, folder: Path
 ) -> None:
     url = address(cluster.url, folder / "ca.pem")
@@ -104,7 +104,7 @@ def test_a_cluster_is_used_with_tls_and_a_user_while_a_slot_moves(
     assert [each["name"] for each in shown] == [STREAM]
 
 
-def test_a_cluster_refuses_a_wrong_password_and_the_client_a_wrong_authority(
+def test_cluster_refuses_a_wrong_password_and_the_client_an_unknown_authority(
     cluster: Cluster, folder: Path
 ) -> None:
     wrong = refusal(address(cluster.url, folder / "ca.pem", login=f"{USER}:wrong"))
@@ -112,7 +112,7 @@ def test_a_cluster_refuses_a_wrong_password_and_the_client_a_wrong_authority(
     assert "certificate verify failed" in str(refusal(address(cluster.url, folder / "other.pem")))
 
 
-def test_sentinels_are_followed_with_tls_and_their_own_user(
+def test_client_follows_sentinels_with_tls_and_a_separate_sentinel_user(
     sentinels: TlsSentinels, folder: Path
 ) -> None:
     url = for_sentinels(sentinels.url, folder / "ca.pem")
@@ -126,7 +126,7 @@ def test_sentinels_are_followed_with_tls_and_their_own_user(
         assert m.describe().address == f"rediss://127.0.0.1:{new.port}"
 
 
-def test_sentinels_refuse_a_wrong_password_and_the_client_a_wrong_authority(
+def test_sentinels_refuse_a_wrong_password_and_the_client_an_unknown_authority(
     sentinels: TlsSentinels, folder: Path
 ) -> None:
     wrong = refusal(for_sentinels(sentinels.url, folder / "ca.pem", "wrong"))

@@ -43,12 +43,12 @@ BLOCKS = {
 }
 
 
-#: These run in one process, to start Java only once.
+#: Code blocks that use Spark. They run in one process, to start Java only once.
 WITH_SPARK = {
     name: code for name, (what, code) in BLOCKS.items() if what == "python" and "pyspark" in code
 }
 
-#: Runs files one after another, isolated from each other's names and streams.
+#: A program that runs files one after another, isolated from each other's names and streams.
 IN_TURN = """
 import os, sys
 import meteor_py as meteor
@@ -82,7 +82,7 @@ def test_code_block_runs(block: str, tmp_path: Path) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_loop_for_production_survives_the_loss_of_its_lease(
+def test_loop_for_production_continues_after_a_lost_lease_or_an_unknown_outcome(
     url: str, error: meteor.MeteorError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (code,) = (code for _, code in BLOCKS.values() if "def consume(" in code)
@@ -146,7 +146,7 @@ def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
 
 def output(command: list[str], folder: Path) -> str:
     """Run a command with ``folder`` as home directory; return its output. It must exit with 0."""
-    # The `meteor` command is the one next to the interpreter that runs the tests.
+    # The `meteor` command must be the one next to the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Helpers that publish numbers and read whole streams, for tests that compare the two."""
+"""Helpers that publish numbers and read whole streams."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def network(server: Server, url: str) -> Iterator[Proxy]:
 
 @pytest.fixture
 def far(network: Proxy, stream: meteor.Stream) -> Iterator[meteor.Stream]:
-    """The same stream, reached through that network."""
+    """The same stream, reached through ``network``."""
     with meteor.connect(network.url) as client:
         yield client.stream("orders", create=True)
 
@@ -46,7 +46,7 @@ def test_lost_reply_does_not_duplicate_a_record(
 ) -> None:
     with far.publisher() as pub:
         pub.publish(b"first").result(10)
-        network.cut_after_request(match=PUBLISH)  # appended, but the reply gets lost
+        network.cut_after_request(match=PUBLISH)  # the record is appended, but the reply is lost
         assert pub.publish(b"second").result(10) == 1
         assert pub.publish(b"third").result(10) == 2
     assert network.counters.cuts == 1
@@ -80,7 +80,7 @@ def test_repeated_network_failures_cause_no_loss_duplicates_or_reordering(
 
 
 @pytest.mark.parametrize(("lost", "is_there"), [("requests", False), ("replies", True)])
-def test_unknown_outcome_is_reported_as_unknown(
+def test_publisher_that_gets_no_reply_reports_that_the_outcome_is_unknown(
     far: meteor.Stream,
     network: Proxy,
     stream: meteor.Stream,
@@ -92,7 +92,7 @@ def test_unknown_outcome_is_reported_as_unknown(
         network.stall(lost)
         with pytest.raises(meteor.OutcomeUnknown):
             pub.publish(b"second").result(10)
-        assert (b"second" in values(stream)) == is_there  # the publisher cannot know
+        assert (b"second" in values(stream)) == is_there  # the publisher cannot know this
         network.heal()
 
 

@@ -96,6 +96,7 @@ def test_failed_record_holds_back_only_its_own_key(m: meteor.Client) -> None:
         pub.publish_many([b"add", b"add", b"pay"], keys=[b"cart-1", b"cart-2", b"cart-1"])
     with stream.shared_subscriber("billing") as sub:
         add, other, _ = sub.poll(5)
-        add.release()  # "add" failed; "pay" is returned with it
+        # "add" failed. The consumer also gives back "pay", which has the same key.
+        add.release()
         other.ack()
         assert [(record.offset, record.failures) for record in sub.poll(5)] == [(0, 1), (2, 0)]

@@ -62,7 +62,7 @@ def test_fixture_restores_every_key_that_0_1_wrote(
 # Streams
 
 
-def test_streams_written_by_0_1_all_exist(m: meteor.Client) -> None:
+def test_streams_written_by_0_1_all_exist_and_have_their_settings(m: meteor.Client) -> None:
     assert m.streams() == [
         *("carts", "carts-dead", "copies", "orders", "packed-lz4", "packed-zstd"),
         *("readings", "ring", "trades"),
@@ -217,9 +217,9 @@ def test_shared_group_written_by_0_1_delivers_unsettled_records_once_and_in_key_
         records = process(sub, 9)
         assert offsets_by_key(records) == {
             b"cart-1": [2, 8],  # held by a consumer that died
-            b"cart-3": [3, 5],  # the first was held by the same consumer
+            b"cart-3": [3, 5],  # 3 was held by the same consumer
             b"cart-2": [4],
-            b"cart-5": [9, 10],  # the first had failed once and was delayed
+            b"cart-5": [9, 10],  # 9 had failed once and was delayed
             b"cart-6": [12],
             None: [11],
         }
@@ -277,11 +277,11 @@ def test_interrupted_conversion_of_a_0_1_shared_group_is_continued_by_another_co
 
 
 class Died(Exception):
-    """The process died."""
+    """Raised at the point where the converting process dies."""
 
 
 def die_after(patch: pytest.MonkeyPatch, portions: int) -> list[int]:
-    """Make the conversion stop after this many portions. The returned list is empty until then."""
+    """Make the conversion stop after this many portions. Return a list that is empty until then."""
     real, died, left = Connector.run, list[int](), portions
 
     def run(self: Connector, script: Script, *args: Any, **options: Any) -> Any:

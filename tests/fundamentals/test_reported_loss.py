@@ -59,7 +59,7 @@ def test_shared_group_learns_which_records_the_ring_has_dropped(m: meteor.Client
 
 
 def crash(server: Server, stream: meteor.Stream) -> None:
-    """Restart a server with the records 0 to 9, which it has saved; add others after them."""
+    """Crash a server that has saved only the records 0 to 9, and publish five other records."""
     server.kill()
     server.restart()
     publish(stream, range(110, 115))  # these records get the offsets 10 to 14
@@ -122,6 +122,6 @@ def test_publisher_learns_which_of_its_records_a_server_has_lost_in_a_crash(
             assert isinstance(error, meteor.LogTruncated)
             assert (error.first, error.last) == (3, 5)
             with pytest.raises(meteor.LogTruncated):
-                pub.flush()  # reported again, in case no acknowledgement was checked
+                pub.flush()  # reports the loss again, in case no acknowledgement was checked
             assert pub.publish(b"3").result(10) == 3
         assert numbers(stream) == [0, 1, 2, 3]

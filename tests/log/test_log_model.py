@@ -2,7 +2,8 @@
 
 Hypothesis drives a real server (AOF, every write on disk) through publishing by several producers,
 retries, stale producers, new producer epochs, trims, kill -9 with restart, deleting and recreating,
-and reads at any offset. The model is a few lists. A failure is shrunk to the shortest sequence.
+and reads at any offset. The model is a few lists. If a test fails, Hypothesis searches for a
+shorter sequence that also fails.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Model:
     def __init__(self, incarnation: int, capacity: int) -> None:
         self.incarnation = incarnation
         self.capacity = capacity
-        self.frames: list[tuple[int, int]] = []  # first and last offset
+        self.frames: list[tuple[int, int]] = []  # each frame's first and last offset
         self.next = 0
         self.producers: dict[str, Producer] = {}
 

@@ -1,8 +1,8 @@
 """Ring retention by age and by bytes: a stream's ``max_age`` and ``max_bytes`` settings.
 
 Publishing drops records that exceed a limit, whatever the size of their frames. It keeps the newest
-frame and records that are not archived. New limits also apply to records that are already in the
-ring.
+frame and, if the stream has a store, all records that are not archived. New limits also apply to
+records that are already in the ring.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_ring_with_max_bytes_keeps_as_many_of_the_newest_records_as_fit(
     assert ring_bytes(client, stream) <= 4_200
     first, end = stream.bounds()
     assert end == 300
-    assert 95 <= end - first <= 100  # of 42 bytes each
+    assert 95 <= end - first <= 100  # the limit is 100 records of 42 bytes
     assert [len(batch) for batch in stream.read(first)]
 
 

@@ -30,7 +30,7 @@ RECORDS, CAPACITY = 900, 100
 
 
 def archive(client: meteor.Client, store: Path, **settings: object) -> None:
-    """Create the stream, and archive its records. The ring keeps only the last ones."""
+    """Create the stream, and publish and archive records. The ring keeps only the last ones."""
     stream = client.stream("orders", capacity=CAPACITY, store=store, **settings)  # type: ignore[arg-type]
     with stream.publisher() as pub:
         pub.publish_many([b"honest"] * RECORDS).result()

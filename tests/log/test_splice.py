@@ -125,7 +125,7 @@ def test_batches_have_at_most_the_requested_size_across_store_and_ring(
     stream: meteor.Stream, most: int
 ) -> None:
     fill_segments(stream, 4, 9, 3)
-    fill(stream, 6, 3)  # the ring has 15 to 24, the store 0 to 15
+    fill(stream, 6, 3)  # the store has 0 to 15, the ring 13 to 24
     with stream.subscriber(initial_offset="earliest") as sub:
         offsets: list[int] = []
         while batch := sub.poll(timeout=0, max_records=most):
@@ -237,7 +237,7 @@ def test_seek_reaches_any_offset_in_store_and_ring(stream: meteor.Stream) -> Non
 
 
 def spread_out(stream: meteor.Stream, *sizes: int) -> None:
-    """Append frames at least two ms apart, except for every third."""
+    """Append frames. Leave at least two ms after each of them, except after every third."""
     for index, size in enumerate(sizes):
         fill(stream, size)
         if index % 3:

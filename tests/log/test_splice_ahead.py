@@ -1,4 +1,4 @@
-"""A reader that goes through a store sequentially prefetches only the next batch.
+"""A reader that goes through a store sequentially prefetches the next two batches.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
 close or a change to the stream.
@@ -66,17 +66,33 @@ def threads() -> list[str]:
 # Reading ahead
 
 
-def test_sequential_reader_finds_the_next_batch_already_fetched(
+def test_sequential_reader_finds_the_next_two_batches_already_fetched(
     stream: meteor.Stream, store: ObservedStore
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         assert check_values(sub.poll(timeout=0)) == [0, 1, 2, 3, 4]
         assert (store.batches, threads()) == ([0], [])
         assert read_straight(sub) == [5, 6, 7, 8, 9]
-        assert store.batches == [0, 5, 10]
+        assert sorted(store.batches) == [0, 5, 10, 15]
         assert drain(sub) == list(range(10, END))
-        assert store.batches == list(range(0, STORED, 5))  # each batch was read once
+        assert sorted(store.batches) == list(range(0, STORED, 5))  # each batch was read once
     assert threads() == []
+
+
+def test_two_batches_are_fetched_at_once_and_returned_in_order(
+    stream: meteor.Stream, store: ObservedStore
+) -> None:
+    second = threading.Event()
+
+    def finish_the_second_batch_first(first: int) -> None:
+        if first == 10:
+            assert second.wait(30), "the next batch was not fetched at the same time"
+        elif first == 15:
+            second.set()
+
+    store.on_batch = finish_the_second_batch_first
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert drain(sub) == list(range(END))
 
 
 def test_reader_that_seeks_often_prefetches_nothing(
@@ -294,11 +310,11 @@ store.on_batch = hold
 stream = meteor.connect(url).stream("kept", store=store, archive=False)
 sub = stream.subscriber(initial_offset="earliest")
 seen = []
-while read_ahead_of(sub)._ahead is None:
+while read_ahead_of(sub).ahead == 0:
     seen += check_values(sub.poll(timeout=0))
 assert begun.wait(30)
 if state == "done":
-    read_ahead_of(sub)._ahead.result()
+    read_ahead_of(sub)._batches.join(30)
 pid = os.fork()
 finish.set()
 seen += drain(sub)

@@ -165,7 +165,7 @@ def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_s
         confirmed = 0
 
         def read(member: Member, until: int) -> None:
-            """Poll and confirm in turn until ``until`` is confirmed."""
+            """Poll and confirm in turn until all records below ``until`` are confirmed."""
             nonlocal confirmed
             begun = False
             while not begun or confirmed < until:
@@ -287,7 +287,7 @@ def test_a_failover_does_not_affect_a_reader_still_at_older_archived_records(
     with ExitStack() as stack:
         sub = reader(lagging, stack)
         values: list[bytes] = []
-        while read_ahead_of(sub)._ahead is None:
+        while read_ahead_of(sub).ahead == 0:
             values += sub.poll(timeout=5).values()
         stream = after_fail_over(lagging)
         publish(stream, "b", 50, 130)
@@ -318,7 +318,7 @@ def test_a_batch_prefetched_in_an_old_epoch_is_not_delivered_after_a_seek(
             publish(stream, "a", first, first + 10)
             archive(stream)
         with stream.subscriber(initial_offset="earliest") as sub:
-            while read_ahead_of(sub)._ahead is None:
+            while read_ahead_of(sub).ahead == 0:
                 sub.poll(timeout=0)
             ahead = sub.position
             assert ahead == 20

@@ -1,7 +1,7 @@
 """After any sequence of publishing, archiving, merging and expiring, reading matches a list.
 
-One test reads random ranges of a million records. State machines apply all operations to small
-streams in any order, and compare the result with lists.
+Two tests read a million records: random ranges, and all in order. State machines apply all
+operations to small streams in any order, and compare the result with lists.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.records: list[meteor.Record] = []
-        self.frames: list[tuple[int, int]] = []  # frames in the ring: first and last offset
+        self.frames: list[tuple[int, int]] = []  # first and last offset of each frame in the ring
         self.archived = self.expired = 0
 
     @property
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         # Whether the next poll skips dropped records without reporting a gap. False at first,
         # because the stream is empty.
         self.floating = False
-        # Archives only when it is flushed.
+        # Because of its segment_age, this archiver writes segments only on request (``flush``).
         self.archiver = self.stream.archiver(segment_age=1e6).start()
 
     def teardown(self) -> None:
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         assert ack.result() == first
         while self.tail.position < span.stop:
             batch = self.tail.poll(timeout=5)
-            self.model.records += batch  # as they were in the ring
+            self.model.records += batch  # as read from the ring
         assert self.model.next == span.stop
         for i, record in zip(span, self.model.records[first:], strict=True):
             assert (record.offset, record.value) == (i, b"%d" % i * (i % 50))
@@ -223,7 +223,7 @@ class Machine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, self.model.next))
         stream = self.stream
         if elsewhere and self.in_files:
-            stream = self.client.stream(self.name, create=True)  # must find the store itself
+            stream = self.client.stream(self.name, create=True)  # this handle must find the store
         gap = self.model.gap(start)
         found: list[meteor.Record] = []
         lost: tuple[int, int] | None = None

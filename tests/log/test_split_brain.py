@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
 
 import meteor_py as meteor
-from meteor_py.records.position import Position, diverged_at, epoch_numbers
+from meteor_py.records.position import Position, diverged_at, epoch_numbers, with_epoch
 from meteor_py.records.record import ListChunk
 from meteor_py.redis import keys
 from meteor_py.store.base import TERMS
@@ -82,7 +82,10 @@ def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iter
 
 
 def has_written_its_log(replica: Replica) -> bool:
-    """Return whether the replica has rewritten its log after a sync, so a kill loses nothing."""
+    """Return whether the replica has rewritten its append-only file since it synchronized.
+
+    Until then, a kill could lose records.
+    """
     info = replica.info("persistence")
     return not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]
 
@@ -114,7 +117,7 @@ def test_every_client_on_the_lost_branch_learns_which_records_are_gone(split: Sp
     assert split.survivors.group("g").confirmed == 100
 
 
-#: Epoch tables up to a split at offset 100, in epoch 5, and on the surviving branch.
+#: The epoch table up to the split, at offset 100 in epoch 5, and that of the surviving branch.
 TRUNK = "1:0,+5:50"
 KEPT = f"{TRUNK},+7:100,+9:120"
 
@@ -146,6 +149,23 @@ def test_epoch_tables_from_earlier_versions_are_compared_by_epoch_number() -> No
     assert diverged_at(Position("i", 3, 51), table, 130) == 50
     assert epoch_numbers(table) is None
     assert epoch_numbers(KEPT) == {1, 5, 7, 9}
+
+
+def test_full_epoch_table_forgets_only_its_oldest_epoch(url: str) -> None:
+    full = ",".join(["1:0", *(f"+{number}:{number}" for number in range(2, 1_001))])
+    expected = full.replace("1:0,+2:2,", "2:-1,") + ",+1001:1001"
+    assert with_epoch(full, 1_001, 1_001) == expected
+    with meteor.connect(url) as client:
+        publish(client, b"x", 1)
+        stream, meta = client.stream(NAME), keys.meta(NAME)
+        fields: dict[str, str | int] = {"epochs": full, "next": 1_001, "history": "another server"}
+        client.redis.hset(meta, mapping=fields)  # type: ignore[arg-type]
+        with stream.publisher() as pub:
+            pub.publish(b"x").result(10)  # begins an epoch: the server's history is different
+        table: Any = client.redis.hget(meta, "epochs")
+    entries = table.decode().split(",")
+    assert entries[:-1] == expected.split(",")[:-1]
+    assert len(entries) == 1_000
 
 
 @pytest.mark.parametrize(("epoch", "foreign"), [(7, False), (8, True), (10, True)])

@@ -45,7 +45,7 @@ def test_split_points_in_the_store_are_the_ends_of_segments(url: str, tmp_path: 
         ]
         for path in tmp_path.rglob("*.parquet"):
             path.unlink()
-        assert split_points(stream._handle, [0]) == [0]  # only reading them raises
+        assert split_points(stream._handle, [0]) == [0]  # only reading a missing file raises
 
 
 def test_reading_continues_at_a_stored_position(url: str) -> None:

@@ -72,7 +72,7 @@ def test_five_processes_act_at_the_same_moment_within_error_bounds(
             assert 0 < one["error_bound"] < 0.1
             started = one["true"] - outcome.at
             assert started >= -one["error_bound"] - FLOAT_S  # not too early
-            assert one["late"] <= started + one["error_bound"] + FLOAT_S  # no later than reported
+            assert one["late"] <= started + one["error_bound"] + FLOAT_S  # not overstated
         starts = [one["true"] for one in found]
         bound = max(one["error_bound"] for one in found)
         spread = max(starts) - min(starts)
@@ -87,7 +87,7 @@ def _delays(found: list[dict[str, Any]], at: float) -> float:
     return max(float(one["true"] - at - one["late"]) for one in found)
 
 
-def test_any_member_can_propose_an_action_repeatedly(url: str) -> None:
+def test_member_that_does_not_lead_can_propose_an_action_repeatedly(url: str) -> None:
     with Panel(url) as panel:
         one, two = panel.members(2)
         done: list[Action] = []
@@ -236,7 +236,7 @@ def test_vote_on_action_ends_before_the_action_even_if_extended(url: str) -> Non
         panel.members(1)
         at = panel.peer_group.now() + 1
         future = panel.peer_group.propose_action("go", at=at, timeout=0.3)
-        # As if the server had been down for a minute: all deadlines move by that minute.
+        # As if the server had been down for a minute: the vote's deadline moves by a minute.
         panel.redis.hincrby(panel.key("state"), "last", -60_000)
         assert outcome_of(future).reason == "timeout"
         graces: Any = panel.redis.hget(panel.key("state"), "graces")
@@ -281,7 +281,7 @@ def test_rejected_action_can_be_proposed_again(url: str) -> None:
         outcome = outcome_of(group.propose_action("go", at=group.now() + 60))
         assert outcome.passed
         left: Any = panel.redis.pttl(panel.key("pending"))
-        assert 3_600_000 < left < 3_670_000  # expires an hour after the last action
+        assert 3_600_000 < left < 3_670_000  # an hour after the last action is due
 
 
 @pytest.mark.parametrize("at", [float("nan"), float("inf"), -1, 1e13, "soon", True])
@@ -470,6 +470,6 @@ def test_action_handler_sees_how_its_member_voted(open_group: Open) -> None:
     at = group.now() + 1.5
     assert group.propose_action("go", at=at, kind=1, timeout=60).result(SOON_S).passed
     eventually(lambda: "yes" in seen and "no" in seen and "none" in seen, SOON_S)
-    assert seen["yes"] is True  # the others may not have voted before the decision
-    assert seen["no"] in (False, None)
+    assert seen["yes"] is True
+    assert seen["no"] in (False, None)  # the yes vote may have decided before the no vote arrived
     assert seen["none"] is None

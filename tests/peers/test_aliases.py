@@ -1,6 +1,6 @@
-"""Each documented Atomix or RIAPS call has a counterpart that works.
+"""Each Atomix or RIAPS call in the tables of docs/peer-group-words.md has a counterpart that works.
 
-The tables are in docs/peer-group-words.md; the tests follow the order of the original documents.
+A comment such as ``# groupSize`` names the original call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_every_call_in_the_tables_is_named_in_this_file() -> None:
     assert not missing
 
 
-def test_our_calls_in_the_tables_exist() -> None:
+def test_meteor_py_calls_in_the_tables_exist() -> None:
     tables = (Path(__file__).parents[2] / "docs" / "peer-group-words.md").read_text()
     rows = [row.strip("|").split(" | ") for row in tables.splitlines() if row.startswith("| ")]
     calls = {call for row in rows for cell in row[1:] for call in re.findall(r"`(.*?)`", cell)}

@@ -56,12 +56,13 @@ def test_call_handles_only_part_of_a_large_batch_and_reports_how_much(build: Bui
     for number in range(3):
         peers.join(f"m{number}")
     names = [f"n{number}" for number in range(100)]
+    # A call ends after 500 deliveries, or after 1 MiB of message bodies.
     assert len(batch(peers, 1, *names, to="all")) == 1 + 100  # 300 deliveries
     assert len(batch(peers, 2, *names[:4], to="any", body=MIB[: 600 * 1024])) == 1 + 2
     assert len(batch(peers, 3, *names[2:4], to="any", body=MIB)) == 1 + 1
 
 
-def test_one_refused_message_does_not_stop_the_others(build: Build) -> None:
+def test_each_message_in_a_call_has_its_own_result(build: Build) -> None:
     peers = build(max_inbox=2)
     peers.join("a")
     found = batch(peers, 1, "m1", "m2", "m3")
@@ -176,7 +177,7 @@ def test_waiting_messages_share_calls(post: Post) -> None:
     assert count_scripts(group) - before < 1_000, "each message took a separate call"
 
 
-def test_order_is_kept_across_lost_replies_and_partial_calls(
+def test_messages_stay_in_order_across_lost_replies_and_partial_calls(
     private_server: ServerFactory, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests_module, "_BATCH_BYTES", 4 * 1_048_576)

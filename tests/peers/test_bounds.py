@@ -1,4 +1,4 @@
-"""A listener that falls behind a group's events gets a report, and memory stays bounded."""
+"""Listeners that fall behind a group's events: the group drops events or calls, and reports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_watch_that_falls_behind_raises(url: str, monkeypatch: pytest.MonkeyPatc
             next(events)
 
 
-def test_calls_dropped_while_a_callback_hangs_are_counted(
+def test_log_counts_the_calls_dropped_while_a_callback_hangs(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listeners, "_CALLS_MAX", 2)

@@ -117,7 +117,7 @@ def test_pickled_body_is_not_unpickled(post: Post) -> None:
     assert got.bodies == [data]
 
 
-def test_codec_is_a_name_or_a_peer_codec() -> None:
+def test_codec_can_be_a_format_name_or_a_peer_codec() -> None:
     codec = PeerCodec()
     assert find_codec(codec) is codec
     assert find_codec("msgpack").format == "msgpack"
@@ -250,7 +250,7 @@ def test_reply_that_cannot_be_encoded_fails_the_message(open_group: Open, answer
     error = failure(group.member("a").ask("q", 1, timeout=LONG_S))
     assert isinstance(error, HandlerFailed)
     assert "cannot be sent" in str(error)
-    assert result(group.member("a").ask("q", 0, timeout=LONG_S)) == "well"  # the thread survived
+    assert result(group.member("a").ask("q", 0, timeout=LONG_S)) == "well"  # its thread survived
     assert inbox_length(group, "a") == 0
 
 

@@ -1,7 +1,7 @@
 """Peer groups whose members constantly join and leave, in several processes.
 
-All processes see the same events, there is always a leader, and no message is lost or reaches a
-member that has left.
+All processes see the same events. A leader that leaves is replaced at once. Every request gets a
+reply or a specific error, and no message reaches a member that has left.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.support.peering import GROUP, LONG_S, Open, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: Errors that a request may raise while members join and leave. A timeout is not among them: the
-#: sender must always learn why the request failed.
+#: Errors that a request may raise while members join and leave. MessageExpired is not among them:
+#: the sender must learn why the request failed, instead of waiting for the timeout.
 ERRORS = {"NoLeader", "MemberUnknown", "MemberLeft", "MembershipLost"}
 
 
@@ -53,10 +53,11 @@ def test_all_processes_see_the_same_events_while_members_join_and_leave(
 
 
 def check_leaders(events: list[Event]) -> None:
-    """Check that there is a leader whenever there is a member, and that terms only increase.
+    """Check that terms only increase, and that a group with members elects a leader at once.
 
-    When the group loses its leader, the next event elects another, unless all remaining members are
-    about to leave.
+    While the group has members but no leader, the next event must be an election, or the
+    resignation of a leader that has left. The only exception is a group whose members all leave in
+    their next events.
     """
     members: set[str | None] = set()
     leader: str | None = None
@@ -148,7 +149,10 @@ def test_each_request_gets_a_reply_or_a_specific_error_while_members_come_and_go
 
 
 def check_goodbye(processes: list[Node], told: list[str]) -> None:
-    """Check that, after the load, every member gets a last message from each process."""
+    """Check that, after the load, every member gets a last message from each process.
+
+    Also add these messages to ``told``.
+    """
     for number, process in enumerate(processes):
         told.append(f"last-{number}")
         process.ask("tell_all", GROUP, [told[-1]])
@@ -165,8 +169,8 @@ def check_handled(
 ) -> Counter[tuple[str, str]]:
     """Check that members handled only messages that were sent, each once, before they left.
 
-    On the server's clock, each message was sent while its receiver was a member. Also checks the
-    leaders.
+    Also check the leaders and, on the server's clock, that no message was sent after its receiver
+    left, and that none of the messages in ``told`` was sent before its receiver joined.
 
     Returns:
         The number of handled messages by member and body.

@@ -132,7 +132,7 @@ def test_dead_member_is_removed_on_expiration_and_can_rejoin(
     eventually(lambda: heard.count("leave", "2", "dead") == 1)
     assert heard.calls.index(("status", "2", "dead")) < heard.calls.index(("leave", "2", "dead"))
     eventually(lambda: not one.members)
-    # Its removal is not reported as a second departure.
+    # The removal of the dead member is not reported as a second departure.
     assert sum(call[0] == "leave" for call in heard.calls) == 1
     three.join("2")
     eventually(lambda: heard.count("join", "2") == 2)
@@ -180,7 +180,7 @@ def test_expelled_member_rejoins(open_group: Open) -> None:  # T21
     assert not me.lost.is_set()
     me.leave()
     named.leave()
-    eventually(lambda: ids(two) == [other.id])  # neither left anything behind
+    eventually(lambda: ids(two) == [other.id])  # the former ids are gone too
 
 
 def test_replaced_member_that_saw_no_event_does_not_rejoin(open_group: Open) -> None:

@@ -244,7 +244,7 @@ def test_leader_task_is_called_in_each_term_without_overlap(open_group: Open) ->
     numbers = [number for _, number in calls]
     assert numbers == sorted(set(numbers))
     group.close()
-    assert not running  # the task's threads have ended
+    assert not running  # both members' tasks have ended
 
 
 def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> None:
@@ -259,7 +259,7 @@ def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> 
     def lead(term: Term) -> None:
         begun.set()
         term.lost.wait(30)
-        threading.Event().wait(0.3)  # as if it were finishing its work
+        threading.Event().wait(0.3)  # simulates work that the task has to finish
 
         order.append("ended")
 

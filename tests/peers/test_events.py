@@ -100,7 +100,7 @@ def test_observer_that_missed_trimmed_events_still_learns_of_all_members(open_gr
         gone = one.join("gone")
         stays = one.join("stays")
         eventually(lambda: len(events) == 3)
-        with two._handle.lock:  # stops its event reader
+        with two._handle.lock:  # keeps the observer's event reader from processing events
             gone.leave()
             stays.update("changed")
             one.join("new")

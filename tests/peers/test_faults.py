@@ -1,7 +1,7 @@
 """Peer groups survive failing processes and servers.
 
-Member processes are killed, paused, forked or terminated. Servers have outages or clock steps. The
-tests compare only times on the server's clock.
+Member processes are killed, paused, forked or terminated. Servers have outages or clock steps. When
+a test checks how long a process took to react, it compares times on the server's clock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(url: str) -> Iterator[Start]:
 
 
 def find(events: list[Event], kind: str, member: str) -> Event:
-    """Wait for an event of this kind about a member."""
+    """Wait for an event of this kind about a member; return the first one."""
     found: list[Event] = []
 
     def there() -> bool:
@@ -152,7 +152,7 @@ def test_leader_hands_over_at_once_on_sigterm(start: Start, open_group: Open) ->
     assert other.answer() == "serving"
     heard = Heard(group)
     other.terminate()
-    eventually(lambda: heard.count("status", "b", "dead") == 1)  # a named member may rejoin
+    eventually(lambda: heard.count("status", "b", "dead") == 1)  # but still a member
     assert group.leader is None
 
 
@@ -183,9 +183,9 @@ def test_forked_child_cannot_use_its_parents_membership(start: Start, open_group
         assert told == [
             *["MeteorError"] * 8,
             "StaleTerm",
-            *("False", "None"),  # the child's view of the term
-            "1",  # members that the child's own handle sees
-            "0",
+            *("False", "None"),  # term.valid and me.term in the child
+            "1",  # number of members that the child's own handle sees
+            "0",  # the child's exit code
         ]
         group.join("last")
         find(events, "joined", "last")
@@ -250,14 +250,14 @@ def test_clock_step_expels_no_member_and_deaths_are_still_detected(
         assert events == []
         assert me.term is term
         assert term.valid
-        with two._handle.lock:  # stops its heartbeats
+        with two._handle.lock:  # keeps this handle from sending heartbeats
             assert find(events, "dead", "b").reason == "expired"
         eventually(lambda: two.find("b") is not None and two.members[-1].alive)
     assert me.term is term
     assert not any(event.member == "a" for event in events)
 
 
-def test_leader_must_be_reelected_after_the_server_restarts_empty(
+def test_term_ends_and_another_begins_when_the_server_restarts_empty(
     private_server: ServerFactory, open_group: Open
 ) -> None:
     server = private_server("--save", "")
@@ -284,7 +284,7 @@ def test_member_leaves_when_its_process_ends_without_closing(url: str, open_grou
     try:
         member = peer.ask("join", None)
         eventually(lambda: ids(group) == [member])
-        peer._process.stdin.close()  # type: ignore[union-attr]  # ends its program
+        peer._process.stdin.close()  # type: ignore[union-attr]  # ends its command loop
         assert peer.wait() == 0
     finally:
         peer.close()

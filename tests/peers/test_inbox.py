@@ -111,7 +111,7 @@ def test_message_without_a_handler_does_not_fail_before_its_timeout(post: Post) 
     assert result(future) == "in the end"
 
 
-def test_backlog_beyond_the_held_limit_arrives_complete_and_in_order(
+def test_backlog_beyond_the_limit_on_held_messages_arrives_complete_and_in_order(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbox_module, "HELD_MAX", 10)
@@ -135,7 +135,7 @@ def test_backlog_beyond_the_held_limit_arrives_complete_and_in_order(
     assert most <= 10
 
 
-def test_backlog_beyond_the_held_bytes_arrives_complete_and_in_order(
+def test_backlog_beyond_the_limit_on_held_bytes_arrives_complete_and_in_order(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbox_module, "HELD_BYTES_MAX", 10_000)

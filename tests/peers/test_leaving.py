@@ -326,7 +326,7 @@ def test_observer_of_a_deleted_group_does_not_busy_loop(
 
 def check_calm(server: Server, ttl: float, handles: int) -> None:
     """Check that no handle runs scripts much more often than every third of the ttl."""
-    time.sleep(2 * ttl)  # let the extra heartbeats pass
+    time.sleep(2 * ttl)  # wait out the extra heartbeats that the test has caused
     before, began = scripts_run(server), time.monotonic()
     eventually(lambda: time.monotonic() - began > 4 * ttl)
     heartbeats = (time.monotonic() - began) / (ttl / 3) + 1
@@ -434,7 +434,7 @@ def test_new_group_is_listed_despite_a_late_removal_of_its_name(
     run = client.run
 
     def late(*args: Any) -> Any:
-        # A late command from a client that found no group.
+        # Simulates a late command from a client that had found no such group.
         client.call("SREM", "meteor:groups", group.name)
         return run(*args)
 

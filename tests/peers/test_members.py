@@ -1,8 +1,8 @@
 """Peer group membership: joining, leaving, refusals, and the events that report them.
 
-The tests use several handles in one process, each with its own client. This file and its neighbours
+The tests use several handles in one process, each with its own client. The tests in this folder
 also cover the test cases that Atomix and RIAPS have for their groups. A comment such as T1 or V7
-marks some of these cases.
+identifies the case that a test covers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_callbacks_see_a_handles_own_join_after_join_has_finished(open_group: Op
     group = open_group(ttl=LONG_S)
     told = threading.Event()
     group.on_join(lambda member: told.set())
-    with group._handle.listeners.thread.held():  # as inside join()
+    with group._handle.listeners.thread.held():  # as during a join()
         group.join()
         assert not told.is_set()
     assert told.wait(10)

@@ -1,7 +1,7 @@
-"""Peer group messages are stored and replied to once, whatever the network does.
+"""Peer group messages under faults: none is stored or settled twice, and every future completes.
 
-Faults: lost replies, cut connections, servers that hang, run out of memory, fail over or lose
-state, and members that join and leave in the meantime.
+The faults are lost replies, cut connections, servers that hang, run out of memory, fail over or
+lose state, and members that join and leave in the meantime.
 """
 
 from __future__ import annotations

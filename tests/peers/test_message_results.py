@@ -52,7 +52,7 @@ def test_handler_exception_fails_the_message_with_its_text(post: Post) -> None:
         assert "LookupError: no such shelf" in str(error)
 
 
-def test_return_value_that_cannot_be_sent_fails_the_message(post: Post) -> None:
+def test_return_value_that_cannot_be_sent_fails_ask_but_not_send(post: Post) -> None:
     group = post.group()
     group.join("a").on("q")(lambda message: object())
     assert "cannot be sent" in str(failure(group.member("a").ask("q")))
@@ -70,7 +70,7 @@ def test_message_fails_when_its_member_leaves(
     future = group.member(me.id).send("q", timeout=60)
     gate.wait_until_entered()
     if how == "leave":
-        me.leave()  # abandons the running handler
+        me.leave()  # waits 0.2 s, then leaves while the handler is still running
     elif how == "remove":
         group.remove(me.id)
     else:
@@ -208,7 +208,7 @@ def test_messages_in_flight_complete_their_own_futures(post: Post) -> None:
     assert {n: result(future) for n, future in futures.items()} == {n: n for n in futures}
 
 
-def test_replies_can_arrive_in_a_different_order(post: Post) -> None:
+def test_reply_to_a_later_request_can_arrive_first(post: Post) -> None:
     group = post.group()
     me, gate = group.join("a"), Gate(lambda message: "slow")
     me.on("slow")(gate)
@@ -262,7 +262,7 @@ def test_reply_whose_notification_was_lost_is_found_at_the_deadline(
     assert result(group.member("a").ask("q", timeout=0.5)) == "here"
 
 
-def test_future_callback_does_not_wait_for_its_own_thread(
+def test_send_in_a_future_callback_fails_at_once_if_too_many_replies_are_pending(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = open_group(ttl=LONG_S)

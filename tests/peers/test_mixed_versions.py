@@ -1,6 +1,7 @@
 """Members that run version 0.2 and members that run this version work together in one group.
 
-The scripts from version 0.2 (``tests/fixtures/version_0_2/peers``) stand in for its members.
+The old members are simulated with the scripts from version 0.2, which are in
+``tests/fixtures/version_0_2/peers``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peer groups are created only on request, and a deleted group leaves no keys."""
+"""Opening, listing and deleting peer groups."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_group_with_live_members_is_deleted_only_with_force(url: str, open_group
     assert peer_groups(one) == [GROUP]
     me = two.join("a")
     one.join("b")
-    with pytest.raises(PeerError, match="has live members in other processes: 1"):
+    with pytest.raises(PeerError, match="has live members that joined elsewhere: 1"):
         one.delete()
     me.leave()
     assert ids(two) == ["b"]
@@ -79,9 +79,9 @@ def test_group_with_live_members_is_deleted_only_with_force(url: str, open_group
     assert one.closed
     assert peer_groups(one) == []
     eventually(lambda: observer._handle.view.incarnation == "" and not observer.members)
-    with plain_client(url) as redis:  # an observer does not recreate it
+    with plain_client(url) as redis:  # an observer does not recreate the group
         assert redis.keys("meteor:group:*") == []
-    two.join("c")  # a member does
+    two.join("c")  # a member that joins does
     eventually(lambda: ids(observer) == ["c"])
 
 
@@ -93,7 +93,7 @@ def test_live_members_recreate_a_deleted_group(open_group: Open) -> None:
     eventually(lambda: me.id != before and ids(two) == [me.id])
 
 
-def test_group_is_opened_by_its_listed_name(url: str) -> None:
+def test_group_can_be_opened_by_its_listed_name(url: str) -> None:
     with meteor.connect(url) as m, m.peer_group("cell", instance="c1") as group:
         me = group.join()
         (name,) = m.peer_groups()

@@ -18,6 +18,7 @@ from tests.support.peering import peers as peers
 
 #: More messages than two calls can hand over.
 MANY = 1_200
+#: Maximum number of messages that one call hands over (``budget`` in _group_state.lua).
 PART = 500
 
 
@@ -29,7 +30,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
 
 
 def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
-    """Send messages to the first live member, and return their ids."""
+    """Send messages, by default to the first live member, and return their ids."""
     names = [f"m{number:04}" for number in range(count)]
     for name in names:
         send(peers, name, random=0, **how)
@@ -37,6 +38,7 @@ def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
 
 
 def has_orphans(peers: Peers) -> bool:
+    """Send a heartbeat, which hands over another part; return whether orphans remain."""
     return bool(peers.run("heartbeat", "")[-2])
 
 
@@ -126,7 +128,7 @@ def test_dead_member_keeps_messages_when_the_last_other_member_leaves(
     names = fill(peers)
     peers.join("b", named=True)
     peers.leave("a", how="stay")
-    peers.leave("b", how="stay")  # after it got some of the messages
+    peers.leave("b", how="stay")  # after receiving some of the messages
     assert not has_orphans(peers)
     peers.join("c")
     while has_orphans(peers):

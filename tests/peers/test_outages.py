@@ -39,7 +39,7 @@ def test_members_rejoin_after_flushall_and_listeners_see_it(url: str, open_group
 
 
 @pytest.mark.parametrize("lost", ["config", "state", "members", "events"])
-def test_group_recovers_if_any_key_is_lost(open_group: Open, lost: str) -> None:
+def test_group_recovers_if_one_of_its_main_keys_is_lost(open_group: Open, lost: str) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me, named = one.join(), two.join("a")
     on_key(one, "DEL", lost)
@@ -55,7 +55,7 @@ def test_group_recovers_if_any_key_is_lost(open_group: Open, lost: str) -> None:
 
 
 def test_forked_history_is_detected_even_if_numbers_match(open_group: Open) -> None:
-    """Simulates a failover that loses events. Before the next read, as many new events arrive."""
+    """Simulate a failover that loses events, after which new events reuse the lost numbers."""
     one = open_group(ttl=LONG_S)
     one.join("a")
     with watching(one) as events:

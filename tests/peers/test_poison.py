@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def begin(peers: Peers, member: str, token: str, session: str = "") -> int:
-    """Count a delivery of a member's first message."""
+    """Count a delivery of a member's first message; return the count, or -1 for a dead letter."""
     (place, flat), *_ = peers.client._connector.call(
         "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
     )
@@ -30,7 +30,7 @@ def begin(peers: Peers, member: str, token: str, session: str = "") -> int:
     return int(reply[1])
 
 
-def test_message_becomes_a_dead_letter_when_its_delivery_count_reaches_the_limit(
+def test_message_becomes_a_dead_letter_when_another_delivery_would_exceed_the_limit(
     build: Build,
 ) -> None:
     peers = build(max_deliveries=3)
@@ -77,7 +77,7 @@ def test_delivery_count_moves_with_a_message(build: Build) -> None:
     assert entries(peers, "inbox:d") == []
 
 
-def test_only_the_owner_counts_deliveries(build: Build) -> None:
+def test_only_the_session_that_owns_a_member_counts_deliveries(build: Build) -> None:
     peers = build()
     peers.join("a", named=True)
     send(peers, "m", to="member", member="a")
@@ -118,7 +118,8 @@ def test_expelled_member_counts_messages_that_it_gets_again(post: Post) -> None:
     session = me._handle.session
     expel(group, "a")
     other._handle.heartbeat.hurry()
-    inbox = me._handle.inbox()  # drops its messages and reads the inbox again
+    inbox = me._handle.inbox()
+    # Wait until the inbox has dropped its messages. It then reads them again.
     eventually(lambda: me._handle.session != session and inbox._identity[1] == me._handle.session)
     gate.open.set()
     assert result(begun) == 1  # its handler was running all along

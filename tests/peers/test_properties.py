@@ -39,7 +39,7 @@ def test_setting_the_same_value_emits_no_event(open_group: Open) -> None:
     assert group.view == view
 
 
-def test_properties_that_the_server_lost_are_reported(open_group: Open) -> None:
+def test_properties_that_the_server_lost_are_reported_as_deleted(open_group: Open) -> None:
     group = open_group(ttl=0.5)
     group.set_property("limit", 7)
     seen: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Requests to a queue that no live member handles fail at once, unless the sender waits."""
+"""Requests to a queue without a handler fail at once, unless the sender waits for one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_messages_to_any_member_go_to_members_that_handle_the_queue(post: Post) 
     assert {message.member for message in got.messages} == {"m2"}
 
 
-def test_session_that_rejoined_declares_its_queues_again(post: Post) -> None:
+def test_member_that_rejoined_declares_its_queues_again(post: Post) -> None:
     group, other = post.group(ttl=60), post.group()
     me = other.join("a")
     me.on("q")(lambda message: message.body)

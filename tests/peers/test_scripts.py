@@ -200,7 +200,7 @@ def test_no_member_is_dropped_at_once_after_a_long_silence(peers: Peers) -> None
 def test_members_get_a_whole_ttl_after_an_outage(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
-    peers.live(900, "a")  # b is about to expire, unless a heartbeat arrives
+    peers.live(900, "a")  # b would expire 100 ms later
     peers.pass_ms(3 * TTL_MS)
     peers.live(900, "a")
     assert peers.heartbeat("b") == [1]
@@ -301,7 +301,7 @@ CALLS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("lost", ["config", "state"])
 @pytest.mark.parametrize("call", CALLS)
-def test_scripts_write_nothing_to_a_missing_or_partial_group(
+def test_scripts_write_nothing_to_a_group_that_has_lost_its_config_or_state(
     peers: Peers, call: str, lost: str
 ) -> None:
     peers.join("a", "s")

@@ -47,7 +47,7 @@ def test_dead_leader_is_replaced_even_if_others_are_repeatedly_late(
 ) -> None:
     peers.join("dead")
     peers.join("slow")
-    for _ in range(4):  # each time, a standby is paused for more than half a ttl
+    for _ in range(4):  # each time, "slow" is paused for more than half a ttl
         peers.pass_ms(pause_ms)
         assert peers.heartbeat("slow") == [1]
     assert (peers.members(), peers.leader) == ({"slow"}, "slow")
@@ -114,10 +114,10 @@ def test_small_clock_step_forward_expels_a_cut_off_member_sooner(peers: Peers) -
     peers.join("a")
     peers.join("b")
     peers.live(600, "b")
-    peers.pass_ms(450)  # after 0.6 s, `a` is overdue but trusts its term for another 0.3 s
+    peers.pass_ms(450)  # makes `a` overdue after 0.6 s, although it trusts its term for 0.9 s
     peers.heartbeat("b")
     assert peers.leader == "b"
-    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # its writes are fenced
+    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # a's writes are refused
 
 
 # Many overdue members
@@ -213,17 +213,17 @@ def test_redelivery_avoids_full_inboxes_if_another_has_room(build: Build) -> Non
     for member in "abc":
         peers.join(member)
     for number in range(3):
-        send(peers, f"a{number}", random=3)  # goes to member a first, then to b
+        send(peers, f"a{number}", random=3)  # selects a for the send, and b for the move
         send(peers, f"b{number}", to="member", member="b")
     peers.leave("a")
     assert inbox(peers, "b") == ["b0", "b1", "b2"]
     assert inbox(peers, "c") == ["a0", "a1", "a2"]
-    peers.leave("c")  # all others are full, but an accepted message is kept
+    peers.leave("c")  # b, the only other member, is full, but must keep them
     assert len(inbox(peers, "b")) == 6
     assert entries(peers, "dead") == []
 
 
-def test_settled_and_expired_messages_do_not_move(peers: Peers) -> None:
+def test_settled_message_does_not_move(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     for message in ("one", "two"):
@@ -305,7 +305,7 @@ def test_past_actions_do_not_hide_pending_ones_and_are_pruned(peers: Peers) -> N
     assert len(agreed()) == 200
     peers.pass_ms(HOUR_MS)
     peers.heartbeat("a")
-    for _ in range(5):  # one part at a time
+    for _ in range(5):  # each call prunes at most 64 actions
         peers.run("read_polls", "member", "a")
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"live"]
     assert peers.client._connector.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]

@@ -128,7 +128,7 @@ def test_vote_continues_after_a_server_outage(private_server: ServerFactory) -> 
         future = panel.peer_group.propose("x", kind="consensus", timeout=1.0)
         eventually(lambda: "y" in panel.votes(), RESULT_S, "the member did not vote")
         server.kill()
-        # After an outage of more than half a ttl, members get a full ttl, and the vote keeps its
+        # If the outage lasts more than half a ttl, members get a full ttl, and the vote keeps its
         # remaining time.
         server.start()
         two.on_vote(always(True))

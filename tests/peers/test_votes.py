@@ -194,7 +194,8 @@ def test_proposal_that_needs_more_votes_than_there_are_voters_is_rejected_at_onc
 
 
 def test_vote_times_out_if_voters_are_silent(url: str) -> None:
-    with Panel(url, ttl=LONG_S) as panel:  # no heartbeats: the proposer asks for the outcome
+    # With this ttl, no heartbeat ends the vote during the test: the proposer must ask the server.
+    with Panel(url, ttl=LONG_S) as panel:
         one, silent = panel.members(2)
         one.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", timeout=0.2))
@@ -329,7 +330,7 @@ def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) 
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Register a vote handler, but only after the proposal, which has loaded its script."""
+    """Register a vote handler after a proposal has loaded its script; return the future."""
     member.on_vote(always(True))
     return future
 

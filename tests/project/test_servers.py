@@ -1,4 +1,4 @@
-"""The test servers die, pause, restart and replicate, on Valkey and Redis."""
+"""Tests can kill, pause, restart and replicate their servers, on Valkey and Redis."""
 
 import os
 import signal
@@ -64,13 +64,13 @@ def test_paused_server_can_be_stopped(private_server: ServerFactory, how: str) -
 
 
 @both_kinds
-def test_server_on_a_unix_socket_has_no_port(private_server: ServerFactory, kind: Kind) -> None:
+def test_server_can_listen_on_a_unix_socket(private_server: ServerFactory, kind: Kind) -> None:
     server = private_server(kind=kind, unix=True)
     assert server.url.startswith("unix://")
     assert server.client().ping()
 
 
-def test_plain_client_sends_each_command_once_and_nothing_else(
+def test_plain_client_sends_no_commands_of_its_own(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -142,7 +142,7 @@ def test_bundled_valkey_is_always_available() -> None:
     assert binaries()["valkey"].is_file()
 
 
-def test_close_removes_the_directory() -> None:
+def test_close_stops_the_server_and_removes_its_directory() -> None:
     with Server(binaries()["valkey"]) as server:
         assert server.directory.is_dir()
     assert not server.directory.exists()

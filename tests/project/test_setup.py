@@ -1,6 +1,6 @@
 """The setup scripts install missing programs, or say how to install them.
 
-A PATH with few programs simulates machines that lack the others.
+A PATH with few programs simulates a machine that lacks all other programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Machine:
         path.chmod(0o755)
 
     def add_apt(self, package: str, java: str) -> None:
-        """Simulate root on a Debian machine, where this package installs this Java version."""
+        """Simulate root on a Debian machine where installing ``package`` creates ``java``."""
         self.add("id", "#!/bin/sh\necho 0\n")
         self.add("java.package", java)
         install = f'*" {package}") cat {self.programs}/java.package >{self.programs}/java'

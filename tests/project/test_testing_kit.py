@@ -218,7 +218,7 @@ def test_server_has_a_socket_unless_a_port_is_given(server: Server) -> None:
 def test_any_temporary_directory_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    # For the short name, tmp_path itself is already too long for a socket.
+    # With the short name, use a folder in /tmp: tmp_path alone is already too long for a socket.
     root = tmp_path / name if len(name) > ROOT_MAX_BYTES else Path("/tmp", f"{os.getpid()} {name}")
     root.mkdir()
     try:

@@ -419,7 +419,8 @@ def test_a_forked_child_cannot_use_the_publisher_and_the_parent_continues(
     called: list[int] = []
     many.add_done_callback(lambda _: called.append(os.getpid()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about threads
+        # Since version 3.12, Python warns about a fork in a process with several threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = fork()
     if not child:
         code = 1

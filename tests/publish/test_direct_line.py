@@ -1,4 +1,4 @@
-"""The direct line, with one section for each invariant in publish/direct_line.py.
+"""The direct line: sections 1 to 8 test the invariants in publish/direct_line.py.
 
 A publishing thread sends a lone record itself and reads the reply. No record may be lost,
 duplicated or reordered, whatever interrupts the thread.
@@ -339,7 +339,7 @@ def test_ack_that_no_thread_waits_for_is_settled(proxied: ProxiedStream) -> None
     ack = pub.publish(b"a")
     assert isinstance(ack._completion, Batch)
     batch = ack._completion
-    eventually(lambda: batch.settled)  # without a call that would read the reply
+    eventually(lambda: batch.settled)  # unlike ack.done(), this does not read the reply
     assert ack.offset == proxied.next - 1
 
 
@@ -493,7 +493,7 @@ def loop_stream(url: str) -> Iterator[meteor.Stream]:
 
 
 def test_publish_loop_still_makes_large_frames(loop_stream: meteor.Stream) -> None:
-    """A direct send per batch would leave the sender with frames of a few records.
+    """If each batch began with a direct send, the other frames would hold only a few records.
 
     100,000 records fill 25 frames. A busy machine may need more, so the test takes the best of
     three runs.

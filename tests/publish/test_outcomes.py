@@ -41,9 +41,8 @@ def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
         eventually(lambda: refused_writes(proxied) >= refusals, message="nothing was sent")
         proxied.direct.config_set("min-replicas-to-write", 0)
         assert first.result(10) == 1
-        assert isinstance(
-            failure(second), meteor.OutcomeUnknown
-        )  # even though the last reply was FULL
+        # The last reply to the second batch was FULL, but an earlier attempt might have succeeded.
+        assert isinstance(failure(second), meteor.OutcomeUnknown)
         proxied.set_meta(archived=3)
         assert pub.publish(b"later").result(10) == 3
 
@@ -82,7 +81,8 @@ def test_outcome_is_unknown_if_the_server_dies_while_the_record_waits_for_replic
     proxied.wait_for_next(2)
     proxied.proxy.refuse()
     proxied.server.kill()
-    assert isinstance(failure(ack), meteor.OutcomeUnknown)  # not NotReplicated
+    # NotReplicated would claim that the record is in the log.
+    assert isinstance(failure(ack), meteor.OutcomeUnknown)
     replicated.replica.promote()
     proxied.move_to(replicated.replica)
     assert proxied.values() == [b"first"]
@@ -103,7 +103,7 @@ def test_delivery_timeout_applies_however_many_batches_wait(
         begun = time.monotonic()
         acks = [pub.publish(b"%d" % number) for number in range(2_000)]
         errors = [failure(ack) for ack in acks]
-        assert time.monotonic() - begun < 6  # expiring five every 50 ms would take 20 seconds
+        assert time.monotonic() - begun < 6  # expiring five batches every 50 ms would take 20 s
         server.resume()
         assert {type(error) for error in errors[10:]} == {meteor.ConnectionFailed}
         assert pub.publish(b"later").result(10) == client.stream(NAME).describe().next - 1
@@ -118,7 +118,7 @@ def test_delivery_timeout_applies_however_many_batches_wait(
 def test_a_publisher_that_sends_nothing_more_learns_that_its_records_are_lost(
     replicated: ReplicatedStream, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 0.0)  # check at every call
+    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 0.0)  # no acknowledgement is recent
     pub = replicated.proxied.warm_publisher()
     replicated.lag()
     assert pub.publish_many([b"lost"] * 5).result(10) == 1
@@ -187,7 +187,7 @@ def test_a_server_that_is_gone_delays_flush_and_close_by_only_a_few_seconds(
 
 
 class Document:
-    """A large object in a local variable of the caller."""
+    """Stands for a large object in a local variable of the caller."""
 
 
 def fail_in_result(pub: meteor.Publisher) -> object:
@@ -292,5 +292,5 @@ def test_outcome_is_unknown_if_the_server_is_demoted_while_the_record_waits_for_
         pub = proxied.publisher(acks=1, delivery_timeout=2)
         ack = pub.publish(b"x")
         eventually(lambda: proxied.direct.info("clients")["blocked_clients"] == 1)
-        proxied.direct.replicaof("127.0.0.1", 1)  # every blocked client gets UNBLOCKED
+        proxied.direct.replicaof("127.0.0.1", 1)  # blocked clients get the error UNBLOCKED
         assert isinstance(failure(ack), meteor.OutcomeUnknown)

@@ -91,7 +91,7 @@ def test_each_threads_records_are_in_call_order(proxied: ProxiedStream) -> None:
         assert mine == [b"%d:%d" % (number, n) for n in range(500)]
 
 
-def test_mixed_calls_keep_their_order(
+def test_records_published_in_different_ways_keep_their_order(
     proxied: ProxiedStream, pub: meteor.Publisher, rng: Random
 ) -> None:
     expected: list[bytes] = []
@@ -356,16 +356,16 @@ def test_publisher_full_is_raised_if_no_record_is_settled_within_the_delivery_ti
 ) -> None:
     pub = proxied.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
     hold = hold_sender(proxied, pub)
-    partly = pub.publish_many([bytes(1000)] * 50)  # room for nine
+    partly = pub.publish_many([bytes(1000)] * 50)  # there is room for nine of them
     begun = time.monotonic()
     with pytest.raises(meteor.PublisherFull, match="max_pending_bytes") as caught:
         pub.publish(bytes(1000))
     assert caught.value.retriable
     assert 0.25 < time.monotonic() - begun < 5
-    assert not partly.done()  # nine are still pending
+    assert not partly.done()  # the nine accepted records are still pending
     hold.set()
     assert isinstance(failure(partly), meteor.PublisherFull)
-    assert partly.ranges == []  # those nine have timed out too
+    assert partly.ranges == []  # the nine accepted records have timed out too
     assert pub.publish(b"later").result(5) == proxied.next - 1
 
 

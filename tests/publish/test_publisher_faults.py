@@ -82,9 +82,8 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 def test_every_record_is_in_the_log_once_and_in_order_if_replies_are_lost_repeatedly(
     private_server: ServerFactory, rng: Random, kind: Kind
 ) -> None:
-    with ProxiedStream(
-        private_server(kind=kind), capacity=20
-    ) as small:  # frames of 20 records fill the window
+    # With this capacity, a frame holds at most 20 records, so that several are in flight.
+    with ProxiedStream(private_server(kind=kind), capacity=20) as small:
         pub = small.publisher()
         small.stream.configure(capacity=1_000_000)
         faults = ("lost_reply", "torn_reply", "late_reply", "lost_request")
@@ -95,7 +94,7 @@ def test_every_record_is_in_the_log_once_and_in_order_if_replies_are_lost_repeat
         assert offsets == {b"%d" % n: n for n in range(4000)}
 
 
-def test_a_cut_after_any_batch_in_the_window_neither_loses_nor_duplicates_records(
+def test_a_cut_at_any_batch_in_the_window_neither_loses_nor_duplicates_records(
     server: Server, url: str, rng: Random
 ) -> None:
     with ProxiedStream(server, capacity=5) as proxied:
@@ -119,7 +118,7 @@ def test_a_cut_after_any_batch_in_the_window_neither_loses_nor_duplicates_record
 def test_an_interrupted_connection_fails_the_next_call_instead_of_reconnecting(
     proxied: ProxiedStream,
 ) -> None:
-    # redis-py would reconnect at the next send, and replies would be assigned to the wrong batch.
+    # If the next call reconnected silently, replies could be assigned to the wrong batch.
     link = proxied.through._connector.open_connection(None)
     assert link.call("PING") == b"PONG"
     link.interrupt()
@@ -129,7 +128,9 @@ def test_an_interrupted_connection_fails_the_next_call_instead_of_reconnecting(
     link.close()
 
 
-def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(proxied: ProxiedStream) -> None:
+def test_records_arrive_once_and_in_order_after_several_refused_reconnects(
+    proxied: ProxiedStream,
+) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.refuse()
     proxied.proxy.cut_after_request(match=b"EVAL")
@@ -190,13 +191,13 @@ def test_a_script_that_is_flushed_repeatedly_is_sent_again(
     assert offsets == {b"%d" % n: n for n in range(3000)}
 
 
-def test_a_batch_after_a_refused_retry_keeps_its_number(
+def test_a_batch_sent_after_a_refused_retry_is_not_appended_again(
     private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
     ahead, behind = private.queue_behind_one(pub, [FULL])
     private.direct.execute_command("ACL", "SETUSER", "default", "-evalsha")
-    private.proxy.chunk(1000, 0.02)  # the next batch arrives half a second later
+    private.proxy.chunk(1000, 0.02)  # the large batch takes half a second to arrive
     private.proxy.cut()
     private.proxy.resume()
     eventually(lambda: "errorstat_NOPERM" in private.direct.info("errorstats"))
@@ -281,7 +282,7 @@ def test_a_batch_that_arrives_after_its_deadline_is_fenced_off(proxied: ProxiedS
     assert proxied.values() == [b"first", b"next", b"last"]
 
 
-def test_a_brief_server_pause_changes_nothing(private: ProxiedStream) -> None:
+def test_a_brief_server_pause_loses_no_record(private: ProxiedStream) -> None:
     pub = private.warm_publisher()
     sub = private.subscriber(initial_offset="earliest")
     private.server.pause()

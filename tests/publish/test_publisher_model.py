@@ -1,8 +1,8 @@
 """Under random faults, the reports of publishers and subscribers match the log.
 
 An acknowledged record is in the log once, at its ack's offset. A failed record is not there. A
-record with an unknown outcome is there at most once. All are in publishing order. After failovers
-that lose records, the losses reported to each client are exactly the missing records.
+record with an unknown outcome is there at most once. The log is in publishing order. After
+failovers that lose records, the losses reported to each client are exactly the missing records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.servers import Replica, binaries
 from tests.support.waiting import eventually
 
 FAULTS = 20
-#: Errors that do not say whether the record is in the log.
+#: Errors after which a record may be in the log. After ``NotReplicated``, it is.
 UNSURE = (meteor.OutcomeUnknown, meteor.NotReplicated)
 
 

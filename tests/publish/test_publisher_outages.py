@@ -1,4 +1,4 @@
-"""Publishers wait for a server that is full, busy or gone, and fail after the deadline.
+"""Publishers wait for a server that is full, busy or gone, until a record's deadline.
 
 They write nothing to a stream that was deleted or recreated.
 """
@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 # A server that is full
 
 
-def test_a_stream_full_of_unarchived_records_blocks_until_archiving_advances(
+def test_publishing_to_a_stream_full_of_unarchived_records_waits_until_archiving_advances(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()

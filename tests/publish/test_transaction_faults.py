@@ -19,7 +19,7 @@ from tests.support.transactions import begin, contents, fence, lasting, numbers,
 
 @pytest.fixture
 def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each call move only one frame."""
+    """Make each script call of a commit move only one frame."""
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
 
 
@@ -30,7 +30,8 @@ def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
         yield proxied
 
 
-@pytest.mark.parametrize("call", range(1, 7))  # plan, three moves, plan, discard
+# The script calls of this commit are: plan, three moves, plan, discard.
+@pytest.mark.parametrize("call", range(1, 7))
 @pytest.mark.parametrize("cut", ["before", "after"])
 def test_a_commit_is_applied_once_if_a_request_or_reply_is_lost(
     proxied: ProxiedStream, frame_by_frame: None, cut: str, call: int
@@ -104,7 +105,7 @@ def test_a_server_out_of_memory_finishes_a_commit_and_stages_nothing(
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
 @pytest.mark.parametrize("moves", [0, 1])
-def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_nothing(
+def test_a_server_restart_during_a_commit_begins_an_epoch_and_loses_nothing(
     private_server: ServerFactory, kind: Any, frame_by_frame: None, moves: int
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always", kind=kind)

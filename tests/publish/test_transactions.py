@@ -61,7 +61,7 @@ def test_frames_from_several_workers_are_in_the_log_once_in_stage_order(
 
 
 def test_a_stage_larger_than_one_call_is_committed_completely(stream: meteor.Stream) -> None:
-    values = [b"%07d" % i * 20_000 for i in range(80)]  # 11 MB
+    values = [b"%07d" % i * 20_000 for i in range(80)]  # 11 MB; a call moves about 4 MiB
     writing = Stage(stream._handle, "a")
     for value in values:
         writing.write(Columns([value]))
@@ -375,7 +375,7 @@ def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_la
             for _ in range(2):
                 with pytest.raises(meteor.StreamFull, match="archiver"):
                     commit(stream._handle, "w", 1, [a])
-                discard(stream._handle, "w", ["a"])  # as Spark's engine does
+                discard(stream._handle, "w", ["a"])  # as Spark does after a failed commit
         assert contents(stream) == numbers(20)
         assert stream.describe().first == 0
         with stream.archiver(segment_age=0.0).start():
@@ -450,7 +450,7 @@ def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Strea
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
         assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "stages of a dead run remain"
-    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
+    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # keeps stages for version 17
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
     assert plain.keys("*stage*") == []
@@ -489,7 +489,7 @@ def test_plan_that_has_begun_keeps_its_stages_when_the_next_run_cleans_up(
     assert stream.client.redis.keys("*stage*") == []
 
 
-def test_worker_that_gives_up_leaves_no_stage_and_no_list_entry(stream: meteor.Stream) -> None:
+def test_worker_and_writer_that_give_up_leave_no_stage(stream: meteor.Stream) -> None:
     given_up = Stage(stream._handle, "a", owner=StageOwner("w", 1, "run"))
     given_up.write(Columns([b"x"]))
     given_up.finish()
@@ -521,7 +521,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
     assert write("t0", 100.0), "the fence has not expired"
 
 
-def test_deleted_stream_gets_no_fence(stream: meteor.Stream) -> None:
+def test_let_expire_refuses_a_deleted_stream_and_creates_no_key(stream: meteor.Stream) -> None:
     handle = stream._handle
     let_expire(handle, "w", 1.0)
     stream.delete()

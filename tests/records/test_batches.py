@@ -1,6 +1,6 @@
-"""A RecordBatch is a sequence of records, however they were framed, and copies nothing.
+"""A RecordBatch is a sequence of records, however they were framed, and does not copy Arrow frames.
 
-Each test runs on batches of every kind: small frames merged into lists, one Arrow frame, several
+Most tests run on batches of every kind: small frames merged into lists, one Arrow frame, several
 of both, sliced or not. All of them must behave the same.
 """
 
@@ -40,7 +40,7 @@ def expected(offset: int) -> Record:
 
 
 def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
-    """Return a frame with these records, appended at the first record's time."""
+    """Return a log entry with ``n`` records, whose append time is that of the first record."""
     records = [expected(offset) for offset in range(first, first + n)]
     times = [None if r.offset % 3 == 0 else r.timestamp for r in records]
     columns = Columns(

@@ -79,7 +79,8 @@ def experimental_arrow_bomb(compression: str) -> bytes:
     )
     _, fields = flatbuffer_table(message, 8)
     vtable, _ = flatbuffer_table(message, fields[2])
-    struct.pack_into("<H", message, vtable + 4 + 2 * 3, 0)  # where current versions declare it
+    # Remove the field in which current versions declare the compression.
+    struct.pack_into("<H", message, vtable + 4 + 2 * 3, 0)
     return bytes(message)
 
 
@@ -139,7 +140,7 @@ def test_pyarrow_would_unpack_the_bomb(bomb: str) -> None:
 
 
 def test_messages_in_arrows_old_layout_are_refused() -> None:
-    """The check for hidden compression does not understand the old layout."""
+    """The decoder refuses the old layout, because it could not find hidden compression in it."""
     payload = arrow_message({"value": pa.array([b"a", b"b"])}, use_legacy_format=True)
     assert (
         pa.ipc.read_record_batch(

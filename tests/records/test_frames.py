@@ -76,7 +76,7 @@ def records_of(columns: Columns, first: int) -> list[Record]:
 
 
 def check_well_formed(batch: RecordBatch) -> None:
-    """Check that the records, columns and Arrow table of a batch agree and have valid types."""
+    """Check that a batch's records and columns agree, and that all types are valid."""
     records = list(batch)
     assert [r.offset for r in records] == list(batch.offsets)
     assert [r.value for r in records] == batch.values()
@@ -196,7 +196,7 @@ def mutate(rng: random.Random, payload: bytes, other: bytes) -> bytes:
     data = bytearray(payload)
     kind = rng.randrange(7)
     if kind <= 1 and data:
-        # Mutate mostly the front, where lengths and tables are.
+        # In half of these cases, mutate only the front, where lengths and tables are.
         reach = len(data) if kind else min(len(data), 400)
         for _ in range(rng.choice([1, 1, 1, 2, 8])):
             data[rng.randrange(reach)] ^= 1 << rng.randrange(8)
@@ -227,7 +227,7 @@ def test_a_mutated_frame_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     for each in refused:
         assert (each.stream, each.first) == ("s", 100)
         assert f"{each.first} to {each.last}" in str(each)
-    assert refused or base == "1 of 0v"  # all of its bytes are the value
+    assert refused or base == "1 of 0v"  # its mutants are also valid values
 
 
 def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.CorruptFrame]:
@@ -253,7 +253,7 @@ def test_a_mutated_entry_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
         entry_id, fields = rng.choice(list(BASES.values()))
         parts = [entry_id, *fields]
         for _ in range(rng.choice([1, 1, 2])):
-            place = rng.randrange(len(parts) - 1)  # the payload has its own test
+            place = rng.randrange(len(parts) - 1)  # not the payload: the test above mutates it
             parts[place] = mutate(rng, parts[place], rng.choice(parts))
         if rng.random() < 0.1:
             parts.insert(rng.randrange(1, len(parts)), rng.randbytes(3))

@@ -127,7 +127,7 @@ second.publish(b"x")
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-def test_exit_closes_the_other_kinds_even_if_one_is_interrupted(
+def test_exit_closes_the_other_kinds_even_if_one_fails_or_is_interrupted(
     seen: list[str], error: BaseException
 ) -> None:
     register(seen, ClosingOrder.SUBSCRIBERS, error)

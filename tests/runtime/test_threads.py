@@ -115,7 +115,7 @@ def test_several_threads_can_join_the_same_thread() -> None:
         assert not each.is_alive()
 
 
-def test_parent_threads_are_not_alive_in_a_forked_child() -> None:
+def test_the_parents_threads_are_not_alive_in_a_forked_child() -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     worker.start()
@@ -188,7 +188,7 @@ def add_handler(client: meteor.Client) -> None:
             member.on("q", workers=3)(print)
         finally:
             before = threads_named("meteor-handler")
-            member.on("q")(print)  # the queue is still free
+            member.on("q")(print)  # raises if the queue already has a handler
             assert before == []
 
 

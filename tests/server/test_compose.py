@@ -29,7 +29,7 @@ def flags(service: str) -> list[str]:
 
 
 def settings(arguments: list[str]) -> dict[str, str]:
-    """Parse `--name value...`."""
+    """Parse arguments of the form `--name value...`."""
     found: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):

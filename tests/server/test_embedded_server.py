@@ -43,7 +43,8 @@ def ask(path, command):
         return connection.recv(4096)
 """
 
-#: A user's process: runs commands from its standard input, and replies to each with one line.
+#: The program of a user's process. It runs commands from its standard input, and replies to each
+#: with one line.
 USER = f"""{PRELUDE}
 held = []
 

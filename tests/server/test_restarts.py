@@ -1,4 +1,4 @@
-"""If an embedded server is killed, it is restarted, and its clients continue."""
+"""If an embedded server is killed, its clients restart it and continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.server.test_embedded_server import (
 )
 from tests.support.waiting import eventually
 
-__all__ = ["users"]  # a fixture
+__all__ = ["users"]  # a fixture, which pytest finds by its name in this module
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="The tests read /proc and kill supervisors."
@@ -84,7 +84,7 @@ def test_publishers_and_subscribers_continue_after_the_server_was_killed(
                 assert reader.poll(timeout=WAIT_S).values() == [b"after"]
             paused_s = time.monotonic() - began
             member.confirm()
-        assert paused_s < 5.0  # takes a tenth of a second on an idle machine
+        assert paused_s < 5.0  # about 0.1 s on an idle machine
         assert server_of(m) != server
         assert [v for batch in stream.read() for v in batch.values()] == [
             *(b"%d" % n for n in range(1000)),

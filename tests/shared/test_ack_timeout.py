@@ -32,7 +32,7 @@ def test_record_that_is_never_settled_expires_and_is_redelivered(
         forgetful, other = queue.consumer(ack_timeout=0.3, prefetch=2), queue.consumer()
         first, second = forgetful.poll(5)
         assert offsets(polls(other)) == [2]
-        # `forgetful` has room again once its records expire. Close it, so that `other` gets them.
+        # Closing `forgetful` tells the server at once that it has returned its expired records.
         eventually(lambda: first.standing is Standing.EXPIRED)
         forgetful.close()
         again = polls(other)
@@ -69,7 +69,7 @@ def test_expired_record_becomes_a_dead_letter_that_names_the_timeout(url: str) -
         c1 = queue.consumer(ack_timeout=0.05)
 
         def is_dead() -> bool:
-            c1.poll(0.1)  # its records are never settled
+            c1.poll(0.1)  # the application never settles the record
             return queue.shared.describe().dead == 1
 
         eventually(is_dead)
@@ -114,7 +114,7 @@ def test_extended_record_keeps_a_silent_consumers_lease(url: str) -> None:
         assert queue.shared.confirmed == 2
 
 
-def test_record_without_a_time_limit_is_kept(url: str) -> None:
+def test_record_never_expires_if_ack_timeout_is_none(url: str) -> None:
     with Queue(url, "AB") as queue:
         c1 = queue.consumer(ack_timeout=None)
         kept = c1.poll(5)
@@ -185,7 +185,7 @@ def test_handler_can_extend_its_record_beyond_max_poll_interval(url: str) -> Non
             if record.ordering_key == b"A":
                 record.extend(3600)
                 both.wait()
-            elif record.failures:  # redelivered because it exceeded the limit, unlike A
+            elif record.failures:  # B was redelivered because it exceeded the limit; A was not
                 both.wait()
             else:
                 eventually(lambda: record.standing is Standing.EXPIRED)

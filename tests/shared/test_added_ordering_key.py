@@ -104,7 +104,8 @@ def test_open_publisher_refuses_keys_that_are_too_long_once_it_has_adopted_the_o
     with stream.publisher() as pub, meteor.connect(any_url) as other:
         pub.publish(b"1", headers={"id": b"A"}).result(20)
         other.stream("s").configure(ordering_key="header:id")
-        pub.publish(b"2", headers=long).result(20)  # the reply tells the publisher
+        # The publisher learns of the ordering key only from the reply to this record.
+        pub.publish(b"2", headers=long).result(20)
         with pytest.raises(ValueError, match="limit is 256 bytes"):
             pub.publish(b"3", headers=long)
         for records in (2, 1_000):  # a short batch stays a list; a long one becomes Arrow arrays
@@ -113,7 +114,7 @@ def test_open_publisher_refuses_keys_that_are_too_long_once_it_has_adopted_the_o
         pub.publish(b"4", headers={"id": b"A"}).result(20)
         found = dict(processed(other.stream("s")))
     assert (found[0], found[2]) == (b"A", b"A")
-    assert len(found[1]) < 257, "the key that is too long counts as missing"
+    assert len(found[1]) < 257, "the key that is too long did not count as missing"
 
 
 def test_busy_publisher_adopts_the_ordering_key_without_loss_or_duplicates(
@@ -141,7 +142,7 @@ def test_busy_publisher_adopts_the_ordering_key_without_loss_or_duplicates(
     assert found == [(number, b"%d" % (number % 7)) for number in range(published)]
 
 
-def test_consumer_is_woken_by_a_publisher_that_was_already_open(any_url: str) -> None:
+def test_publisher_opened_before_the_ordering_key_was_added_wakes_a_consumer(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.stream.delete()
         stream = queue.client.stream("orders", create=True)
@@ -157,7 +158,8 @@ def test_consumer_is_woken_by_a_publisher_that_was_already_open(any_url: str) ->
                 pub.publish(b"late", key=b"A").result(20)
 
             with background(more):
-                assert offsets(c1.poll(15)) == [1]  # a renewal would wake it after 20 seconds
+                # Without a wake-up, the consumer would claim again only after 18 seconds.
+                assert offsets(c1.poll(15)) == [1]
         c1.commit()
 
 
@@ -208,7 +210,7 @@ def test_frames_staged_before_the_key_was_added_are_indexed_by_consumers(
     assert processed(stream) == [(3, b"c")]
 
 
-def test_stage_that_lost_frames_is_refused(client: meteor.Client) -> None:
+def test_commit_refuses_a_stage_that_has_lost_a_frame(client: meteor.Client) -> None:
     stream = client.stream("s", ordering_key="key")
     stage = Stage(stream._handle, "w.0.0")
     # Without one of its five frames, the stage has 4 x 5 fields. Five frames without index entries
@@ -264,7 +266,7 @@ def test_one_client_wins_if_two_add_different_ordering_keys(
 
     def run(*args: object, **options: object) -> object:
         monkeypatch.setattr(stream._handle, "run", real)
-        other.configure(ordering_key="key")  # after the check and before the script
+        other.configure(ordering_key="key")  # after this client's check, before its script
         return real(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stream._handle, "run", run)

@@ -1,4 +1,4 @@
-"""Settling several records in one call, and errors that say why a record is no longer held."""
+"""Settling batches, errors that say why a record is no longer held, and options of release()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_batch_is_acknowledged_in_one_call(any_url: str, monkeypatch: pytest.Mon
         steps = Steps(monkeypatch, c1)
         c1.ack(record for record in records if record.offset < 3)
         c1.flush()
-        assert max(steps.acks) == 3  # records in one step
+        assert max(steps.acks) == 3  # one step acknowledged all three
         assert c1.confirmed == 3
         c1.ack([records[3], records[3]])
         c1.ack([])
@@ -40,7 +40,7 @@ def test_application_that_acks_and_polls_sends_both_in_one_step(
         assert steps.wants.count(0) < polls / 10
 
 
-def test_batch_with_a_settled_record_changes_nothing(url: str) -> None:
+def test_batch_with_a_settled_record_is_refused_as_a_whole(url: str) -> None:
     with Queue(url, "ABC") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -52,7 +52,7 @@ def test_batch_with_a_settled_record_changes_nothing(url: str) -> None:
         assert queue.shared.describe().acked == 3
 
 
-def test_batch_with_another_consumers_record_changes_nothing(url: str) -> None:
+def test_batch_with_another_consumers_record_is_refused_as_a_whole(url: str) -> None:
     with Queue(url, "AB") as queue:
         c1, c2 = queue.consumers(2, prefetch=1)
         records = [*c1.poll(5), *c2.poll(5)]
@@ -102,7 +102,7 @@ def test_ack_of_a_batch_settles_held_records_and_names_the_rest(url: str) -> Non
 # Errors
 
 
-def test_record_behind_a_released_one_is_rewound_and_the_lease_is_intact(url: str) -> None:
+def test_release_rewinds_later_records_of_the_key_and_keeps_the_lease(url: str) -> None:
     with Queue(url, "AAB") as queue:
         c1 = queue.consumer()
         first, second, third = c1.poll(5)
@@ -117,7 +117,7 @@ def test_record_behind_a_released_one_is_rewound_and_the_lease_is_intact(url: st
         assert offsets(c1.poll(5)) == [0, 1]
 
 
-def test_record_behind_a_rejected_one_is_rewound_if_its_key_is_parked(url: str) -> None:
+def test_reject_rewinds_later_records_if_it_parks_their_key(url: str) -> None:
     with Queue(url, "AA", on_poison="park") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)
@@ -126,7 +126,7 @@ def test_record_behind_a_rejected_one_is_rewound_if_its_key_is_parked(url: str) 
             second.ack()
 
 
-def test_record_under_an_expired_lease_is_fenced_and_not_rewound(url: str) -> None:
+def test_settling_after_the_lease_expired_raises_fenced_and_not_rewound(url: str) -> None:
     with Queue(url, "AA") as queue:
         c1 = queue.consumer()
         first, second = c1.poll(5)

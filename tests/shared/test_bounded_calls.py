@@ -22,7 +22,8 @@ def script_calls(plain: Any) -> int:
     return sum(
         int(stat["calls"])
         for name, stat in stats.items()
-        if name in ("cmdstat_eval", "cmdstat_evalsha")  # from consumers, not from describe()
+        # Consumers and publishers use these commands; describe() uses EVAL_RO and EVALSHA_RO.
+        if name in ("cmdstat_eval", "cmdstat_evalsha")
     )
 
 
@@ -153,20 +154,20 @@ def test_buffered_records_are_bounded_in_bytes(url: str) -> None:
             assert sorted(found) == [*range(40)]
 
 
-def test_claiming_one_record_reads_one_index_entry(url: str) -> None:
+def test_reply_to_a_claim_of_one_record_does_not_grow_with_its_frame(url: str) -> None:
     with Queue(url) as queue, plain_client(url) as plain:
         queue.publish([f"k{number}" for number in range(4_096)], frame=4_096)
         consumer = queue.consumer(prefetch=1)
         consumer.poll(5)
         before = int(plain.info("stats")["total_net_output_bytes"])
         consumer._deliveries.exchange(1)
-        # Neither the reply nor the number of keys that the script reads (64) grows with the frame.
+        # The script sends no index entries, and reads only one, with the keys of 64 records.
         assert int(plain.info("stats")["total_net_output_bytes"]) - before < 10_000
         index = plain.xrange("meteor:{orders}:index", count=1)
         assert len(index[0][1]) == 1
 
 
-def test_deleted_and_recreated_group_writes_dead_letters_again(any_url: str) -> None:
+def test_recreated_group_publishes_a_records_dead_letter_again(any_url: str) -> None:
     with Queue(any_url, "A", dead_letter="dead") as queue:
         dead = queue.client.stream("dead", create=True)
         for number in (1, 2):
@@ -189,7 +190,8 @@ def test_late_joiner_gets_keys_that_a_busy_consumer_frees(url: str) -> None:
         joiner = threading.Thread(target=lambda: found.extend(late.poll(10)))
         joiner.start()
         blocked(queue.client.redis, 1)
-        with busy._deliveries.condition:  # so that one step acknowledges and claims
+        # Hold the lock, so that the lease renewer cannot send the acks before the poll does.
+        with busy._deliveries.condition:
             for record in held:
                 if record.ordering_key in (b"A", b"B"):
                     record.ack()

@@ -44,7 +44,7 @@ def test_offsets_of_any_size_keep_all_their_digits(any_url: str, start: int) -> 
         assert c1.resume("B")
         die(c1)
         c2.flush()  # also takes back the records of c1
-        assert [o - start for o in offsets(c2.poll(5))] == [0]  # the last try
+        assert [o - start for o in offsets(c2.poll(5))] == [0]  # its last try is delivered alone
         queue.check()
         c2.poll(0)
         c2.commit()
@@ -79,7 +79,7 @@ def test_lost_and_purged_offsets_keep_their_digits(any_url: str) -> None:
 # Columns
 
 
-def test_ordering_keys_come_from_large_sliced_and_encoded_columns(any_url: str) -> None:
+def test_ordering_keys_come_from_binary_text_sliced_and_chunked_columns(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 100_000}) as queue:
         count = 9_000
         ids = [b"%d" % (n % 7) if n % 5 else None for n in range(count + 10)]
@@ -195,7 +195,7 @@ def test_records_can_be_settled_in_many_threads_while_one_polls(
         assert c1.confirmed == 600
 
 
-# A stream that has lost its server
+# A stream whose server was lost
 
 
 def test_shared_group_on_a_resumed_stream_reads_archived_records(url: str, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:
             assert [r.value for batch in dead.read() for r in batch] == [record.value]
             dead.delete()
             if number == 1:
-                queue.client.stream("dead", create=True)  # another client creates it
+                queue.client.stream("dead", create=True)  # as another client might
         c1.flush()
         assert (c1.confirmed, queue.shared.describe().dead) == (3, 3)
 
@@ -260,7 +260,7 @@ def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None
         (first,) = c1.poll(5)
         assert c2.poll(0) == []
         found = queue.shared.describe()
-        assert found.waiting >= 5  # it can exceed the limit slightly
+        assert found.waiting >= 5  # the number can exceed the limit slightly
         assert found.scanned < 20
         queue.check()
         first.ack()

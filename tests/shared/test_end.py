@@ -52,7 +52,7 @@ together = pytest.mark.parametrize(
 
 
 @together
-def test_consumers_that_close_together_finish_their_records_at_the_same_time(
+def test_consumers_that_close_together_wait_for_their_handlers_at_the_same_time(
     url: str, close_all: Callable[[meteor.Client], None]
 ) -> None:
     with Queue(url, "ABC") as queue, meteor.connect(url) as client, ExitStack() as stack:
@@ -112,7 +112,8 @@ def test_garbage_collected_consumer_leaves_at_once_and_returns_its_records(
 ) -> None:
     with Queue(url, "AB") as queue:
         c1 = queue.consumer()
-        records = queue.stream.shared_subscriber(GROUP).poll(5)  # the subscriber is dropped
+        # Nothing refers to this subscriber after the call.
+        records = queue.stream.shared_subscriber(GROUP).poll(5)
         assert len(records) == 2
         collect()
         again = c1.poll(20)
@@ -219,7 +220,7 @@ def test_close_after_a_deletion_raises_only_if_settlements_were_not_sent(
         assert c1.closed
 
 
-def test_close_without_a_server_raises_but_still_closes(private_server: ServerFactory) -> None:
+def test_consumer_can_be_closed_after_its_server_has_stopped(private_server: ServerFactory) -> None:
     server = private_server()
     with meteor.connect(server.url) as client:
         stream = client.stream(STREAM, ordering_key="key")

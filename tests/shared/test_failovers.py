@@ -73,7 +73,7 @@ class Failover:
 
 @pytest.fixture
 def failover(private_server: ServerFactory) -> Iterator[Failover]:
-    # Redis if installed: its replicas sync a second faster.
+    # Use Redis if it is installed, because its replicas sync a second faster than Valkey's.
     server = private_server(kind="redis" if "redis" in binaries() else "valkey")
     with ExitStack() as stack:
         yield Failover(stack, ReplicatedStream(stack, server, ordering_key="key"))
@@ -113,7 +113,7 @@ def test_consumer_learns_once_which_delivered_records_a_failover_lost(
     failover.settle(consumer, 20)
     failover.fail_over(new)
     assert lost_range(error_of(lambda: consumer.poll(0))) == (1, 20)
-    failover.publish("c", 1 + new, 3 + new)  # begins the new epoch, if no record did so before
+    failover.publish("c", 1 + new, 3 + new)  # starts the new epoch if no record has done so
     values = [b"b%d" % offset for offset in range(1, 1 + new)]
     values += [b"c%d" % (1 + new), b"c%d" % (2 + new)]
     received: list[bytes] = []
@@ -158,7 +158,8 @@ def test_records_that_the_application_did_not_receive_are_not_reported(
 ) -> None:
     failover.lag()
     failover.publish("a", 1, 21)
-    assert offsets(failover.first.poll(10, 4)) == [1, 2, 3, 4]  # the others stay in the buffer
+    # Records 5 to 20 stay in the buffer.
+    assert offsets(failover.first.poll(10, 4)) == [1, 2, 3, 4]
     failover.fail_over(30)
     assert lost_range(error_of(failover.first.flush)) == (1, 4)
     records = failover.first.poll(10)
@@ -267,7 +268,7 @@ def test_settlement_of_a_lost_record_does_not_settle_the_new_record_at_its_offse
     assert error_of(consumer.flush) is None, "the loss was reported twice"
     state = failover.state()
     assert (state.acked, state.dead, state.returned) == (1, 0, 0)
-    new = consumer.poll(10)  # granted in a batch with the same number
+    new = consumer.poll(10)  # records with the offsets of the lost ones
     assert [record.value for record in new] == [b"b%d" % offset for offset in range(1, 6)]
     for record in records:
         with pytest.raises((meteor.Fenced, ValueError)):
@@ -305,7 +306,7 @@ def test_ack_does_not_settle_records_that_a_second_failover_brings_back(
     link, sibling = failover.add_replica()
     failover.lag()
     failover.publish("a", 1, 6)
-    assert len(consumer.poll(10)) == 5  # the sibling knows of this delivery
+    assert len(consumer.poll(10)) == 5  # the sibling replica will know of this delivery
     sibling.wait_in_sync()
     taken = consumer._deliveries.holdings.number
     link.stall()
@@ -368,7 +369,7 @@ def _extend(received: list[bytes], consumer: meteor.SharedSubscriber) -> int:
     return len(received)
 
 
-# The position
+# The delivered position
 
 
 def test_loss_is_exact_if_the_new_primary_does_not_know_the_epoch_of_the_records() -> None:

@@ -37,4 +37,4 @@ def test_other_keys_are_processed_while_the_owner_of_a_hot_key_sleeps(
 ) -> None:
     held = others_per_second(url, "held", 1_000)
     worked = others_per_second(private_server().url, "worked", 1_000)
-    print(f"rate for other keys: {held / worked:.2f} of the rate while the owner works")
+    print(f"rate for other keys: {held / worked:.2f} of the rate while the hot key is processed")

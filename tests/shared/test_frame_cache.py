@@ -1,4 +1,4 @@
-"""Records of a shared group: from the ring, from the store, or reported as lost."""
+"""How consumers of a shared group read records from ring and store, and report lost ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def in_order(records: list[meteor.SharedRecord]) -> bool:
-    """Return whether each key's records are in order. Assert that their values are right."""
+    """Return whether each key's records are in order. Assert that each value equals its key."""
     last: dict[bytes, int] = {}
     for record in records:
         assert record.value == record.ordering_key
@@ -36,7 +36,7 @@ def in_order(records: list[meteor.SharedRecord]) -> bool:
 
 @pytest.fixture
 def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of frames requested with each XRANGE pipeline in this process."""
+    """For each XRANGE pipeline in this process, the number of frames that it requests."""
     found: list[int] = []
     real = Connection.pipeline
 
@@ -65,7 +65,7 @@ def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> Non
         assert fetches == [1, 1]
 
 
-@pytest.mark.parametrize("size", [20, 200])  # a chunk of lists, and one in Arrow format
+@pytest.mark.parametrize("size", [20, 200])  # decoded to lists, and to Arrow arrays
 @pytest.mark.parametrize("step", [1, 3])
 def test_fetch_stops_within_a_frame_at_its_byte_limit(url: str, size: int, step: int) -> None:
     with Queue(url) as queue:
@@ -79,7 +79,7 @@ def test_fetch_stops_within_a_frame_at_its_byte_limit(url: str, size: int, step:
         assert [*frames.fetch(wanted).found] == wanted
 
 
-def test_one_record_frames_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
+def test_one_record_frames_are_fetched_in_two_round_trips(url: str, fetches: list[int]) -> None:
     with Queue(url, "AB" * 25) as queue:
         assert offsets(queue.consumer().poll(5)) == [*range(50)]
     assert fetches == [1, 49]  # the first fetch shows how large frames are
@@ -149,7 +149,7 @@ def test_records_dropped_before_the_scan_are_reported_once_and_the_rest_is_deliv
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_waiting_records_that_are_dropped_are_reported_and_later_ones_are_delivered(
+def test_records_dropped_after_a_look_ahead_are_reported_and_the_rest_is_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
@@ -196,7 +196,8 @@ def test_dead_letter_whose_record_is_gone_is_reported_as_lost(
         c1.flush()
         die(c1)
         publish(queue, "BBBBBBBBBB", 3)
-        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # after lease_ttl
+        # As if lease_ttl had passed: the server assigns the dead letter to the next consumer.
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)
         lost: list[tuple[int, int]] = []
 
         def all_named() -> bool:
@@ -213,7 +214,7 @@ def test_dead_letter_whose_record_is_gone_is_reported_as_lost(
         assert (found.lost, found.dead, found.dead_letters_pending) == (21, 0, 0)
 
 
-def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
+def test_dead_letter_keeps_a_key_that_is_too_long_to_be_its_ordering_key(
     any_url: str,
 ) -> None:
     with Queue(any_url, ordering_key="header:cart", dead_letter="dead") as queue:
@@ -248,7 +249,7 @@ def archived(url: str, tmp_path: Path) -> Iterator[Queue]:
 
 
 def archive(queue: Queue, groups: str, frames: int) -> int:
-    """Publish until the ring has dropped most records; return the first offset in the ring."""
+    """Publish, wait until the ring has dropped most records, and return its first offset."""
     publish(queue, groups, frames)
     queue.stream.store.flush()
 
@@ -267,7 +268,8 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
 def test_poll_that_can_wait_reads_records_from_the_store_at_once(archived: Queue) -> None:
     assert archive(archived, "ABCDEFGHIJ", 100) >= 880
     c1 = archived.consumer(prefetch=10)
-    assert offsets(c1.poll(10)) == [*range(10)]  # a renewal would wake it after 20 seconds
+    # A consumer that waits without a wake-up claims again only after 18 seconds.
+    assert offsets(c1.poll(10)) == [*range(10)]
 
 
 def test_unscanned_records_are_read_from_the_store_in_order(archived: Queue) -> None:
@@ -286,7 +288,7 @@ def test_unscanned_records_are_read_from_the_store_in_order(archived: Queue) -> 
     assert archived.shared.confirmed == 1000
 
 
-def test_waiting_records_are_read_from_the_store_after_the_ring_dropped_them(
+def test_returned_records_are_read_from_the_store_after_the_ring_dropped_them(
     archived: Queue,
 ) -> None:
     publish(archived, "ABABABABAB", 10)
@@ -327,7 +329,8 @@ def test_records_expired_from_the_store_are_reported_and_the_rest_is_delivered(
     c1 = archived.consumer()
     archive(archived, "ABABABABAB", 50)
     archive(archived, "ABABABABAB", 50)
-    assert archived.stream.store.expire(offset=500) == 0  # the group has not processed them yet
+    # Without force, nothing expires, because the group still needs the records.
+    assert archived.stream.store.expire(offset=500) == 0
     first = archived.stream.store.expire(offset=500, force=True)
     assert 0 < first <= 500
     with pytest.raises(meteor.RecordsLost) as lost:
@@ -403,7 +406,7 @@ def test_only_a_few_frames_are_in_memory_at_a_time(
         while len(found) < 60:
             found += offsets(other.poll(10))
         assert found == [400 * number + 399 for number in range(60)]
-        assert most[0] <= 33 * 400  # cached and requested frames
+        assert most[0] <= 33 * 400  # up to 16 kept and 16 requested frames, and a margin of one
 
 
 def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
@@ -417,7 +420,7 @@ def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
         assert frames._firsts == [0]
 
 
-def test_poll_without_a_timeout_does_not_scan_the_whole_store(
+def test_poll_with_timeout_0_does_not_scan_the_whole_store(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_cache, "STORED_ENTRY_RECORDS", 2)
@@ -430,5 +433,6 @@ def test_poll_without_a_timeout_does_not_scan_the_whole_store(
         steps = Steps(monkeypatch, other)
         assert other.poll(0) == []
         assert 0 < len(steps.wants) <= prefetcher._ROUNDS_MIN
-        eventually(lambda: offsets(other.poll(0)) == [100])  # continues where it stopped
+        # Each poll continues to scan where the last one stopped.
+        eventually(lambda: offsets(other.poll(0)) == [100])
         assert first.standing is Standing.HELD

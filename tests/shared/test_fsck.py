@@ -31,7 +31,8 @@ class Damage:
         records[3].ack()
         c1.flush()
         assert c2.poll(0) == []
-        queue.publish("C" * 300, frame=300)  # enough that offsets are stored in chunks
+        # Publish so many records that the group stores some of the waiting offsets in chunks.
+        queue.publish("C" * 300, frame=300)
         assert c2.poll(0) == []
         self.consumer = c1._deliveries._consumer
         self.rescued = queue.shared.fsck()
@@ -181,7 +182,7 @@ def test_busy_group_has_no_flaws(url: str) -> None:
                     for _ in range(5):
                         for record in sub.poll(0.1):
                             if record.standing is not Standing.HELD:
-                                continue  # returned with an earlier record
+                                continue  # returned with an earlier record of its key
                             if record.offset % 7 == 0 and not record.failures:
                                 record.release()
                             else:
@@ -244,7 +245,8 @@ def test_keyless_records_and_dropped_index_entries_are_not_flaws(
         assert len(held) == 20
         queue.publish("ABABABABAB", frame=5)
         queue.keys()
-        assert queue.shared.fsck() == []  # the index has dropped some of the held records
+        # The index no longer has the entries of some held records.
+        assert queue.shared.fsck() == []
 
 
 def test_check_of_a_deleted_group_or_stream_raises(url: str) -> None:

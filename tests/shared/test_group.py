@@ -1,4 +1,4 @@
-"""Administration of shared groups: settings, incarnations, look-ahead, purge, deletion."""
+"""Shared groups: settings, incarnations, look-ahead, purge, deletion, failures and clocks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_group_that_could_not_be_deleted_is_still_listed(
         assert queue.stream.groups() == []
 
 
-def test_leftover_group_name_is_harmless(any_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_name_left_by_an_interrupted_delete_is_harmless(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Queue(any_url, "A") as queue:
         queue.consumer().close()
         call = Connector.call
@@ -173,7 +175,7 @@ def test_cost_per_returned_record_does_not_grow_with_the_number_of_records(url: 
             queue.publish("A" * count, frame=count)
             c1 = queue.consumer(prefetch=count)
             records = c1.poll(5)
-            with c1._deliveries.condition:  # all in one step
+            with c1._deliveries.condition:  # so that the lease renewer sends none of them
                 for record in records:
                     record.release(only_this=True)
                 queue.client.redis.config_resetstat()
@@ -188,7 +190,7 @@ def test_cost_per_returned_record_does_not_grow_with_the_number_of_records(url: 
     assert cost[400] < 2.5 * cost[200]
 
 
-def test_last_try_of_a_released_record_is_granted_with_others(any_url: str) -> None:
+def test_last_try_of_a_released_record_is_granted_together_with_other_records(any_url: str) -> None:
     with Queue(any_url, "ABCDEFGH", max_deliveries=2) as queue:
         c1 = queue.consumer()
         c1.poll(5)
@@ -239,7 +241,7 @@ def test_longer_of_two_delays_applies(
 
 
 def age(queue: Queue, ms: int) -> None:
-    """Make all past events look older to the server."""
+    """Make the group's last script call look this much older to the server."""
     change_progress(queue.client._connector, queue.shared._protocol, last=-ms)
 
 
@@ -258,7 +260,7 @@ def test_consumer_that_died_during_a_server_outage_is_reaped_later(any_url: str)
     with Queue(any_url, "AB", lease_ttl=0.5) as queue:
         c1, c2 = queue.consumers(2, prefetch=1)
         c1.poll(5)
-        c1._lease_renewer.stop()  # its lease is no longer renewed
+        c1._lease_renewer.stop()  # nothing renews its lease any more
         c1._lease_renewer.join(20)
         age(queue, 600_000)
         found: list[int] = []
@@ -282,7 +284,7 @@ def test_server_paused_for_longer_than_a_lease_reaps_no_consumer(
         seconds = int(queue.client._connector.call("TIME")[0])
         server.pause()
         try:
-            # By the server's clock, which is this machine's, the lease has expired.
+            # Wait until the leases have expired by the server's clock, which is this machine's.
             eventually(lambda: time.time() > seconds + 4, 20)
         finally:
             server.resume()

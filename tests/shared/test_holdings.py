@@ -1,4 +1,4 @@
-"""Every transition of ``Holdings``, without a server."""
+"""State transitions of ``Holdings``, without a server."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_only_a_rewind_returns_later_records_of_the_key(
     assert [one.offsets for one in returned] == ([(3,)] if rewinds else [])
 
 
-def test_every_rewind_returns_records_received_since_the_last_one(held: Holdings) -> None:
+def test_rewind_also_returns_records_received_after_an_earlier_rewind(held: Holdings) -> None:
     records = receive(held, "AAB")
     settle(held, records[1], "R")
     ack(held, records[0])
@@ -163,7 +163,7 @@ def test_record_is_not_held_if_a_handler_closes_the_subscriber_as_it_arrives(
 
 def test_rewind_by_a_handler_returns_records_that_are_being_received(held: Holdings) -> None:
     records = receive(held, "AAB")
-    settle(held, records[2], "R")  # builds the index by key
+    settle(held, records[2], "R")  # builds the index by ordering key
     more = [fake(3, b"A"), fake(4, b"A")]
     step(held, 3, 4, batch=2)
 
@@ -273,7 +273,8 @@ def test_reply_can_be_applied_twice(held: Holdings) -> None:
     ack(held, *receive(held, "A"))
     held.begin_step(2)
     held.apply(reply({2: [5]}), held.request)
-    held.receive([fake(5, b"B")])  # interrupted here, so the step is sent again
+    held.receive([fake(5, b"B")])
+    # If a Ctrl-C interrupts the application here, the consumer sends the step again.
     held.apply(reply({2: [5]}), held.request)
     held.end_step()
     assert (len(held), held.granted) == (1, {})
@@ -282,7 +283,7 @@ def test_reply_can_be_applied_twice(held: Holdings) -> None:
 # Replies from the server
 
 
-def test_records_that_a_failover_took_back_are_not_held(held: Holdings) -> None:
+def test_records_whose_grant_a_failover_lost_are_no_longer_held(held: Holdings) -> None:
     records = receive(held, "ABC")
     ack(held, records[2])
     assert held.reconcile(7, {1: [0]}) == [2]
@@ -290,7 +291,7 @@ def test_records_that_a_failover_took_back_are_not_held(held: Holdings) -> None:
     assert [r.standing for r in records[:2]] == [Standing.HELD, Standing.TAKEN]
 
 
-def test_records_that_a_failover_gave_back_are_granted_again(held: Holdings) -> None:
+def test_records_whose_settlement_a_failover_lost_are_granted_again(held: Holdings) -> None:
     ack(held, *receive(held, "AB"))
     step(held)
     assert held.reconcile(1, {1: [0, 1]}) == []
@@ -301,7 +302,7 @@ def test_first_step_after_a_failover_skips_step_numbers(held: Holdings) -> None:
     held.reconcile(7, {})
     request, _ = held.begin_step(0)
     assert request.number == 8 + request.skipped > 8
-    held.withdraw_step()  # not taken, so the next step skips the numbers instead
+    held.withdraw_step()  # the server did not execute it, so the next step skips the same numbers
     assert held.begin_step(0)[0].skipped == request.skipped
     held.end_step()
     assert held.begin_step(0)[0] == StepRequest(request.number + 1)
@@ -310,7 +311,7 @@ def test_first_step_after_a_failover_skips_step_numbers(held: Holdings) -> None:
 @pytest.mark.parametrize(
     ("step_known", "void", "unknown"), [(2, [1], []), (1, [0, 1], []), (-1, [1], [0])]
 )
-def test_expired_lease_voids_only_settlements_that_did_not_count(
+def test_expired_lease_voids_only_settlements_that_certainly_had_no_effect(
     held: Holdings, step_known: int, void: list[int], unknown: list[int]
 ) -> None:
     records = receive(held, "AB")

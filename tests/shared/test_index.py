@@ -81,7 +81,7 @@ def claimed(stream: meteor.Stream, group: str, want: int) -> list[tuple[int, byt
 
 
 def test_records_claimed_one_by_one_have_the_same_keys_as_in_bulk(stream: meteor.Stream) -> None:
-    """A step that claims one record skips other keys without unpacking them."""
+    """A step that claims one record unpacks only its key, if the keys before it are short."""
     short = [b"%d" % 7**n for n in range(20)]
     long = [b"a" * 31, b"b" * 32, b"c", b"d" * 255, b"e" * 256, b"f"]
     sent = [*short, None, *short[5:9], *long, b"g", None, b"\xa1", b"\0"]
@@ -144,7 +144,7 @@ def test_index_is_trimmed_with_the_log_when_records_are_archived(url: str, tmp_p
         assert indexed(client) == offsets_in_log(client)
 
 
-def test_staged_frames_have_their_ordering_keys(
+def test_committed_stages_are_indexed_by_their_ordering_keys(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
     stages = []

@@ -57,7 +57,7 @@ def test_record_wakes_another_consumer_after_the_watching_one_has_left(url: str)
         watcher.close()
         with queue.stream.publisher() as publisher:
             publisher.publish(b"x", key=b"z").result(20)
-        # Wait for less than a third of the lease TTL: after that, the idle consumer asks by itself.
+        # Wait for less than 0.3 lease TTLs. After that, the idle consumer claims without a wake-up.
         waiting.join(LONG_S / 4)
         assert offsets(received) == [1]
 

@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 def lose_next_reply(
     monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber, *, request: bool = False
 ) -> None:
-    """Cut the connection once, after the server executes a step or, with ``request``, before."""
+    """Lose the reply to the consumer's next step or, with ``request``, the step itself."""
     protocol = consumer._deliveries.protocol
     real = protocol.step
     left = [True]
@@ -57,17 +57,17 @@ def forget(queue: Queue, consumer: meteor.SharedSubscriber) -> None:
     queue.client._connector.call("ZREM", queue.key("leases"), consumer._deliveries.consumer)
 
 
-def test_ack_that_counted_is_not_reported_as_refused_after_the_lease_expired(
+def test_ack_that_took_effect_is_not_reported_as_refused_after_the_lease_expired(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(any_url, "A") as queue:
         late, other = cut_off(queue, monkeypatch, request=False)
-        late.flush()  # not fenced: the server reports that it executed the last step
+        late.flush()  # raises nothing: the server reports that it executed the last step
         assert queue.shared.describe().acked == 1
         assert other.poll(0) == []
 
 
-def test_ack_that_did_not_count_is_reported_as_refused_after_the_lease_expired(
+def test_ack_that_had_no_effect_is_reported_as_refused_after_the_lease_expired(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(any_url, "A") as queue:
@@ -124,7 +124,8 @@ def test_run_only_logs_that_its_last_ack_was_refused(
         late._lease_renewer.join(20)
 
         def handle(record: meteor.SharedRecord) -> None:
-            blocked(queue.client.redis)  # run() waits for more records, so it sends the ack last
+            # While run() waits for records, it sends no acks. It sends this one when it ends.
+            blocked(queue.client.redis)
             expire(late)
             other.flush()
             record.ack()
@@ -172,7 +173,7 @@ def test_delay_is_not_prolonged_when_the_clock_jumps(any_url: str, hour: int) ->
         consumer = queue.consumer()
         consumer.poll(5)[0].release(delay=0.3)
         consumer.flush()
-        # As if the server's clock had been moved by an hour since the last call.
+        # Make it look as if the server's clock had moved by an hour since the last call.
         change_progress(queue.client._connector, queue.shared._protocol, last=-hour * 3_600_000)
         eventually(lambda: offsets(consumer.poll(0.2)) == [0], 10)
         consumer.commit()

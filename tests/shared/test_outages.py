@@ -1,6 +1,6 @@
-"""Shared subscribers when the server is cut off, fails over, restarts or is full.
+"""Shared subscribers during outages.
 
-Also when the store is unavailable.
+The server is cut off, fails over, restarts or is full, or the store is unavailable.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_each_record_is_processed_once_despite_lost_requests_and_replies(
             state = wait_until_settled(proxied.stream)
             proxied.proxy.heal()
         assert not witness.flaws, witness.flaws[:5]
-        # No consumer died and no record changed hands, so each must be processed exactly once.
+        # No consumer lost its lease, so each record must be processed exactly once.
         assert witness.fenced == state.reaped == 0
         assert Counter(offset for _, offset in witness.done) == Counter(range(RECORDS))
         assert state.acked == RECORDS
@@ -128,7 +128,7 @@ def test_each_record_is_processed_once_despite_lost_requests_and_replies(
 
 
 @pytest.mark.parametrize("lost", ["nothing", "a part"])
-def test_failover_leaves_no_record_stuck_and_redelivers_those_with_lost_settlements(
+def test_every_record_is_settled_after_a_failover_that_loses_nothing_or_some_settlements(
     private_server: ServerFactory, lost: str
 ) -> None:
     with ExitStack() as stack:
@@ -191,7 +191,9 @@ def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
         assert len(set(published)) == 2, "both servers had the same history"
 
 
-def test_server_restart_without_loss_changes_nothing(private_server: ServerFactory) -> None:
+def test_records_are_processed_once_despite_a_server_restart_without_loss(
+    private_server: ServerFactory,
+) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as client:
         stream = client.stream(NAME, ordering_key="key")
@@ -222,8 +224,10 @@ def archived(url: str, tmp_path: Path) -> Iterator[Queue]:
 def unavailable(
     store: Path, consumer: meteor.SharedSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], None]]:
-    """Make the store unavailable, and shorten polls. Yield a function that waits for two polls to
-    fail and then restores the store."""
+    """Make the store unavailable and polls short.
+
+    Yields a function that waits until two polls have failed, and then restores the store.
+    """
     failed: list[meteor.StoreUnavailable] = []
     fill, away = consumer._prefetcher.fill, store.with_name("away")
 
@@ -384,14 +388,14 @@ def _fight(
     return queue.shared.confirmed == 320
 
 
-def test_cost_of_an_empty_claim_does_not_grow_with_blocked_records(url: str) -> None:
+def test_cost_of_an_empty_claim_does_not_grow_with_the_number_of_waiting_records(url: str) -> None:
     few, many = empty_claim(url, 1_000), empty_claim(url, 100_000)
-    print(f"commands in an empty claim: {few} behind 1,000, {many} behind 100,000")
+    print(f"commands in an empty claim: {few} with 1,000 records, {many} with 100,000")
     assert few == many
 
 
 def empty_claim(url: str, blocked: int) -> int:
-    """Return the number of commands that a claim runs if all these records are blocked."""
+    """Return the number of commands in a claim if another consumer owns all records' keys."""
     with plain_client(url) as plain:
         plain.flushall()
         with Queue(url, settings={"capacity": 10_000_000}) as queue:

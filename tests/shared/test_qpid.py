@@ -1,7 +1,8 @@
 """Qpid's own tests for message groups, step by step: QueueTest.cpp and msg_groups.py.
 
-These tests keep their names; the last two cover a note in Qpid's manual. Record ``A-0`` has the key
-A and offset 0. Docstrings say where a stream differs from a queue.
+The tests have the same names as in Qpid, except for the last two, which cover a note in Qpid's
+manual. Record ``A-0`` has the key A and offset 0. Docstrings say where a stream differs from a Qpid
+queue.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def test_simple_browse(any_url: str) -> None:
             assert browse() == b"A-0"
             assert queue.get(c1) == "A-0"
             assert browse() == b"B-1"
-            assert browse() == b"A-2"  # although c1 owns its key
+            assert browse() == b"A-2"  # although c1 owns key A
             assert browse() == b"B-3"
             assert queue.get(c1) == "B-1"
             assert browse() == b"C-4"
@@ -154,10 +155,10 @@ def test_reject(any_url: str) -> None:
 
 
 def test_close(any_url: str) -> None:
-    """A consumer is both a receiver and a session, and owns its key until it is closed or dies.
+    """A consumer stands for a receiver and its session, which both end when it is closed or dies.
 
-    Closing it corresponds to the end of a session in Qpid. Unlike in Qpid, a consumer that hangs
-    with an open connection is detected too, when its lease expires.
+    Unlike in Qpid, the group also detects a consumer that hangs with an open connection, when the
+    consumer's lease expires.
     """
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
@@ -174,7 +175,7 @@ def test_close(any_url: str) -> None:
         c3 = queue.consumer()
         assert queue.get(c3) is None
         die(c2)
-        # Records arrive one per key until it is known which one killed the consumer.
+        # Each key's records now arrive one at a time, because any of them may have killed c2.
         assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
         queue.ack(c3)
         assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
@@ -183,7 +184,7 @@ def test_close(any_url: str) -> None:
 
 
 def test_transaction(any_url: str) -> None:
-    """An acknowledgement in a transaction has no effect until the commit."""
+    """``commit()`` and ``rollback()`` of a consumer stand for those of a Qpid transaction."""
     with Queue(any_url, "AABBAB") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
@@ -228,7 +229,7 @@ class Sender:
 
 
 def test_send_transaction(any_url: str) -> None:
-    """A plain publish is not transactional; only staged frames are committed."""
+    """``publish()`` is not transactional, so the test stages frames and commits them."""
     with Queue(any_url) as queue:
         sender = Sender(queue.stream)
         sender.send("A")
@@ -297,7 +298,7 @@ def test_purge_acquired(any_url: str) -> None:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
         assert queue.shared.purge("A") == 2
-        assert depth(queue) == 4  # A-0 still counts
+        assert depth(queue) == 4  # including A-0, which c1 holds
         assert queue.keys()["A"].count == 1
         queue.check()
         queue.ack(c1, "A-0")
@@ -317,7 +318,7 @@ def test_purge_count(any_url: str) -> None:
 
 
 def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
-    """Copy the waiting records of a key to another stream, purge them, and return the copies."""
+    """Copy a key's waiting records to another stream, purge them here, and return the copies."""
     state = queue.keys()[group]
     waiting = [
         record
@@ -353,7 +354,7 @@ def test_move_count(any_url: str) -> None:
 
 
 def test_reroute(any_url: str) -> None:
-    """There are no exchanges, so this is like ``test_move_all``, but A-0 is settled later."""
+    """Streams have no exchanges, so this is like ``test_move_all``, but A-0 is settled later."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert queue.get(c1) == "A-0"

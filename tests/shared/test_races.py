@@ -210,7 +210,7 @@ def test_last_try_is_granted_as_soon_as_everything_else_is_settled(url: str) -> 
             eventually(lambda: queue.shared.describe().acked == 6)
 
 
-def test_consumers_waiting_for_room_continue_when_there_is_room(url: str) -> None:
+def test_consumer_stopped_by_max_waiting_is_woken_when_records_are_settled(url: str) -> None:
     with Queue(url, max_per_key=2) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3)
         owner, other = queue.consumers(2, prefetch=1)
@@ -222,7 +222,7 @@ def test_consumers_waiting_for_room_continue_when_there_is_room(url: str) -> Non
         thread.start()
         try:
             before = commands(plain)
-            for offset in range(150):  # `owner` always holds a record, so it keeps A
+            for offset in range(150):  # `owner` always holds a record of key A
                 assert queue.get(owner) == f"A-{offset + 1}"
                 queue.record(owner, f"A-{offset}").ack()
             eventually(lambda: not thread.is_alive(), 15, "the consumer was not woken")
@@ -232,7 +232,7 @@ def test_consumers_waiting_for_room_continue_when_there_is_room(url: str) -> Non
         print("commands for 150 records:", commands(plain) - before)
 
 
-def test_consumer_waiting_for_room_rarely_calls_the_server(url: str) -> None:
+def test_consumer_stopped_by_max_waiting_rarely_calls_the_server(url: str) -> None:
     with Queue(url, max_per_key=1) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3, frame=303)
         owner, other = queue.consumers(2, prefetch=1)
@@ -279,7 +279,7 @@ def test_record_returned_during_its_fetch_is_not_delivered(
         (first,) = consumer.poll(5)
         queue.publish("AB")
 
-        def fail() -> None:  # as a handler and the lease renewer would in their threads
+        def fail() -> None:  # what a handler and the lease renewer might do in their threads
             getattr(first, how)()
             consumer._deliveries.exchange()
 

@@ -23,7 +23,7 @@ def test_qpid_3899_dropped_records_leave_their_key_usable(any_url: str) -> None:
     with Queue(any_url, "AB" * 4, settings={"capacity": 8}) as queue:
         c1, c2 = queue.consumers(2, on_gap="skip")
         assert queue.get(c1) == "A-0"
-        assert len(queue.keys()) == 2  # so that all other records are waiting
+        assert len(queue.keys()) == 2
         queue.publish("AB" * 3, frame=6)
         first = queue.stream.bounds()[0]
         assert first == 6
@@ -135,7 +135,7 @@ def test_aws_dotnet_messaging_174_failure_does_not_settle_later_records_of_its_b
         assert [record.offset for record in batch] == [0, 1, 2, 3]
         batch[0].release()
         batch[2].ack()
-        c1.commit()  # c1 holds no more records
+        c1.commit()  # acknowledges nothing else, because c1 holds no other record
         again = c1.poll(5)
         assert [(record.offset, record.failures) for record in again] == [(0, 1), (1, 0), (3, 0)]
         c1.commit()
@@ -163,6 +163,6 @@ def test_expired_consumer_settles_nothing(any_url: str) -> None:
         after = queue.shared.describe()
         assert (after.acked, after.confirmed) == (before.acked, before.confirmed) == (0, 0)
         assert [queue.get(c2), queue.get(c2)] == ["A-0", "B-2"]
-        assert queue.get(c1) is None  # c1 has rejoined
+        assert queue.get(c1) is None  # c1 has rejoined, but c2 owns both keys
         queue.ack(c2, "A-0")
         assert queue.get(c1) == "A-1"

@@ -1,4 +1,4 @@
-"""Processing with shared subscribers: poll, iteration, run(), and all ways to end them."""
+"""Processing with shared subscribers: poll, iteration, run(), and ways to end them."""
 
 from __future__ import annotations
 
@@ -254,7 +254,8 @@ def test_run_holds_few_records_for_slow_handlers(url: str) -> None:
         with Runner(one, handle, concurrency=2):
             assert begun.wait(20)
             one.flush()
-            # `one` holds at most four records per thread. The rest are left for `two`.
+            # At first, `one` may hold two records per thread. This limit can double once here,
+            # which leaves two of the ten records for `two`.
             assert len(two.poll(20)) >= 2
             two.commit()
             go_on.set()
@@ -375,7 +376,7 @@ def test_stop_waits_for_handlers_and_leaves_unstarted_records_to_the_next_run(
         assert consumer.confirmed == 6
 
 
-def test_close_from_another_thread_ends_run_and_returns_the_rest(url: str) -> None:
+def test_close_from_another_thread_ends_run_and_returns_unstarted_records(url: str) -> None:
     with Queue(url, "ABC") as queue:
         one, two = queue.consumers(2)
         begun, go_on = threading.Event(), threading.Event()
@@ -455,7 +456,7 @@ def test_run_raises_a_base_exception_from_its_handler(url: str) -> None:
 def test_run_sends_acks_at_once_even_while_it_polls(
     url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each key allows one record at a time, so the next ones wait for the ack."""
+    """With ``max_per_key=1``, a key's next record becomes available only after the ack."""
     monkeypatch.setattr(lease_renewer, "_GATHER_S", 600.0)
     with Queue(url, [f"g{n % 8}" for n in range(600)], max_per_key=1) as queue:
         consumer = queue.consumer()
@@ -468,7 +469,7 @@ def test_run_sends_acks_at_once_even_while_it_polls(
             if len(done) == 600:
                 consumer.stop()
 
-        consumer.run(handle, concurrency=8)  # pytest's timeout ends it if an ack waits
+        consumer.run(handle, concurrency=8)  # hangs until pytest's timeout if an ack waits
         assert sorted(done) == list(range(600))
 
 
@@ -500,7 +501,7 @@ def test_ctrl_c_ends_a_waiting_run_and_its_threads(url: str) -> None:
         assert queue.shared.confirmed == 3
 
 
-def test_poll_without_a_limit_waits_for_records(url: str) -> None:
+def test_poll_without_a_timeout_waits_for_records(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
 
@@ -512,7 +513,7 @@ def test_poll_without_a_limit_waits_for_records(url: str) -> None:
             assert offsets(c1.poll(None)) == [0]
 
 
-def test_closing_in_another_thread_ends_a_poll_without_a_limit(url: str) -> None:
+def test_close_from_another_thread_ends_a_poll_without_a_timeout(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
 
@@ -588,7 +589,8 @@ def test_leases_are_renewed_while_the_application_works(url: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_undecodable_value_counts_as_a_handler_failure(url: str) -> None:
-    with Queue(url, "AB", max_deliveries=2, dead_letter="dead") as queue:  # neither is JSON
+    # The values of the first two records, A and B, are not JSON.
+    with Queue(url, "AB", max_deliveries=2, dead_letter="dead") as queue:
         with queue.stream.publisher(codec="json") as pub:
             pub.publish([1], key=b"A")
         seen: list[object] = []

@@ -155,7 +155,7 @@ def test_release_with_invalid_arguments_leaves_the_record_held(
 
 
 def test_rewound_records_are_not_delivered_from_the_buffer(any_url: str) -> None:
-    """Records that were prefetched with the released one must go to other consumers."""
+    """The rewound records leave the buffer, so that another consumer can get them in order."""
     with Queue(any_url, "AAAB") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5, max_records=1)
@@ -291,7 +291,8 @@ def test_a_dead_consumers_dead_letter_is_published_once_by_another_consumer(
         assert queue.shared.describe().dead_letters_pending == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
-        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)  # after lease_ttl
+        # As if lease_ttl had passed: the server assigns the dead letter to the next consumer.
+        make_due(queue.client._connector, queue.shared._protocol, "dying", 0)
         assert c2.poll(0) == []
         c2.flush()
         assert len(letters(queue)) == 1
@@ -496,7 +497,7 @@ def test_expired_consumer_that_was_not_reaped_continues(any_url: str) -> None:
 def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> None:
     with Queue(any_url, "ABC") as queue:
         c1, c2 = queue.consumers(2)
-        assert offsets(c1.poll(5, max_records=1)) == [0]  # the others are in its buffer
+        assert offsets(c1.poll(5, max_records=1)) == [0]  # 1 and 2 are buffered
         expire(c1)
         assert offsets(c2.poll(5)) == [0, 1, 2]
         c1.flush()
@@ -511,14 +512,14 @@ def test_settlements_are_sent_in_parts_with_acknowledgements_first(
 ) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 8)
     monkeypatch.setattr(holdings, "_OTHERS_MAX", 3)
-    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 5)  # records per batch
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 5)  # a claim gets a batch of up to 5
     with Queue(url, "ABCDEABCDE" + "FFFF", lease_ttl=60.0) as queue:
         consumer = queue.consumer()
         records = consumer.poll(5)
         steps = Steps(monkeypatch, consumer)
         with consumer._deliveries.condition:  # so that the lease renewer sends nothing in between
             records[13].ack()
-            records[12].release()  # rewinds no other record
+            records[12].release()  # rewinds no record, because record 13 is settled
             for record in records[:5]:
                 record.reject("no")
             for record in records[5:10]:

@@ -71,7 +71,7 @@ def test_one_key_can_use_the_whole_prefetch(client: meteor.Client, max_per_key: 
     publish(stream, *[(b"A", None)] * 100)
     with stream.shared_subscriber("g", max_per_key=max_per_key, prefetch=80) as sub:
         assert offsets(sub.poll(5)) == [*range(80)]
-    with stream.shared_subscriber("g", max_per_key=10_000) as sub:  # the same setting
+    with stream.shared_subscriber("g", max_per_key=10_000) as sub:  # 0 means 10,000
         assert sub.settings.max_per_key == 10_000
     with stream.shared_subscriber("default", prefetch=80) as sub:
         assert offsets(sub.poll(5)) == [*range(32)]
@@ -284,7 +284,7 @@ def test_record_whose_key_equals_the_default_key_is_ordered_with_keyless_ones(
         assert two.poll(0) == []
 
 
-def test_keyless_records_are_free_and_others_keep_their_order(any_url: str) -> None:
+def test_keyless_records_are_free_and_keyed_records_keep_their_order(any_url: str) -> None:
     with Queue(any_url) as queue:
         publish(queue.stream, (None, None), (b"", None), (b"A", None), (b"A", None), (None, None))
         c1, c2 = queue.consumers(2)

@@ -63,13 +63,15 @@ def ctrl_c() -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Disable garbage collection: Python drops exceptions raised in a finalizer, and redis-py's
-    parsers have one. In one run, 18 of 3,165 Ctrl-C signals arrived there; no other was lost.
+    """Disable garbage collection during a test.
+
+    Python drops exceptions raised in a finalizer, and redis-py's parsers have one. In one run, 18
+    of 3,165 Ctrl-C signals arrived during a finalizer; no others were lost.
     """
     gc.collect()
     gc.disable()
     yield
-    gc.collect()  # before the next test
+    gc.collect()  # so that this test's garbage does not disturb the next test
     gc.enable()
 
 
@@ -110,7 +112,7 @@ def test_close_after_ctrl_c_at_any_moment_returns_all_records(
                 try:
                     if times == 2:
                         alarm.after(rng.uniform(0.0001, 0.003))
-                        consumer.close()  # interrupted again
+                        consumer.close()  # a second Ctrl-C may interrupt it
                     alarm.off()
                 except KeyboardInterrupt:
                     pass
@@ -195,7 +197,7 @@ def test_signal_handler_that_closes_while_a_reply_is_applied_leaves_no_records_h
 
 
 def finish(queue: Queue) -> None:
-    """Check that other consumers get the remaining records, at once or after a lease TTL."""
+    """Let leftover leases expire, and check that another consumer gets all remaining records."""
     for consumer in queue.shared.describe().consumers:
         make_due(queue.client._connector, queue.shared._protocol, "leases", consumer.id)
     with queue.stream.shared_subscriber(GROUP) as last:
@@ -247,7 +249,7 @@ def test_interrupted_program_leaves_the_group_at_once(
             program.close()
 
 
-def test_second_ctrl_c_ends_a_program_whose_handlers_hang(url: str) -> None:
+def test_repeated_ctrl_c_ends_a_program_whose_handlers_hang(url: str) -> None:
     with Queue(url, "ABC") as queue:
         queue.consumer().close()
         program = Process("-c", PROGRAM, url, "hang")

@@ -1,4 +1,4 @@
-"""Qpid's stress program for shared subscribers: its matrix of senders, receivers and windows."""
+"""Qpid's stress program, adapted to shared subscribers, with its matrix of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unreadable records in a shared group are reported once, and the others are delivered."""
+"""Unreadable records in a shared group are reported once, and all other records are delivered."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_damaged_records_in_the_store_are_reported_once_and_others_are_delivered
 
 
 def archive(queue: Queue) -> None:
-    """Make the ring drop all earlier records."""
+    """Publish and archive more records until the ring has dropped all earlier ones."""
 
     def dropped() -> bool:
         queue.publish("CCCCC", frame=5)

@@ -112,7 +112,7 @@ def test_ack_during_an_empty_claim_wakes_the_consumer(
     queue = open_queue("AB")
     c1 = queue.consumer(prefetch=1)
     (first,) = c1.poll(5)
-    assert c1.poll(0.05) == []  # c1 has scanned everything
+    assert c1.poll(0.05) == []  # c1 has no room for a second record
     exchange = c1._prefetcher.exchange
 
     def settled_meanwhile(want: int, mode: str = "") -> StepReply:
@@ -179,7 +179,7 @@ def test_death_of_another_consumer_wakes_a_waiting_consumer(
     assert offsets(c1.poll(5)) == [0]
 
     def hang() -> None:
-        c1._lease_renewer.stop()  # its lease is no longer renewed
+        c1._lease_renewer.stop()  # from now on, nothing renews the lease of c1
 
     assert woken(queue, c2, hang) == [0]
 
@@ -203,7 +203,7 @@ def test_consumer_interrupted_as_it_starts_to_wait_stops_watching_at_once(
 ) -> None:
     """The step makes this consumer the one that watches the index, and Ctrl-C loses the reply.
 
-    No other consumer would watch the index before a third of its long lease has passed.
+    If this consumer kept watching, others would notice new records only after 0.3 lease TTLs.
     """
     queue = open_queue()
     c1, c2 = queue.consumers(2)

@@ -9,7 +9,7 @@ from meteor_py.shared.work_ahead import WorkAhead
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A fake clock: its only element is the time in seconds."""
+    """A fake clock: a list whose only element is the time in seconds."""
     time = [100.0]
     monkeypatch.setattr("meteor_py.shared.work_ahead.time.monotonic", lambda: time[0])
     return time

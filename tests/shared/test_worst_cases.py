@@ -1,7 +1,7 @@
 """No call blocks the server for long, however large the group is. The tests count work, not time.
 
 Each script or transaction must run a bounded number of commands with a bounded number of arguments,
-and none of them may read or free a whole collection. Each test also prints its longest call, as the
+and no command may read or free a whole collection. Each test also prints its longest call, as the
 server measured it.
 """
 
@@ -33,7 +33,7 @@ Bounded = Callable[[Callable[[], object]], Work]
 
 @pytest.fixture
 def bounded(url: str) -> Bounded:
-    """Run a function and check that each call that it makes to the server is bounded."""
+    """A function that runs another one and checks that each of its server calls is bounded."""
 
     def run(work: Callable[[], object]) -> Work:
         with counted(url) as done:
@@ -130,7 +130,7 @@ def test_group_with_many_consumers_is_inspected_in_portions(url: str, bounded: B
         consumer = queue.consumer()
         id = consumer._deliveries.consumer
         raw = plain.hget(queue.key("members"), id)
-        for number in range(1_000):  # as if that many consumers had joined
+        for number in range(1_000):  # as if 1,000 more consumers had joined
             plain.hset(queue.key("members"), f"{number:06}", raw)
             plain.zadd(queue.key("leases"), {f"{number:06}": 2**50})
         done = bounded(lambda: queue.shared.describe())
@@ -175,7 +175,7 @@ def test_large_group_of_version_0_1_is_converted_in_bounded_calls(
         assert found[b"long"].waiting == 8_000
         assert sum(key.startswith(b"many-") for key in found) == 3_000
         waiting = group._waiting(b"long", 10_000)
-        assert waiting == sorted(waiting), "held records did not return to their place"
+        assert waiting == sorted(waiting), "held records did not return to their places"
         assert group.describe().dead_letters_pending == 2_000
         assert plain.zcard("meteor:{carts}:shared:billing:unsettled") == 2_000
         parts = {part.split(b":")[0] for part in group._protocol.find()}

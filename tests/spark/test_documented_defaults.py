@@ -48,6 +48,6 @@ def test_documented_capacity_of_new_streams_is_the_default_capacity() -> None:
     assert int(documented("sink")["capacity"]) == StreamConfig().capacity
 
 
-def test_most_options_have_a_documented_default() -> None:
+def test_both_option_tables_contain_defaults() -> None:
     assert len(documented("source")) >= 5
     assert len(documented("sink")) >= 3

@@ -136,7 +136,7 @@ def test_repeated_batch_from_a_deleted_stream_fails_or_is_empty(
         strict.batch()
     with Engine(kept, url=url, minPartitions=parts, failOnDataLoss="false") as engine:
         assert engine.batch() == []
-        assert engine.batch() == []  # the offsets no longer include the stream
+        assert engine.batch() == []  # the query's offsets no longer include the stream
         fill(client.stream("orders", capacity=1000), 3)
         assert engine.batch() == []  # the stream's start goes into the checkpoint first
         assert engine.batch() == [0, 1, 2]
@@ -238,7 +238,7 @@ def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
         engine.batch()
         session = engine.reader._members[NAME]._session
         assert session.term is not None
-        session.polling = True  # keeps the lease until the query has polled
+        session.polling = True  # so that the renewal thread does not let the lease lapse yet
         session.alive_at = now() - membership._BUSY_S - 1
         assert not engine.plan()
         session.polling = False

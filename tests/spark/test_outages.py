@@ -56,7 +56,7 @@ def durable(private_server: ServerFactory) -> Server:
 
 @contextmanager
 def away(server: Server) -> Iterator[None]:
-    """Kill the server, and restart it with its data while the block runs."""
+    """Kill the server, and restart it after ``AWAY_S`` seconds, while the block runs."""
     server.kill()
     timer = threading.Timer(AWAY_S, server.start)
     timer.start()
@@ -110,7 +110,7 @@ def test_idle_query_waits_for_a_server_that_restarts(durable: Server, group: str
 
 def test_planned_batch_is_read_completely_while_the_server_restarts(durable: Server) -> None:
     with meteor.connect(durable.url) as m, Engine(Checkpoint(), url=durable.url) as engine:
-        with m.stream(NAME, capacity=50_000).publisher() as pub:  # too many for one fetch
+        with m.stream(NAME, capacity=50_000).publisher() as pub:  # more than one fetch returns
             for _ in range(30):
                 pub.publish_many([b"x" * 10_000] * 100).result()
         assert engine.plan()
@@ -169,7 +169,8 @@ def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
         assert engine.batch() == []
         stream = replicated.proxied.stream
 
-        def confirmed() -> bool:  # like the engine, asks for records again and again
+        def confirmed() -> bool:
+            # Like the engine, ask for records repeatedly: this confirms the last batch.
             assert engine.batch() == []
             return stream.group("g").confirmed == 15
 

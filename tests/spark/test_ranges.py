@@ -49,7 +49,7 @@ def test_limit_is_shared_among_streams_and_never_exceeded() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 9])
-def test_streams_take_turns_if_the_limit_is_below_one_record_each(most: int) -> None:
+def test_a_small_limit_lets_every_stream_make_progress(most: int) -> None:
     start = {name: at(0) for name in "abcde"}
     end = {name: at(1000 if name == "c" else 100) for name in start}
     for _ in range(5):

@@ -269,7 +269,7 @@ def test_exactly_once_is_refused_on_a_server_that_may_evict_keys(
         assert m.stream("s").end().offset == 2
 
 
-def test_connectors_client_does_not_hide_warnings_about_the_applications_own(
+def test_connectors_client_does_not_suppress_warnings_for_the_applications_client(
     private_server: ServerFactory,
 ) -> None:
     url = private_server("--appendonly", "no").url

@@ -1,4 +1,4 @@
-"""Rows that Spark writes are in the stream exactly once, and errors name the invalid ones."""
+"""Rows that Spark writes are in the stream exactly once. Errors name invalid rows and options."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def target(m: meteor.Client) -> meteor.Stream:
 
 
 def source(m: meteor.Client, first: int, last: int) -> None:
-    """Publish the records that a query copies."""
+    """Publish the numbers from ``first`` to ``last - 1``, for a query to copy."""
     with m.stream("source", capacity=100_000).publisher() as pub:
         for start in range(first, last, 100):
             pub.publish_many([b"%d" % i for i in range(start, min(start + 100, last))])
@@ -55,7 +55,7 @@ def begin(frame: DataFrame, url: str, folder: Path, **options: str) -> Streaming
 
 
 def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> StreamingQuery:
-    """Copy new records from the source, in micro-batches of 1000."""
+    """Copy new records from the source, in micro-batches of at most 1000."""
     frame = stream_of(spark, url, stream="source", maxOffsetsPerTrigger=1000, minPartitions=2)
     query = begin(frame.select("value"), url, folder, **{"stream": "s"} | options)
     assert query.awaitTermination(END_S), "the query did not end"
@@ -64,7 +64,7 @@ def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> Streami
 
 @contextmanager
 def arrow_batches_of(spark: SparkSession, count: int) -> Iterator[None]:
-    """Make Spark pass rows to Python in small batches."""
+    """Make Spark pass rows to Python in batches of at most ``count``."""
     name = "spark.sql.execution.arrow.maxRecordsPerBatch"
     spark.conf.set(name, count)
     try:

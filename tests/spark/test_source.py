@@ -126,8 +126,9 @@ def test_query_starts_at_a_time_and_respects_batch_limits(
 
     given = {"stream": "orders", "group": "g", "minOffsetsPerTrigger": 10, "maxTriggerDelay": "1h"}
     fill(stream, 5)
-    query = start(stream_of(spark, url, **given), tmp_path, follow=True)  # from the checkpoint
-    # A query that owns the lease has already found that five records are too few for a batch.
+    # This query continues from the first query's checkpoint.
+    query = start(stream_of(spark, url, **given), tmp_path, follow=True)
+    # A query that owns the lease has already read the end: five new records, too few for a batch.
     eventually(lambda: owners(stream), 60, "the query does not start")
     fill(stream, 5)
     eventually(lambda: batches(query) == [10], 60, "the minimum batch was not read")
@@ -211,9 +212,8 @@ def test_failover_that_loses_records_fails_the_query_unless_loss_is_allowed(
     fill(replicated.proxied.stream, 10)
     run(frame, tmp_path)
     replicated.fail_over()
-    fill(
-        replicated.proxied.stream, 30
-    )  # beyond the checkpoint, so that the offset alone does not reveal the loss
+    # Fill beyond the checkpoint, so that the offset alone does not reveal the loss.
+    fill(replicated.proxied.stream, 30)
     error = failure(start(frame, tmp_path))
     assert "LogTruncated" in error
     assert "20 to 29" in error

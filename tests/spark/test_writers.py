@@ -49,7 +49,7 @@ def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> Sink
 
 
 def some(stream: str, size: int = 1, rows: int = 2) -> pa.RecordBatch:
-    """Return rows with values of this size."""
+    """Return rows for a stream, with values of ``size`` bytes."""
     return pa.RecordBatch.from_pydict({"value": [b"x" * size] * rows, "stream": [stream] * rows})
 
 
@@ -202,7 +202,7 @@ def test_batch_lost_by_a_failover_fails_and_is_written_when_repeated(
     assert contents(target) == "x x"
 
 
-def test_batch_older_than_the_last_is_refused_and_leaves_nothing(
+def test_batch_older_than_the_last_committed_one_is_refused_and_leaves_no_stage(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     early = sink.attempt("early", 4)
@@ -356,7 +356,7 @@ def test_restarted_driver_deletes_its_predecessors_stages(
     assert m.redis.keys("*stage*") == []
 
 
-def test_txn_ids_are_remembered_for_a_month(
+def test_txn_ids_are_remembered_for_30_days(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "TaskContext", Task(0))
@@ -391,7 +391,7 @@ def test_write_without_a_txn_id_is_forgotten_even_if_the_driver_dies_after_the_c
 
     with monkeypatch.context() as patch:
         patch.setattr(writers, "_TXN_S", 0.001)
-        patch.setattr(writers, "forget", lambda *_: None)  # as if the driver had died before
+        patch.setattr(writers, "forget", lambda *_: None)  # as if the driver had died first
         write()
     assert len(m.redis.hkeys(keys.fences("s"))) == 1
     write()

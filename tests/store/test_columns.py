@@ -1,4 +1,4 @@
-"""Readers that need few columns read only a small part of the files and get correct records."""
+"""Readers that need few columns read only a small part of the files and get correct values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CountingFile:
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes read from local files since the fixture was set up."""
+    """A list that holds the number of bytes read from local files since the fixture was set up."""
     counter = [0]
 
     def open_counted(storage: LocalStorage, path: str) -> Any:

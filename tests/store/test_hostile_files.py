@@ -15,6 +15,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store import segment_file
 from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.parquet_layout import _flat_struct, _read_struct
 from meteor_py.store.segment import Segment
 from meteor_py.store.segment_file import GROUP_BYTES, UNPACKED_MAX
 from tests.support.parquet_mutants import OPTIONS, fuzz, varint
@@ -116,7 +117,7 @@ def test_pages_that_unpack_to_more_than_the_footer_claims_are_refused(
     data = path.read_bytes()
     column = pq.read_metadata(path).row_group(0).column(4)
     true = varint(column.total_uncompressed_size)
-    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # has the same length
+    small = bytes([true[0] | 128, *[128] * (len(true) - 2), 0])  # a small number of the same length
     assert (data.count(true), len(data) < 50_000) == (1, True)
     path.write_bytes(data.replace(true, small))
     assert pq.read_metadata(path).row_group(0).column(4).total_uncompressed_size < 256
@@ -183,6 +184,42 @@ def test_one_large_key_and_header_among_many_small_ones_are_read(tmp_path: Path)
     assert found.column("key").to_pylist() == keys
     assert found.column("headers").to_pylist() == headers
     assert list(store.verify(INCARNATION, 0, rows)) == []
+
+
+def flat_struct(rng: random.Random) -> bytes:
+    """Return a struct with random fields, none of them a struct, as Thrift would write it."""
+    struct = bytearray()
+    for _ in range(rng.randrange(6)):
+        kind = rng.choice((1, 2, 4, 5, 6, 8, 9))
+        struct.append(rng.randrange(1, 16) << 4 | kind)
+        if kind in (4, 5, 6):
+            struct += varint(rng.choice((0, 5, 300, -(2**14))))
+        elif kind == 8:
+            size = rng.randrange(30)
+            struct += bytes([size]) + rng.randbytes(size)
+        elif kind == 9:
+            count = rng.randrange(20)
+            struct += bytes([count << 4 | 5] if count < 15 else [0xF5, count])
+            struct += b"".join(varint(rng.randrange(2**20)) for _ in range(count))
+    return bytes(struct) + b"\0"
+
+
+def test_a_skipped_struct_ends_where_a_read_one_does(rng: random.Random) -> None:
+    skipped = 0
+    for _ in range(20_000):
+        data = bytearray(flat_struct(rng) + rng.randbytes(8))
+        if rng.random() < 0.5:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        match = _flat_struct().match(data)
+        if match is None:
+            continue
+        try:
+            _, end = _read_struct(bytes(data), 0, None, 16)
+        except ValueError:
+            continue  # reading checks the size of each number, and skipping does not
+        assert match.end() == end
+        skipped += 1
+    assert skipped > 5_000
 
 
 # Broken files. tests/chaos/parquet_fuzz.py reads a hundred thousand of them.

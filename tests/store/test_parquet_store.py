@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> ParquetStore:
 
 
 def search(store: ParquetStore, offset: int) -> int | str:
-    """Find a record by its append time."""
+    """Find a record by its append time. Return its offset, or where the store is corrupt."""
     try:
         return store.locate(INCARNATION, appended_at(offset), 0, END)
     except CorruptSegment as error:

@@ -105,7 +105,7 @@ def test_no_more_segments_are_read_than_needed(segments: list[Segment]) -> None:
     spans = live_spans(segments)
     for (one, two), three in zip(pairwise(spans), spans[2:], strict=False):
         if one.segment.term == three.segment.term and one.stop == two.first:
-            # No segment reaches from the end of the first to the third, or it would have been read.
+            # No segment could follow the first and reach the third: it would replace the second.
             ends = [s.last for s in segments if s.term == one.segment.term and s.first <= one.stop]
             assert max(ends) < three.first or two.stop < three.first
 
@@ -127,6 +127,9 @@ class MemoryFile(SegmentFile):
     def close(self) -> None:
         pass
 
+    def close_when_unused(self) -> None:
+        pass
+
 
 class Crash(Exception):
     """Raised at the point where the process dies."""
@@ -139,7 +142,7 @@ class MemoryLog(SegmentLog):
         self.segments_by_name: dict[str, pa.RecordBatch] = {}
         self.removals_left = math.inf
         self._numbers = count()
-        storage: Any = self  # the segment log calls its `names` and `remove`
+        storage: Any = self  # this object is its own storage
         super().__init__(storage, "s", "incarnation", "memory")
 
     def version(self, path: str) -> None:
@@ -207,7 +210,7 @@ class Archiving(RuleBasedStateMachine):
         self.term = 1
         self.paused: list[Paused] = []
         self.merged: list[tuple[int, pa.Table]] = []
-        # A late write has put segments below the expired offset. They exist, but are not read.
+        # Whether a late write has put segments below the expired offset, where nothing is read.
         self.late_below = False
 
     @rule(n=few)

@@ -79,7 +79,7 @@ def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path:
 def test_archiver_continues_if_the_server_has_lost_its_terms(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    """The server restarts at a low term, so the archiver skips the terms that are in the store."""
+    """The server counts terms from 1 again, so the archiver skips the terms in the store."""
     stream = stored(m, tmp_path)
     for skipped in (0, 1_000):
         m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)
@@ -229,7 +229,7 @@ def test_merging_stays_within_its_memory_limit(
 
 
 class HangingStore(MemoryStore):
-    """A store that hangs until it is released."""
+    """A store that, once ``hangs`` is set, hangs until ``released`` is set."""
 
     def __init__(self) -> None:
         super().__init__(NAME)

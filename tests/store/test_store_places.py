@@ -18,7 +18,7 @@ from meteor_py.store.parquet import IDENTITY_FILE, ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, check, records
 from tests.support.parquet_store import claimed, everything_said
 
-#: Every call that reads or changes a stream's folder.
+#: Calls that read or change a stream's folder.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {
     "identity": lambda store: store.identity(),
     "claim": lambda store: store.claim("mine"),

@@ -81,7 +81,7 @@ def test_folder_without_leftovers_can_be_read_as_a_whole(files: list[str], tmp_p
     folder = tmp_path / "s" / INCARNATION
     for name in os.listdir(folder):
         make_old(folder / name)
-    (folder / "_begun.tmp").write_bytes(b"PAR1")  # an archiver is running
+    (folder / "_begun.tmp").write_bytes(b"PAR1")  # an archiver has begun to write
     claimed(tmp_path).tidy(INCARNATION, NEWEST, END, lambda: True)
     table = ds.dataset(folder, format="parquet").to_table().sort_by("offset")
     assert table.equals(records(0, END))

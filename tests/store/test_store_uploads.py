@@ -80,7 +80,7 @@ def proxied(s3: S3) -> Iterator[ProxiedStore]:
 
 
 def large(rng: random.Random, first: int, n_bytes: int) -> pa.Table:
-    """Return incompressible records."""
+    """Return three records, one of which has a value of ``n_bytes`` incompressible bytes."""
     values = [b"", rng.randbytes(n_bytes), b"last"]
     table = records(first, first + len(values))
     return table.set_column(4, ARROW_SCHEMA.field("value"), pa.array(values))

@@ -1,7 +1,6 @@
-"""Every store fulfils the store contract: in memory, on a disk, and through pyarrow.
+"""Every store fulfils the store contract: in memory, on a disk, and on a pyarrow filesystem.
 
 tests/store/test_store_uploads.py covers object stores.
-
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_dead_letter_for_a_record_without_headers_has_only_meteor_headers(
     assert all(name.startswith("meteor-") for name in letter.headers)
 
 
-def test_dead_letter_for_a_dead_letter_names_the_first_letters_stream(
+def test_dead_letter_for_a_dead_letter_names_the_dead_letter_stream_as_its_origin(
     streams: DeadLetterStreams,
 ) -> None:
     streams.bury(streams.record(b"poison", headers={"mine": b"1"}))
@@ -570,7 +570,7 @@ def test_server_promotion_is_detected_on_an_idle_connection(
             client.replicaof(HOST, str(other.port))
             eventually(lambda: client.info("replication")["master_link_status"] == "up")
             client.replicaof("NO", "ONE")
-        streams.bury(second, timeout_s=0)  # the first attempt succeeds
+        streams.bury(second, timeout_s=0)  # there is only one attempt
         assert streams.target.describe().epoch > epoch
         assert len(streams.letters()) == 2
 
@@ -708,7 +708,7 @@ def not_tried_again() -> bool:
 
 
 def on_call(number: int, work: Callable[[], object]) -> Callable[[], bool]:
-    """Return a ``stop`` callback that always returns False; call ``number`` also runs ``work``."""
+    """Return a callback for ``stop``, which returns False. Call ``number`` also runs ``work``."""
     calls = 0
 
     def stop() -> bool:

@@ -11,7 +11,7 @@ from tests.support.group_members import GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
-#: Lease times in seconds: one that expires during a test, and one that does not.
+#: Lease TTLs in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.8
 LONG_S = 60.0
 #: Tolerance in seconds for a slow machine.
@@ -138,7 +138,7 @@ def test_last_confirm_before_leaving_is_not_lost(harness: GroupHarness, how: str
     assert second.poll() == [5]
 
 
-def test_forked_child_refuses_every_call_and_its_exit_changes_nothing(
+def test_subscriber_in_a_forked_child_refuses_every_call_and_the_childs_exit_changes_nothing(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)
@@ -236,7 +236,7 @@ def test_hung_member_is_replaced_and_does_not_compete_until_it_polls(harness: Gr
     harness.fill(5)
     first = harness.member(lease_ttl=LONG_S, max_poll_interval=0.5)
     second = harness.member(lease_ttl=LONG_S)
-    assert first.name != second.name  # both are ready
+    assert first.name != second.name  # waits until both members are ready
     assert first.poll(max_records=3) == [0, 1, 2]
     first.tell("hang", 1.5)
     assert second.poll(40) == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Member processes survive when their group is moved or deleted, or the server fails.
+"""Member processes cope with a group that is moved or deleted, and a server that is full or killed.
 
 ``test_group_admin`` and ``test_group_faults`` cover the same cases within one process.
 """
@@ -13,13 +13,13 @@ from tests.support.group_members import GROUP, GroupHarness, Member, Refused
 from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
-#: Lease times in seconds: one that expires during a test, and one that does not.
+#: Lease TTLs in seconds: one that expires during a test, and one that does not.
 SHORT_S = 0.8
 LONG_S = 60.0
 
 
 def singles(harness: GroupHarness, number: int) -> None:
-    """Publish one frame per record, so that a poll for some of them fetches no others."""
+    """Publish each record in its own frame, so that a poll can fetch some without the others."""
     harness.fill(*[1] * number)
 
 
@@ -191,7 +191,7 @@ def test_group_keeps_its_owner_if_a_killed_server_restarts_before_the_lease_expi
         second.tell("poll", 100.0, 10_000)
         blocked(harness.redis)
         assert first.confirm(1) == 2
-        for end in (4, 6):  # killed before a confirm
+        for end in (4, 6):  # the server is killed just before a confirm
             server.kill()
             first.tell("confirm", None)
             server.start()
@@ -252,8 +252,8 @@ def test_earliest_is_resolved_at_the_first_read_and_then_kept(
         assert given == list(range(given[0], given[-1] + 1))
         assert given[0] > written - 200
         first.kill()
-        wait_for_more(200)
-        with pytest.raises(Refused, match=r"RecordsLost: Records \d+ to"):  # dropped unconfirmed
+        wait_for_more(200)  # the ring drops records that the first member has not confirmed
+        with pytest.raises(Refused, match=r"RecordsLost: Records \d+ to"):
             second.poll(20)
 
 

@@ -49,7 +49,7 @@ def plain(url: str) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def ring(client: meteor.Client) -> meteor.Stream:
-    """A ring of ten records."""
+    """A stream whose ring holds about ten records."""
     return client.stream("ring", capacity=10)
 
 
@@ -439,7 +439,7 @@ def test_reader_gets_log_truncated_if_the_server_lost_its_records(
         fill(stream, 10)
         with stream.subscriber(initial_offset="earliest") as behind:
             check_values(behind.poll(timeout=0, max_records=3))
-            behind.seek(3)  # no record is fetched ahead
+            behind.seek(3)  # drops the records that it has fetched ahead
             server.client().save()
             fill(stream, 10)
             with stream.subscriber(initial_offset="earliest") as ahead:

@@ -176,7 +176,7 @@ def test_deactivate_returns_as_soon_as_the_last_confirm_is_sent(harness: GroupHa
     for end in range(1, 11):
         sub.poll(5, max_records=1)
         sub.confirm()
-        sub.deactivate(timeout=600)  # the test's own timeout is shorter
+        sub.deactivate(timeout=600)  # a missed wake-up would outlast the test's own timeout
         assert (harness.confirmed, harness.owner) == (end, None)
         sub.reactivate()
 

@@ -75,7 +75,9 @@ CUTS = pytest.mark.parametrize("cut", ["before", "after"])
 
 
 @CUTS
-def test_acquire_with_a_lost_reply_starts_one_term(proxied: ProxiedStream, cut: str) -> None:
+def test_acquire_with_a_lost_request_or_reply_starts_one_term(
+    proxied: ProxiedStream, cut: str
+) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=60)
     cuts = arm(proxied, cut, ACQUIRE_LEASE)
     assert drain_once(sub) == list(range(10))
@@ -85,7 +87,7 @@ def test_acquire_with_a_lost_reply_starts_one_term(proxied: ProxiedStream, cut: 
 
 
 @CUTS
-def test_renewal_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
+def test_renewal_with_a_lost_request_or_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=0.6)
     drain_once(sub)
     term = sub.term
@@ -97,7 +99,7 @@ def test_renewal_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str)
 
 
 @CUTS
-def test_confirm_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
+def test_confirm_with_a_lost_request_or_reply_is_repeated(proxied: ProxiedStream, cut: str) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=60)
     drain_once(sub)
     for offset in (3, 7):
@@ -203,7 +205,7 @@ def unless_disconnected(sub: meteor.Subscriber) -> meteor.RecordBatch | None:
 
 @CUTS
 @pytest.mark.parametrize("how", ["close", "deactivate"])
-def test_lease_is_released_over_a_new_connection(
+def test_lease_is_released_over_a_new_connection_if_the_old_one_is_cut(
     proxied: ProxiedStream, cut: str, how: str
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=60)
@@ -257,7 +259,7 @@ def test_poll_raises_if_the_server_is_unreachable_and_loses_nothing(proxied: Pro
     assert check_values(sub.poll(5, max_records=4)) == [0, 1, 2, 3]
     proxied.proxy.refuse()
     proxied.proxy.cut()
-    sub.poll(0)  # returns records that were fetched before
+    sub.poll(0)  # returns the records that were fetched before the outage
     with pytest.raises(meteor.ConnectionFailed):
         sub.poll(0.3)
     ack = sub.confirm()

@@ -130,7 +130,7 @@ def test_lease_goes_to_one_member_and_others_learn_its_owner(ten: GroupScripts) 
     answer = ten.acquire("a", ttl_ms=5000)
     term = ok(answer)
     assert answer == ("OK", term, 0, 1, 10, "")
-    assert before < term < before + 60_000  # term numbers follow the clock
+    assert before < term < before + 60_000  # the term number is the time in ms
     assert ten.holder() == f"m-a {term}"
     assert 0 < ten.plain.pttl(ten.lease) <= 5000
     stored = ten.snapshot()
@@ -487,7 +487,10 @@ def test_lease_expires(ten: GroupScripts) -> None:
 
 
 def lose_tail(lua: GroupScripts, first: int) -> None:
-    """Make the server lose all records from ``first`` on and begin a new epoch there."""
+    """Simulate a failover that loses all records from ``first`` on.
+
+    The next write begins a new epoch.
+    """
     for entry_id, _ in lua.entries():
         if int(entry_id.split(b"-")[0]) >= first:
             lua.plain.xdel(lua.log, entry_id)
@@ -503,7 +506,7 @@ def test_confirm_is_refused_only_for_records_on_a_lost_branch(url: str, lost: in
             assert len(sub.poll()) == 10
             lose_tail(GroupScripts(client), 10 - lost)
             fill(stream, 10)
-            assert sub.confirm(4).result(20) == 5  # the session learns of the epoch
+            assert sub.confirm(4).result(20) == 5  # the session learns of the new epoch
             if lost:
                 with pytest.raises(meteor.LogTruncated) as caught:
                     sub.confirm(9).result(20)

@@ -1,4 +1,4 @@
-"""Groups survive signal handlers that close them, Ctrl-C, forks and interpreter exit."""
+"""A group stays intact despite signal handlers, Ctrl-C, forks and interpreter exit."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_signal_handler_can_close_in_a_poll_while_the_server_does_not_reply(
     sub.poll(5)
     session = session_of(sub)
     proxied.proxy.stall()
-    eventually(lambda: not sub.is_assigned)  # so that the poll must acquire the lease
+    eventually(lambda: not sub.is_assigned)  # so that the poll must ask the server for it
     begun = time.monotonic()
     with CloseOnSignal(sub) as closing, background(closing.when(session_is_asked_here(session))):
         with contextlib.suppress(meteor.MeteorError):
@@ -158,7 +158,7 @@ def test_signal_handler_can_close_in_the_middle_of_a_confirm(
                 confirming._send_at = now() + 1
                 sub.confirm(offset)
                 for confirmation in confirming._waiting:
-                    confirmation.sent = True  # the first attempt has failed
+                    confirmation.sent = True  # as if the first attempt had failed
             closing = CloseOnSignal(sub)
             real = state.notify_all
             want = confirming.want
@@ -235,7 +235,7 @@ def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(proxied: Proxi
     proxied.proxy.resume()
     eventually(lambda: not session_threads(), message="the thread is still running")
     eventually(lambda: not proxied.direct.exists(keys.lease(STREAM, GROUP)), 2)
-    with contextlib.suppress(meteor.MeteorError):  # the confirm may have been too late
+    with contextlib.suppress(meteor.MeteorError):  # raises if the confirm has failed
         sub.close()
 
 

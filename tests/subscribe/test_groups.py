@@ -31,7 +31,7 @@ def served(url: str) -> Iterator[GroupHarness]:
         yield harness
 
 
-# SubscriberGroupedTest
+# As in Meteor's SubscriberGroupedTest
 
 
 def test_subscriber_in_a_group_cannot_seek(harness: GroupHarness) -> None:
@@ -264,7 +264,7 @@ def test_groups_with_the_same_name_on_two_streams_are_independent(harness: Group
         assert harness.confirmed is None
 
 
-# PubSubTest, and Blackstrom's ledger test
+# As in Meteor's PubSubTest and Blackstrom's ledger test
 
 
 def test_each_receiver_without_a_group_gets_every_record_in_order(served: GroupHarness) -> None:
@@ -319,7 +319,7 @@ def _note(
     return note
 
 
-# ElectionTest
+# As in Meteor's ElectionTest
 
 
 class Candidate:

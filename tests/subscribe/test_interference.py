@@ -104,7 +104,7 @@ def test_subscriber_continues_after_ctrl_c_in_a_waiting_poll(
 def test_poll_without_a_limit_waits_for_records_until_ctrl_c(
     stream: meteor.Stream, plain: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetcher, "_RECONNECT_S", 0.2)  # counts only while the server is away
+    monkeypatch.setattr(fetcher, "_RECONNECT_S", 0.2)  # used only while the server is away
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stream.subscriber() as sub:

@@ -167,7 +167,7 @@ def test_signal_handler_that_uses_the_client_during_a_call_gets_its_own_reply(
 
 
 class alarms:  # in lower case, because it is used like a function
-    """Calls a function from a signal handler, repeatedly."""
+    """Calls a function from a signal handler: repeatedly, or once if ``first_s`` is 0.1 or more."""
 
     def __init__(self, action: Callable[[], object], first_s: float = 0.001) -> None:
         self._action = action
@@ -184,7 +184,7 @@ class alarms:  # in lower case, because it is used like a function
 
     def _handle(self, *_: object) -> None:
         self._action()
-        if self._first_s < 0.1:  # not periodic: set the next alarm only after handling this one
+        if self._first_s < 0.1:  # set the next alarm only now, so that calls do not overlap
             signal.setitimer(signal.ITIMER_REAL, self._first_s)
 
 
@@ -192,7 +192,7 @@ class alarms:  # in lower case, because it is used like a function
 
 
 def lose_tail(stream: meteor.Stream) -> None:
-    """Simulate a failover: replace the last 50 of 150 records with 100 others."""
+    """Simulate a failover that loses records 100 to 149; publish 100 others in their place."""
     plain = stream.client.redis
     plain.delete(keys.log(stream.name), *plain.keys(keys.producer(stream.name, "*")))
     plain.hset(keys.meta(stream.name), mapping={"next": 100, "history": "f" * 40})

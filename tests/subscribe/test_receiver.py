@@ -261,7 +261,7 @@ def test_closing_a_client_closes_all_receivers_and_raises_one_error(url: str) ->
         assert all(is_free(other.stream("s", create=True), f"g{number}") for number in range(6))
 
 
-def test_error_in_the_block_is_not_hidden_by_the_receivers(url: str) -> None:
+def test_error_in_the_block_is_not_hidden_by_the_receivers_error(url: str) -> None:
     with pytest.raises(KeyError) as caught, meteor.connect(url) as client:  # noqa: PT012
         stream = client.stream("s", create=True)
         fill(stream, 1)
@@ -372,7 +372,7 @@ def test_lease_lost_in_a_handler_does_not_end_the_receiver(
         eventually(lambda: confirmed(stream) == 6)
         assert receiver.alive
         assert handler.done[-2:] == [4, 5]
-        if looks:  # otherwise it continues until the server refuses a confirm
+        if looks:  # if not, the receiver continues until it notices a refused confirm
             assert handler.done == [0, 1, 4, 5]
         assert term is not None
         assert (sub.term or 0) > term

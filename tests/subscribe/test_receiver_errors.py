@@ -1,4 +1,4 @@
-"""If the handler raises, ``on_error`` decides what happens to the record, which is never lost."""
+"""If the handler raises, ``on_error`` decides: stop, skip the record, retry, or dead-letter it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ def test_retry_continues_until_success_with_growing_pauses(stream: meteor.Stream
 def test_retry_pauses_longer_than_max_poll_interval_keep_the_lease(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meteor_py.subscribe.receiver._BACKOFF_S", (2.0, 2.0))  # at least 1 second
+    # Each pause is between one and two seconds.
+    monkeypatch.setattr("meteor_py.subscribe.receiver._BACKOFF_S", (2.0, 2.0))
     fill(stream, 3)
     quick: dict[str, Any] = {"group": "g", "lease_ttl": 0.4, "max_poll_interval": 0.4}
 

@@ -214,7 +214,7 @@ def test_poll_can_wait_longer_than_the_connection_timeout(url: str) -> None:
 
 
 def test_poll_can_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
-    """A blocking read lasts two seconds, because redis-py 8 abandons a reply after five."""
+    """A blocking read lasts only two seconds, so that a dead connection is noticed soon."""
     with stream.subscriber() as sub:
         start = time.monotonic()
         assert not sub.poll(timeout=2.3)

@@ -1,4 +1,4 @@
-"""A stream with a store, and archivers in this process or in others that fail at a given step.
+"""A stream with a store, and archivers in this process or in child processes that fail on purpose.
 
     with StoredStream(url, tmp_path) as stored:
         end = stored.fill(1000)
@@ -8,8 +8,8 @@
 
 A fault such as "kill before rename" says how and when a process fails. It consists of "kill"
 (SIGKILL) or "stop" (SIGSTOP), "before" or "after", a commit step and, optionally, the number of the
-call at which that step fails (1 by default). The steps are library functions, which are wrapped
-only in that process.
+call at which that step fails (1 by default). The steps are functions of meteor_py and ``os``, which
+are wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def _may_mount() -> bool:
     return tried.returncode == 0
 
 
-needs_mounts = pytest.mark.skipif(
-    not _may_mount(), reason="This user is not allowed to mount directories."
-)
+needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This process cannot mount directories.")
 
 
 class StoredStream(GroupHarness):

@@ -82,7 +82,7 @@ class Publishing(Client):
         #: Values whose outcome is unknown, and values that were refused.
         self.unknown: set[bytes] = set()
         self.refused: set[bytes] = set()
-        #: Ranges of acknowledged offsets that were later reported as lost.
+        #: Ranges of offsets that LogTruncated errors reported as lost: first and last of each.
         self.reported: list[tuple[int, int]] = []
         self.longest_pause_s = 0.0
         self.errors: Counter[str] = Counter()
@@ -158,7 +158,7 @@ class GroupReading(Client):
         )
         self.seen: list[tuple[int, bytes]] = []
         self.reported: list[tuple[int, int]] = []
-        #: Confirms whose outcome is unknown.
+        #: Number of confirms whose outcome is unknown.
         self.unknown = 0
 
     def step(self) -> None:
@@ -221,7 +221,7 @@ class SharedWorking(Client):
 class Deliveries:
     """Counts each record's deliveries.
 
-    ``disorder`` lists records whose first delivery was out of order for their key.
+    ``disorder`` lists the offsets of records whose first delivery was out of order for their key.
     """
 
     def __init__(self) -> None:

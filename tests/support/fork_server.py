@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from meteor_cli.main import COMMANDS
 
-#: File descriptors sent with a request: connection, stdin, stdout, stderr.
+#: Number of file descriptors sent with a request: connection, stdin, stdout, stderr.
 _FILES = 4
 
 
@@ -120,7 +120,8 @@ class _ForkServer:
         """Return True in the forked child. The parent waits until the child is set up or ends."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about pyarrow's thread
+            # Python warns about a fork while another thread, here pyarrow's, exists.
+            warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)

@@ -68,7 +68,7 @@ class GroupScripts(StreamScripts):
         """Release the lease.
 
         With ``lapse``, pass the lease value that the caller knows. This is ``lease``, if given, or
-        the current value.
+        the current value, or "expired" if the lease is free.
         """
         script_keys = [self.group, self.lease, self.events]
         known = (lease or self.lease_text() or "expired") if lapse else ""

@@ -2,7 +2,8 @@
 
 python -m tests.support.parquet_mutants SEED CASES
 
-It prints the number of files refused, the number read, and its own memory growth in MiB.
+It prints how many of the CASES files were refused and how many were read, and the growth of its
+memory in MiB.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
 
 
 def flipped_footers(whole: bytes) -> Iterator[bytes]:
-    """Yield copies of a file, each with one footer bit flipped. Some flips change list lengths."""
+    """Yield copies of a file, each with one flipped bit in the footer, such as in a list length."""
     for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
         data = bytearray(whole)
         data[at] ^= 64

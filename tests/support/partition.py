@@ -21,7 +21,7 @@ _STEP_S = 0.05
 
 
 class Door:
-    """A proxy for one port of a node. It closes connections that the network separates."""
+    """A proxy for one port of a node. It closes connections from nodes that are cut off from it."""
 
     def __init__(self, network: Network, owner: str, target_port: int) -> None:
         self._network, self._owner, self._target_port = network, owner, target_port

@@ -43,7 +43,7 @@ PATIENCE_S = 30.0
 TARGETS = ("leader", "any", "all", "member")
 #: Seconds to wait for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0
-#: Concurrent requests per process.
+#: Number of concurrent requests after which a process waits for the oldest one.
 _OPEN = 8
 
 

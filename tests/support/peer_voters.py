@@ -93,7 +93,7 @@ class Panel:
         return self.peer_group._handle.protocol.run(script, list(args))
 
     def votes(self) -> str:
-        """Return the votes in the only open poll."""
+        """Return the votes in the only open poll, as codes such as "y" (see _group_state.lua)."""
         found: Any = self.redis.hvals(self.key(f"votes:{self.open_poll()}"))
         return b"".join(found).decode()
 
@@ -174,7 +174,7 @@ class _Child:
     def act(self, name: str, late: Any = "skip") -> None:
         @self.me.on_action(name, late=late)
         def run(action: Action) -> None:
-            # The server runs on this machine, so its time is known exactly.
+            # The server runs on this machine, so time.time() is the exact time on its clock.
             self.done.append(_facts(action) | {"true": time.time()})
 
     def actions(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Peer groups for tests: direct script calls with a fake clock, and members in other processes.
+"""Peer groups for tests: direct script calls with a fake clock, handles, and child processes.
 
 peers = Peers(client)
 peers.join("a")
@@ -36,16 +36,16 @@ from tests.support.group_members import ANSWER_S, Process, Refused, answer, serv
 from tests.support.waiting import eventually
 
 GROUP = "workers"
-#: The default ttl in `Peers`.
+#: The default ttl in `Peers`, in milliseconds.
 TTL_MS = 1000
 HOUR_MS = 3_600_000
-#: A ttl in seconds that does not expire during a test.
+#: A ttl in seconds that is so long that no member expires during a test.
 LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
 
-#: Clocks for scripts in tests. One reads the time from a key that the test sets. The other adds a
-#: key's value to the real time.
+#: Lua code that replaces the TIME command in scripts. `_SET` reads the time from a key that the
+#: test sets. `_STEPPED` adds a key's value to the real time.
 _SET = b"""(function()
   local ms = tonumber(call('GET', P .. 'clock'))
   return {format('%.0f', math.floor(ms / 1000)), format('%.0f', ms % 1000 * 1000)}
@@ -125,7 +125,8 @@ class Peers:
         return self.run("join", member, session, kind, priority, metadata, how, most)
 
     def heartbeat(self, *members: str, session: str = "") -> list[int]:
-        """Send heartbeats; return the replies about the members."""
+        """Send a heartbeat for each member, and return each one's number from the reply: 1 if it is
+        still a member; see heartbeat.lua. Without members, send an observer's heartbeat."""
         sessions = [session or "s-" + member for member in members] or [""]
         found: list[int] = []
         for one, member in zip(sessions, members or ("",), strict=True):
@@ -144,10 +145,8 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Advance the clock in steps of 100 ms, with heartbeats from these members after each.
-
-        Return the replies to the last heartbeats.
-        """
+        """Advance the clock in steps of 100 ms. Send heartbeats from these members before the first
+        step and after each step; return the result of the last ``heartbeat``."""
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)
@@ -342,7 +341,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until the process has been paused for a ttl.
+        """Reply with the term's number, then lead until the process has been paused for a ttl.
 
         Return the state of the term, and the outcomes of two writes: one with the local check,
         and one without.

@@ -169,7 +169,7 @@ class PreloadedProcess:
 def run(
     arguments: Sequence[str | Path], *, input: bytes, timeout: float, **options: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    """Like `subprocess.run` with captured output."""
+    """Run a process until it ends, like `subprocess.run` with captured output."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with PreloadedProcess(arguments, **pipes, **options) as process:
         try:

@@ -78,7 +78,7 @@ class Server(testing.Server):
 
 
 class Replica(Server):
-    """A replica of `master`, linked through `port`: the master's own port, or a proxy's.
+    """A replica of `master`, linked through `port`: the primary's own port, or a proxy's.
 
     with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
         replica.wait_in_sync()

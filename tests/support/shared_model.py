@@ -72,6 +72,7 @@ class Model:
                     self.fail(offset)
 
     def is_suspect(self, offset: int) -> bool:
+        """Return whether a dead consumer held this record, or a later one of its key."""
         return offset <= self.bounds.get(self.key_of[offset], -1)
 
     def close_record(self, offset: int, fate: str) -> None:

@@ -46,7 +46,7 @@ _SMALL = {
     b"local LOADS = 400 ": b"local LOADS = 6 ",
     b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
     b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
-    # Not smaller, because one exchange takes back at most 64 portions.
+    # Not smaller than 8, because one exchange takes back at most 64 portions.
     b"local RETURN = 64": b"local RETURN = 8",
     b"local SCAN = 512": b"local SCAN = 9",
 }

@@ -50,7 +50,7 @@ def visit(
         try:
             work(sub, plain, rng, options["trouble"])
         except meteor.Fenced:
-            pass  # other consumers got its records
+            pass  # other consumers may have these records now
         except (meteor.OutcomeUnknown, meteor.ConnectionFailed):
             with suppress(meteor.Fenced, meteor.OutcomeUnknown, meteor.ConnectionFailed):
                 sub.rollback()  # return records that were polled but neither processed nor settled
@@ -61,7 +61,7 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
     processed: list[meteor.SharedRecord] = []
     for record in sub.poll(0.5, rng.choice([1, 10, 100, 1000])):
         if record.standing is not Standing.HELD:
-            continue  # returned with an earlier record
+            continue  # returned together with an earlier record of its key
         if record.value == POISON:
             os.kill(os.getpid(), signal.SIGKILL)
         luck = rng.random()

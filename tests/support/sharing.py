@@ -278,7 +278,7 @@ class Runner:
 
 
 class Steps:
-    """Records the settlements and requests in a consumer's steps."""
+    """Counts the acks, other settlements and requested records in each step of a consumer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
         protocol = consumer._deliveries.protocol

@@ -29,7 +29,10 @@ END_S = 100
 
 
 def fill(m: meteor.Client, count: int, first: int = 0) -> None:
-    """Publish the numbers to copy, from ``first`` up to but not including ``count``."""
+    """Publish the numbers to copy, from ``first`` up to but not including ``count``.
+
+    The difference must be a multiple of 500.
+    """
     with m.stream(SOURCE, capacity=100_000).publisher() as pub:
         for start in range(first, count, 500):
             pub.publish_many([b"%d" % i for i in range(start, start + 500)])

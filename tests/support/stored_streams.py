@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import meteor_py as meteor
+from meteor_py.store.base import DeferredBatch
 from meteor_py.store.read_ahead import StoreReadAhead
 from tests.support.readers import check_values, fill
 
@@ -76,8 +78,10 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
     offsets: list[int] = []
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))
-        if (ahead := read_ahead_of(sub)._ahead) is not None:
-            ahead.join(30)
+        ahead = read_ahead_of(sub)
+        if ahead.ahead > 0:
+            assert ahead._batches is not None
+            ahead._batches.join(30)
             return offsets
     raise AssertionError("No batch was fetched in advance, so this test proves nothing.")
 
@@ -92,9 +96,15 @@ class ObservedStore(meteor.ParquetStore):
         #: The first offsets of all batches that were read.
         self.batches: list[int] = []
 
-    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        for batch in super().read(incarnation, start, stop):
-            first = batch.column("offset")[0].as_py()
-            self.batches.append(first)
-            self.on_batch(first)
-            yield batch
+    def deferred_batches(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str] | None = None
+    ) -> Iterator[DeferredBatch]:
+        for read_batch in super().deferred_batches(incarnation, start, stop, columns):
+            yield partial(self._observed, read_batch)
+
+    def _observed(self, read_batch: DeferredBatch) -> pa.RecordBatch:
+        batch = read_batch()
+        first = batch.column("offset")[0].as_py()
+        self.batches.append(first)
+        self.on_batch(first)
+        return batch

@@ -39,7 +39,7 @@ class Consumer(Protocol):
         """Start reading at the first record."""
 
     def poll(self) -> Sequence[bytes]:
-        """Return the values that are available, waiting about a second for the first."""
+        """Return the values that are available, waiting up to about a second for the first."""
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""meteor_py with its defaults."""
+"""meteor_py with its defaults, except for the capacity of the stream."""
 
 from __future__ import annotations
 

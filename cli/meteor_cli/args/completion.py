@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 #: Message targets, and the prefix for a member whose id is also a target keyword.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
-#: Seconds to wait for the server.
+#: Maximum number of seconds to wait for the server: the user's shell is blocked meanwhile.
 _PATIENCE_S = 1.0
 
 
@@ -32,7 +32,7 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
     """Return a completer that offers the names returned by ``find``.
 
     Args:
-        find: Called with a client and the value of ``parent``.
+        find: Called with a client and the value of the argument ``parent``.
         parent: The name of the argument on which the names depend, such as "stream", or None. While
             that argument is missing, there are no completions.
     """

@@ -62,7 +62,7 @@ def read_whole(fd: int, limit: int) -> bytes:
 
 
 def _read(fd: int) -> bytes:
-    """Wait for input and return the available bytes, up to ``BLOCK``; empty at the end."""
+    """Wait for input and return the available bytes, up to ``BLOCK``, or ``b""`` at the end."""
     blocks = [os.read(fd, BLOCK)]
     size = len(blocks[0])
     while blocks[-1] and size < BLOCK and select.select([fd], [], [], 0)[0]:
@@ -86,7 +86,7 @@ def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
 
 
 def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
-    """Parse a message body or a topic: as JSON if it is valid JSON, otherwise as text.
+    """Parse a message body or a topic as JSON. Return text if it is not JSON or ``as_text`` is set.
 
     Raises:
         click.BadParameter: The text starts like JSON but is invalid, probably because of a typo.
@@ -139,7 +139,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """Convert values or lines. ``number`` is the number of the first, for error messages."""
+        """Convert values or lines. Error messages number them, starting at ``number``."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:
@@ -169,7 +169,7 @@ class RecordParser:
         return encoded
 
     def _encode_one(self, value: bytes) -> bytes:
-        """Validate a value. For msgpack, which users cannot type, convert it from JSON."""
+        """Validate a value. For a msgpack stream, convert it from JSON, which users can type."""
         if self._codec != "msgpack":
             self._check(value)
             return value

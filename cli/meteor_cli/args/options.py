@@ -37,7 +37,7 @@ class Parsed(click.ParamType[T]):
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> T:
         if not isinstance(value, str):
-            return value  # type: ignore[no-any-return]  # a default
+            return value  # type: ignore[no-any-return]  # a parsed default
         try:
             return self._parse(value)
         except ValueError as error:

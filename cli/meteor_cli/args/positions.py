@@ -93,7 +93,7 @@ def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
         raise ValueError(
             f"{text!r} is not a position; write {_FORMS}, or a range such as 5..9.{meant}"
         )
-    return Position(found[1], int(found[2]))  # type: ignore[arg-type]  # a sign, or empty
+    return Position(found[1], int(found[2]))  # type: ignore[arg-type]  # "", "+" or "-"
 
 
 def _guess(text: str) -> str | None:

@@ -21,7 +21,9 @@ _FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h
 
 
 def parse_time(text: str, now: datetime | None = None, since: datetime | None = None) -> datetime:
-    """Parse ms (13 digits) or seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
+    """Parse a date, an RFC 3339 time, ``now``, ``-1h`` (an hour ago), or a number.
+
+    A number with 13 digits is in ms since 1970, any other number in seconds since 1970.
 
     Args:
         text: The time; local time if it has no zone.

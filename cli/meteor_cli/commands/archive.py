@@ -75,7 +75,7 @@ def run(
     several archivers. For each stream, one is active and the others wait to take over.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if not session.verbose:  # show the errors that an archiver survives and only logs
+    if not session.verbose:  # show errors after which the archiver continues: it only logs them
         logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
         if streams:  # open all of them first: a wrong name must fail before any archiver starts

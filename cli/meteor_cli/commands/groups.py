@@ -63,7 +63,8 @@ def describe_group(session: Session, stream: str, group: str, as_json: bool) -> 
     else:
         facts |= {"owner": found.owner or "none", "term": str(found.term)}
         if found.confirmed < first:
-            facts["lost"] = f"records {found.confirmed} to {first - 1}, dropped before being read"
+            lost = f"records {found.confirmed} to {first - 1}"
+            facts["lost"] = f"{lost}, dropped before they were confirmed"
     print_facts(facts)
 
 

@@ -21,7 +21,10 @@ Found = tuple[list[T], bool]
 def read_streams(
     m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """Call ``read`` for each stream on a server, or for the stream ``only``; return all results."""
+    """Call ``read`` for each stream on a server, and return all results.
+
+    If ``only`` is the name of a stream, call ``read`` for this stream alone.
+    """
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:

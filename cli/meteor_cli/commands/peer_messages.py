@@ -158,14 +158,14 @@ def _deliver(
 
 
 def _is_silent(error: Exception) -> bool:
-    """Return whether no reply arrived; False if a member refused an expired message."""
+    """Return whether no reply arrived. A member's refusal of an expired message is a reply."""
     from meteor_py import MessageExpired
 
     return isinstance(error, MessageExpired) and error.timeout is not None
 
 
 def _no_handler(queue: str) -> str:
-    return f" Queue {queue!r} may have no handler there."
+    return f" There may be no handler for queue {queue!r}."
 
 
 def _parse_kind(text: str) -> str | int:
@@ -254,5 +254,5 @@ def _target(group: PeerGroup, to: str) -> Target:
 def _outcome_fields(group: str, outcome: Outcome) -> dict[str, Any]:
     fields = to_fields(outcome, group=group)
     fields |= {"decided": round(outcome.decided * 1000), "topic": writable(outcome.topic)}
-    del fields["action"], fields["at"]  # only action proposals have these fields
+    del fields["action"], fields["at"]  # only the outcomes of action proposals use these fields
     return fields

@@ -121,7 +121,8 @@ def watch_peers(session: Session, group: str, as_json: bool) -> None:
     """Print the state of a group, then a line for each event.
 
     Reports elections, votes, server outages, and members that join, leave, die or come back.
-    All observers see the same events in the same order, numbered without gaps.
+    All observers see the same events in the same order, numbered without gaps. The exceptions are
+    events that the server has lost or trimmed.
     """
     with session.peer_group(group) as opened:
         watcher = PeerWatcher(opened, as_json=as_json)

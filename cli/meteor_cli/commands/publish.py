@@ -155,7 +155,7 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
             if stream.config.store is not None:
                 stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
-            pass  # this machine cannot reach the store, so the archiver runs on another machine
+            pass  # this machine cannot use the store, so another machine must run the archiver
         yield
 
 
@@ -210,7 +210,8 @@ class Tally:
     def __init__(self, stream: meteor_py.Stream, patience_s: float) -> None:
         self._stream = stream
         self._patience_s = patience_s
-        #: Acks, each with its record count; bounded by the publisher's memory limit.
+        #: Acks that are not counted yet, each with its number of records. The publisher's memory
+        #: limit bounds their number.
         self._waiting: deque[tuple[ManyAck, int]] = deque()
         self._since = time.monotonic()
         self._first: int | None = None
@@ -259,7 +260,7 @@ class Tally:
         return 0 if is_known else records - (self.count - before)
 
     def report(self, *, quiet: bool) -> None:
-        """Print how many records were published, even after an error."""
+        """Print how many records were published; if ``quiet``, only after an error."""
         unknown = sum(self._count_unknown(ack, records) for ack, records in self._waiting)
         if not quiet or sys.exc_info()[0] is not None:
             took_s = max(time.monotonic() - self._since, 1e-6)

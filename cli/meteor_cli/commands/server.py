@@ -50,9 +50,9 @@ meteor server --private --tcp  # a temporary server, for any client""",
 def server(context: click.Context, directory: Path | None, private: bool, tcp: bool) -> None:
     """Run a server until Ctrl-C, or describe one.
 
-    Prints the URL. The server program comes with this package or is found in PATH. All processes
-    that use the same directory share one server, which stops when the last of them ends. If the
-    server is killed, this command restarts it.
+    Prints the URL. The server program comes with this package or is found in PATH, unless
+    $METEOR_SERVER names another. All processes that use the same directory share one server, which
+    stops when the last of them ends. If the server is killed, this command restarts it.
     """
     if context.invoked_subcommand is not None:
         if directory or private or tcp:
@@ -111,7 +111,7 @@ def _wait_for_end(running: EmbeddedServer) -> None:
             return
         if not is_alive(running.pid):
             return
-        time.sleep(_PAUSE_S)  # a client killed our connection, and may do so again
+        time.sleep(_PAUSE_S)  # a client killed our connection; do not spin if it does so again
 
 
 def is_alive(pid: int) -> bool:

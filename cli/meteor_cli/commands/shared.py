@@ -117,7 +117,7 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
         if len(keys) > number:
             click.echo(f"\u2026 and {counted(len(keys) - number, 'more key')}")
     click.echo()
-    for sentence in why:  # wrapped for a small terminal, even in a pipe
+    for sentence in why:  # wrapped at 80 columns, even in a pipe
         click.echo(click.wrap_text(sanitize(sentence), 80, "* ", "  "))
 
 
@@ -347,7 +347,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) ->
 
 
 def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
-    """Return sentences about consumers that hold keys with waiting records."""
+    """Return sentences about consumers that hold all keys, or keys with waiting records."""
     owned = [key for key in keys if key.state == "owned"]
     owners = {key.owner or "a consumer" for key in owned}
     why: list[str] = []

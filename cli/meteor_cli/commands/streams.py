@@ -112,7 +112,7 @@ def _limit(limit: T | None, show: Callable[[T], str]) -> str:
 
 #: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
-#: The settings that can be changed later.
+#: Options for the settings that can be changed later.
 _settings = options.together(
     options.count("--capacity", help="Number of records that the ring keeps. Default: 10,000."),
     options.duration(
@@ -262,8 +262,9 @@ meteor streams repair orders --apply --yes""",
 def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None:
     """Find entries in the log that no publisher wrote, and remove them with --apply.
 
-    Such an entry stops publishing or reading. The exit status is 1 if there is something to repair.
-    The repair copies the ring on the server, which needs memory for both copies.
+    Such an entry stops publishing or reading. Without --apply, the exit status is 1 if there is
+    something to repair. The repair copies the ring on the server, which needs memory for both
+    copies.
     """
     with session.stream(stream, writing=apply) as opened:
         found = opened.repair()

@@ -387,7 +387,7 @@ class Tailer:
         try:
             groups = {group.name: group for group in self._stream.groups()}
         except ConnectionFailed:
-            return False  # the next poll handles it
+            return False  # the next poll waits for the server, or reports that it is gone
         found = groups.get(sub.config.group or "")
         if found is None:
             return False

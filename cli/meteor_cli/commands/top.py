@@ -48,8 +48,8 @@ def top(
 
     For each stream, the table shows the records published per second, the records in the ring, and
     the ring's capacity and memory. For each group below the stream, it shows the records confirmed
-    per second, the lag, and the lease owner. `(store)` is the archiver. "lost" counts records that
-    were dropped before the group read them.
+    per second, the lag, and the lease owner. The row `(store)` shows the archiver. "lost" counts
+    records that were dropped before the group confirmed them.
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once; for a live feed, use `meteor watch --json`.")

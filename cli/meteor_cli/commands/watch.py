@@ -32,8 +32,8 @@ def watch(
 
     Reports streams that are created or deleted; groups that are created, deleted or moved back;
     leases that are taken, taken over or ended; records that the server lost, or that the ring
-    dropped before a group read them; and streams without an archiver. Does not report a change that
-    is undone within one interval.
+    dropped before a group confirmed them; and stores that have records waiting but no archiver.
+    Does not report a change that is undone within one interval.
     """
     with session.connect() as m:
         watcher = Watcher(Observer(m, streams), lag_max, as_json=as_json)

@@ -85,7 +85,7 @@ def _stream(
 
 
 def _history(before: Description, after: Description) -> Iterator[Change]:
-    """Report a server restart or failover, and the records lost in it."""
+    """Report a change of the epoch and a loss of records, if there was one."""
     kept = after.next
     if before.epoch != after.epoch:
         kept = min(kept, after.epoch_first)
@@ -160,10 +160,11 @@ def _problems(
     for name, group in _groups(after).items():
         old = old_groups.get(name)
         first, done = after.stream.first, group.confirmed
-        # A shared group settles records out of order, so it may have settled most of these records.
+        # A shared group settles records out of order, so it may have settled most of the records
+        # that the ring dropped above its confirmed offset.
         dropped = first > done and group.kind == "exclusive"
         if dropped and not (before and old and before.stream.first > old.confirmed):
-            text = f"records {done} to {first - 1} were dropped unread"
+            text = f"records {done} to {first - 1} were dropped before they were confirmed"
             yield _change(stream, "records_dropped", text, name, first=done, last=first - 1)
         if lag_max is None:
             continue

@@ -95,7 +95,7 @@ class PeerWatcher:
         except ConnectionFailed as error:
             reason = str(error)
         except MeteorError:
-            pass  # the group was deleted; an event reports that
+            pass  # for example, the group was deleted, which an event reports
         if reason is not None and not self._is_gone:
             self._print(self._group.view, "server_gone", reason, {"reason": reason})
         elif reason is None and self._is_gone:
@@ -141,7 +141,8 @@ def describe_event(event: Event) -> tuple[str, Fields]:
             verb = _VERBS.get((event.kind, why)) or _VERBS[event.kind, None]
             return f"{member} {verb}", {"member": member} | reason | seen
         case "property":
-            value = _field(event, "value") or None  # JSON; None if deleted or unknown
+            # The value is JSON. None means that the property was deleted or its value is unknown.
+            value = _field(event, "value") or None
             text = f"was set to {_shorten(value)}" if value else "was changed or deleted"
             change: Fields = {"property": event.property, "value": value}
             return f"property {event.property} {text}", change | seen

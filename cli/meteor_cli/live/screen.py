@@ -146,7 +146,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
     stream, waiting = seen.stream, seen.unarchived
     is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
     return Row(
-        name=Cell("  (store)", "dim"),  # cannot be the name of a group
+        name=Cell("  (store)", "dim"),  # no group can have this name
         rate=_rate(rates.archived),
         ring=Cell(f"{show_count(stream.archived or 0)} stored"),
         lag=_lag(waiting, alarming=is_full),
@@ -155,7 +155,8 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
 
 
 def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
-    # A shared group settles records out of order, so it may have settled most of these records.
+    # A shared group settles records out of order, so it may have settled most of the records that
+    # the ring dropped above its confirmed offset.
     lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
     owner = counted(group.consumers, "consumer") if group.consumers else group.owner
     return Row(
@@ -187,9 +188,10 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
     """Return the rows that fit on the screen, and a line about those that do not."""
     chosen = blocks[:number]
     needed = sum(1 + len(block.parts) for block in chosen) + (len(chosen) < len(blocks))
-    # If some rows do not fit, the last line says how many.
+    # If some rows do not fit, keep the last line for the number of hidden streams and groups.
     room = needed if rows_max is None or needed <= rows_max else rows_max - 1
-    # One stream with very many groups gets at most half of the screen.
+    # If some rows do not fit, a stream's groups get at most half of the screen, so that a stream
+    # with very many groups does not hide the other streams.
     parts_max = needed if room == needed else room // 2
     rows: list[Row] = []
     streams, groups = len(blocks), sum(block.groups for block in blocks)

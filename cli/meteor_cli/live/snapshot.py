@@ -50,7 +50,7 @@ class Rates:
 
     published: float | None = None
     archived: float | None = None
-    #: Records confirmed, by group.
+    #: Records confirmed per second, by group. Groups whose rate is unknown are missing.
     confirmed: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class Observer:
                 seen = self._see(name)
             except ConnectionFailed:
                 raise
-            except (MeteorError, ValueError) as error:  # another program's keys, or no permission
+            except (MeteorError, ValueError) as error:  # for example, no permission
                 unreadable[name] = str(error)
                 refusal = error
             else:
@@ -117,7 +117,7 @@ class Observer:
 def rates_between(before: StreamSnapshot | None, after: StreamSnapshot) -> Rates:
     """Return the rates between two snapshots of a stream.
 
-    If an offset decreased, after a seek or a loss of records, its rate is None.
+    If an offset has decreased, after a seek or a loss of records, its rate is unknown.
     """
     if before is None or not _same_history(before.stream, after.stream):
         return Rates()

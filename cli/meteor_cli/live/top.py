@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     import meteor_py
 
-#: Seconds before the first rates are shown, and between attempts to reach a silent server.
+#: Seconds before the first rates are shown, and between attempts to reach a silent server. If
+#: ``--interval`` is shorter, it applies instead.
 FIRST_S = 1.0
 
 
@@ -150,7 +151,7 @@ def open_console() -> Console:
 
 @contextmanager
 def _keyboard() -> Iterator[int | None]:
-    """Yield a descriptor from which single keys can be read, or None without a terminal."""
+    """Yield a descriptor from which to read single keys, or None if stdin is not a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -167,7 +168,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
-    """Wait, and return whether the user pressed q."""
+    """Wait until the user presses q or the time is up; return whether the user pressed q."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([] if keyboard is None else [keyboard], [], [], left)

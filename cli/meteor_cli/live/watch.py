@@ -40,7 +40,10 @@ class Watcher:
         self._print(changes(None, self._before, self._lag_max))
 
     def step(self) -> None:
-        """Print the changes. Raises ``BrokenPipeError`` if the pipe no longer has a reader."""
+        """Print the changes since the last snapshot.
+
+        Raises ``BrokenPipeError`` if the pipe no longer has a reader.
+        """
         from meteor_py import ConnectionFailed
 
         self._sink.check_reader()

@@ -1,8 +1,8 @@
 """Functions that make untrusted text safe for a terminal.
 
-A record may contain control sequences that move the cursor, set the title or send input as if the
-user had typed it (C0, C1). It may also contain bidirectional and invisible characters, which
-disguise text.
+A record may contain C0 and C1 control characters. Sequences of these can move the cursor, set the
+title or send input as if the user had typed it. A record may also contain bidirectional and
+invisible characters, which disguise text.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def show_headers(record: Record) -> str:
     return " ".join(f"{sanitize(name)}={sanitize(value)}" for name, value in pairs)
 
 
-@lru_cache(4096)  # records in a frame share a time, and converting to local time is slow
+@lru_cache(4096)  # neighboring records often share a time, and converting to local time is slow
 def local_time(ms: int, form: str | None = None) -> str:
     """Return a time in the user's zone, as RFC 3339 or in the given strftime format."""
     time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()

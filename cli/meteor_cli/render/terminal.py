@@ -82,7 +82,7 @@ def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
 def progress(
     what: str, total: int | None, *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, if stderr is a terminal.
+    """Show a progress bar on stderr, unless ``quiet`` is set or stderr is not a terminal.
 
     Yields a function to call with the number of units done so far. Without a total, the bar pulses
     and shows the elapsed time instead of the remaining time.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meteor_py import ServerDescription
 
 _UNITS = "kMGTP"
-#: Characters between table columns, and the minimum width of a name column.
+#: Spaces between table columns, and the width below which a name column is not shrunk.
 _GAP, _NARROW = 2, 6
 
 
@@ -49,7 +49,7 @@ def show_bytes(count: int | None) -> str:
 
 
 def show_count(count: int) -> str:
-    """Format a number in at most six characters.
+    """Format a number in at most five characters, rounded down. Supports numbers below 10^18.
 
     >>> [show_count(n) for n in (9_999, 12_345, 999_999, 1_234_567, 12_345_678_901)]
     ['9,999', '12.3k', '999k', '1.23M', '12.3G']
@@ -60,7 +60,8 @@ def show_count(count: int) -> str:
     size = count / 1000**power
     digits = 0 if size >= 100 else 1 if size >= 10 else 2
     step = 10**digits
-    return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"  # round down
+    # Round down: otherwise, 999,999 would become 1000k.
+    return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"
 
 
 def show_age(ms: int, now_ms: int) -> str:

@@ -12,7 +12,7 @@ from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
-#: Seconds to wait for idle threads to end.
+#: If some threads cannot be started, seconds to wait until the others have ended.
 _JOIN_S = 1.0
 
 
@@ -33,7 +33,7 @@ class Dispatcher:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # such as Ctrl-C, or RuntimeError if the process has no more threads
+        except BaseException:  # such as Ctrl-C, or RuntimeError if no thread can be started
             self.stop()
             self.join(now() + _JOIN_S)
             raise

@@ -34,8 +34,9 @@ class Message:
     from_leader: bool
     #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: 1 for the first delivery. Each call to ``retry`` in this process adds one, and so does every
-    #: session that held the message and ended without settling it, even if no handler had started.
+    #: 1 for the first delivery. Each call to ``retry`` in this process adds one, and so does each
+    #: later session in which the message reaches a handler. The first session counts even if the
+    #: message reached no handler there.
     deliveries: int
     #: When it was stored, in seconds since 1970 on the group's clock.
     sent_at: float
@@ -74,8 +75,9 @@ class Message:
         """Settle the message as done. A sender that asked for a reply gets None.
 
         Returns:
-            Whether this call settled the message. False if it was already settled, or no longer
-            belongs to this member: the sender stopped waiting, or another member has it.
+            Whether this call settled the message. False if it was already settled, if it now
+            belongs to another session, or if the server dropped it after its sender had stopped
+            waiting.
 
         Raises:
             ConnectionFailed: The server was unreachable for 10 seconds. Call ``ack`` again.

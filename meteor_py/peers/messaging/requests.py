@@ -118,7 +118,7 @@ class Request:
     queue: str
     timeout: float
     priority: int
-    #: See ``peers/send.lua``.
+    #: The options of the message, as ``peers/send.lua`` expects them.
     options: str
     id: str = ""
     future: MessageFuture = field(default_factory=MessageFuture)
@@ -504,8 +504,8 @@ class Requests:
                 if due or self._arrived or self._ended:
                     count = min(len(self._arrived), _BATCH)
                     return [self._arrived.popleft() for _ in range(count)], due
-                # Check again soon even if no message is pending: this way, most messages finish
-                # without waking this thread.
+                # Check again soon even if no message is pending. A message that is sent before this
+                # check need not wake the thread, and most messages finish without it.
                 self._looks_at = heap[0][0] if heap else math.inf if idle else now() + _IDLE_S
                 idle = not self._state.wait(
                     None if math.isinf(self._looks_at) else self._looks_at - now()

@@ -37,7 +37,7 @@ _SETTLE_S = 10.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.02, 0.64)
 
-#: See ``peers/settle.lua``.
+#: The operations that ``peers/settle.lua`` offers.
 What = Literal["settle", "settle-begun", "begin"]
 
 
@@ -47,7 +47,8 @@ class Settlement:
 
     message: Message
     what: What
-    #: ok, failed, expired or unknown; for "begin", a token by which the server recognizes a repeat.
+    #: The result: ok, failed, expired or unknown. For "begin", a token by which the server
+    #: recognizes a repeat.
     code: str
     kind: str = ""
     data: bytes = b""
@@ -192,7 +193,7 @@ class Settlements:
         return protocol.run(PEERS_SETTLE, args, self._connection)
 
     def _failed(self, error: MeteorError) -> float:
-        """Give up on settlements that must not wait longer; return the seconds to wait."""
+        """Give up on settlements that must not wait longer; return the seconds before a retry."""
         self._failures += 1
         retriable = isinstance(error, ConnectionFailed)
         if self._failures == 1 and not self._stopped:

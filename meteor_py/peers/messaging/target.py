@@ -153,7 +153,8 @@ class Everybody(Target):
         """Store a message for all members.
 
         Args:
-            include_dead: Also store it for named members that are dead, until they rejoin.
+            include_dead: Also store it for named members that are dead. They receive it if they
+                rejoin.
             include_self: If false, the member that sends it does not get it.
         """
         options = _options(include_dead, include_self)
@@ -188,7 +189,8 @@ class Everybody(Target):
         """Ask all members; the result contains the replies and the errors by member.
 
         The result is complete when all members have replied or left, or after ``timeout`` seconds.
-        A member that does not handle the queue fails at once, with ``NoHandler``.
+        Unless ``wait_for_handler`` is true, a member that does not handle the queue fails at once,
+        with ``NoHandler``.
         """
         options = _options(include_dead, include_self)
         return self._post("ask", queue, body, timeout, priority, wait_for_handler, options)

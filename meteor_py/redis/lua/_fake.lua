@@ -1,5 +1,5 @@
 -- The parts of the server's libraries `struct` and `cmsgpack` that our scripts use. fakeredis has
--- neither library. redis/scripts.py inserts this file before scripts that use them on fake://.
+-- neither library. On fake://, redis/scripts.py inserts this file before scripts that use either.
 local struct, cmsgpack = {}, {}
 do
   local char, byte, floor = string.char, string.byte, math.floor

@@ -12,7 +12,7 @@ import meteor_py as meteor
 
 Advance = Callable[[int], None]
 
-#: Records per publish_many call, and per batch when reading in a group.
+#: Maximum number of records per publish_many call, and per batch when reading in a group.
 CALL = 10_000
 #: Seconds to wait for a published record.
 _PATIENCE_S = 30.0
@@ -25,7 +25,7 @@ def publish_many(
 ) -> float:
     """Publish lists of values; return the seconds until all are acknowledged."""
     done = 0
-    waiting: deque[meteor.ManyAck] = deque()  # bounded by the publisher's memory limit
+    waiting: deque[meteor.ManyAck] = deque()  # the publisher's memory limit bounds its length
 
     def settle() -> None:
         nonlocal done
@@ -56,7 +56,7 @@ def publish_each(
             for value in part:
                 ack = pub.publish(value)
             if ack.done():
-                ack.result()  # if the server is gone, fail now and not at the end
+                ack.result()  # if the server is gone, fail now instead of at the end
             done += len(part)
             advance(done)
         pub.flush()
@@ -101,7 +101,7 @@ def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tup
 def follow(
     stream: meteor.Stream, records: Sequence[tuple[bytes | None, bytes]], advance: Advance
 ) -> tuple[list[meteor.Record], list[float]]:
-    """Publish keys and values, each after a reader has received the previous one.
+    """Publish records one by one, each after a reader has received the previous one.
 
     Returns:
         The records that were read, and the seconds from publishing each one to reading it.

@@ -18,7 +18,7 @@ from meteor_py.server import open_embedded
 
 RECORDS = 100_000
 _CALL = 500
-#: Kill the server after this many acknowledged publish_many calls.
+#: Kill the server when this publish_many call, counted from 0, is acknowledged.
 _KILL_AFTER = 50
 #: Make this many calls before the kill, so that some of them are still in flight.
 _ON_THE_WAY = 100
@@ -97,4 +97,4 @@ def _abandon(pub: meteor.Publisher) -> None:
     try:
         pub.close(timeout=0)
     except meteor.MeteorError:
-        pass  # already reported
+        pass  # publishing has already ended with an error or Ctrl-C

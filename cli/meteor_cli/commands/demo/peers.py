@@ -21,8 +21,9 @@ _AHEAD_S = 1.0
 
 
 class Done(NamedTuple):
-    """The time at which a member acted, on the monotonic clock that all processes share."""
+    """A member's report that it has acted."""
 
+    #: Time on the monotonic clock that all processes on a machine share.
     at_ns: int
     #: Maximum error, in seconds, of the group's clock in that process.
     error_bound: float
@@ -36,7 +37,7 @@ class Outcome:
     pause_s: float
     vote: meteor.Outcome
     vote_s: float
-    #: Seconds between the first and the last action.
+    #: Seconds between the first member's action and the last member's.
     spread_s: float
     #: Upper bound, in seconds, on the difference between two members' clocks.
     bound_s: float

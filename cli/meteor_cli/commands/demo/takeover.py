@@ -14,7 +14,7 @@ from meteor_cli.commands.demo.worker import Worker, run_worker, wait_until
 
 RECORDS = 3_000
 CARTS = 60
-#: Kill a process after this many handled records.
+#: Kill a process once the group's processes have handled this many records.
 KILL_AFTER = 1_000
 GROUP = "billing"
 
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def out_of_order(self) -> int:
-        """Number of records that were handled after a later record of the same cart."""
+        """Number of records that were handled directly after a later record of the same cart."""
         newest: dict[int, int] = {}
         found = 0
         for offset in dict.fromkeys(one.offset for one in self.handled):
@@ -76,7 +76,7 @@ def take_over(
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
-        _wait(lambda: all(worker.lines for worker in workers))  # all workers are ready
+        _wait(lambda: all(worker.lines for worker in workers))  # each prints "ready"
         with stream.publisher() as pub:
             carts = [b"cart-%d" % (n % CARTS) for n in range(RECORDS)]
             pub.publish_many([b"change %d" % n for n in range(RECORDS)], keys=carts)

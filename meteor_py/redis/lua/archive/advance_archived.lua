@@ -7,7 +7,7 @@
 --       7 new value of 'archived'
 -- Returns {'OK'}, even if an earlier call has already done this, or why nothing was done:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FENCED', current term}
---   {'EPOCH'}: the server has since lost records, perhaps these
+--   {'EPOCH'}: since the records were read, a new epoch has begun, so the server may have lost them
 --   {'MOVED', archived}: 'archived' is no longer ARGV[6], or ARGV[7] is not between it and the end
 -- Atomic because the ring must not drop unarchived records, and only the archiver of the current
 -- term may advance 'archived'. It also runs on a server that is out of memory, because it frees

@@ -7,7 +7,7 @@
 --       5 'floating' if that offset means "the first available", else ''
 -- Returns {'OK', position}, or {'NOSTREAM'}  {'INCARNATION'}
 --   {'NOOFFSET'}: ARGV[3] is '', and the group does not exist or has not confirmed an offset
---   {'BEYOND', end of the stream}: a new group cannot start there
+--   {'BEYOND', end of the stream}: a new group cannot start at ARGV[4], which is beyond the end
 -- Atomic because two members that open a group at the same time must agree on its start.
 --
 -- Groups whose names begin with a dot are internal and not listed.

@@ -1,7 +1,7 @@
 -- Library for scripts that write a stream's settings.
--- Settings that no script needs are in a separate key, which only administrators may write. meta has
--- copies for releases before 0.3. This release reads the copies only to convert a stream that such a
--- release created.
+-- These settings are in a separate key, which only administrators may write. meta has copies, for
+-- releases before 0.3, for clients that may not read the key, and for scripts, which use `group_by` and
+-- `store`. For a stream from such a release, convert_settings creates the key from the copies.
 
 local is_setting = {
   codec = true, compression = true, checksum = true, group_by = true, store = true,

@@ -5,8 +5,8 @@
 -- ARGV  1 incarnation  2 new capacity, '' to keep the current one
 --       3... other settings: field, value ('' to remove it), ...
 -- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if there is more to trim: call again;
---   {'ORDERED', ordering key}: the stream already has this different ordering key, and nothing was
---   changed; {'NOSTREAM'}; {'INCARNATION'}.
+--   {'ORDERED', ordering key}: nothing was changed, because the stream already has this other ordering
+--   key; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because a smaller capacity must not take effect before the log has been trimmed in small
 -- steps. Otherwise the next publish would trim the rest at once and block the server.
 
@@ -46,8 +46,9 @@ for i = 3, #ARGV, 2 do
     redis.call('HSET', KEYS[2], 'unindexed', '1')
   end
   if ARGV[i] == 'keep' then
-    -- While there were no limits, publishing did not count frames, so old marks are wrong. 'bytes'
-    -- starts high, because the marks that apply_limits adds for existing frames count down from it.
+    -- If there were no limits until now, publishing did not count frames, so old marks are wrong.
+    -- 'bytes' starts high, because the marks that apply_limits adds for existing frames count down
+    -- from it.
     redis.call('HDEL', KEYS[2], 'marks')
     redis.call('HSETNX', KEYS[2], 'bytes', '4503599627370496')
   end

@@ -3,9 +3,9 @@
 -- KEYS  1 log or index  2 meta  3 the copy
 -- ARGV  1 incarnation  2 'log' or 'index'  3 ID after which to continue, '0-0' for the beginning
 --       4 entries copied by earlier calls, '' to copy nothing  5 lifetime of an unfinished copy, ms
--- Returns {'MORE', ID for the next call, number of valid entries and IDs of foreign entries that this
---   call has found}; {'OK', '', same number, same IDs} at the end, after any copy has replaced the
---   original;
+-- Returns {'MORE', ID for the next call, number of valid entries that this call has found, IDs of
+--   foreign entries that it has found...}; at the end {'OK', '', number, IDs...}, after the copy, if
+--   there is one, has replaced the original;
 --   {'NOSTREAM'}; {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
 -- Atomic because the copy must also contain frames that publishers append during the repair.
 --

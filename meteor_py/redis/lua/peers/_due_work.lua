@@ -1,4 +1,4 @@
--- For scripts that call no function of _group_state.lua: include it only if work is due.
+-- For scripts that call no function of _group_state.lua. They run that library only if work is due.
 
 if now >= due then
   -- Library peers/_messages is inserted here.

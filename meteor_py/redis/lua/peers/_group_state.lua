@@ -258,7 +258,8 @@ local function unseat(member)
     end
   end
 end
--- Elect a leader. If there is no candidate, end the votes that need a leader.
+-- Elect a leader. If this call has deposed the leader and there is no successor, end the votes that
+-- need a leader.
 local function succeed(not_id)
   elect(not_id)
   if not deposed or leader ~= '' then return end

@@ -62,7 +62,7 @@ for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not (s[1] and s[2] and s[3] and s[4]) then return {'LOST'} end
   -- A stage that was written before the stream got an ordering key has no index entries.
-  -- Consumers index its frames.
+  -- Consumers build the missing entries from its frames.
   local entry = KEYS[6] and s[5] and strings(s[5])
   if KEYS[6] and s[5] and not entry then return {'LOST'} end
   if entry then entry = renewed(entry, tonumber(s[1]) or 0) end

@@ -7,10 +7,10 @@
 --       7... for each stage: name, number of frames
 -- Returns {'OK', frames moved, total frames}: move the remaining frames of the plan, which an earlier
 --   attempt may have made; {'DONE', records}: this version is in the log, with that many records
---   (-1 if unknown); {'PASSED', version}: a later version is in the log, at least in part; {'UNFINISHED', version,
---   frames moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is
---   no plan, and the caller did not ask to make one; {'LOST', stage}: the stage has expired or is not
---   complete; {'NOSTREAM'}; {'INCARNATION'}
+--   (-1 if unknown); {'PASSED', version}: a later version is in the log, at least in part;
+--   {'UNFINISHED', version, frames moved, total frames}: this earlier version must be finished first;
+--   {'UNKNOWN'}: there is no plan, and the caller did not ask to make one; {'LOST', stage}: the stage
+--   has expired or is not complete; {'NOSTREAM'}; {'INCARNATION'}
 -- Atomic because only one of two attempts at a version may make its plan.
 
 local version = tonumber(ARGV[3])

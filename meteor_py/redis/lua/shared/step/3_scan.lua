@@ -1,7 +1,7 @@
--- 5. Scan new records, each once. Grant the record, let it wait, or settle it if it is to be purged.
-local SCAN = 512 -- maximum number of records that one call scans, or slightly more
+-- 5. Scan each new record once: grant it, let it wait, or settle it if it is to be purged.
+local SCAN = 512 -- a call stops after scanning this many records, or slightly more
 local nxt, stored_stop, pushed = p.next, 0, {} -- pushed: by key, the line of offsets to append
-local scan_until, keyless = nxt + SCAN, nil -- keyless: replaces a missing key
+local scan_until, keyless = nxt + SCAN, nil -- keyless: the key for records without one
 
 -- The current index entry: its first and last offset, the number of each record's key, the bytes per
 -- number, and the keys, packed and unpacked. Publishers write the index, and a publisher may be hostile.
@@ -9,7 +9,7 @@ local scan_until, keyless = nxt + SCAN, nil -- keyless: replaces a missing key
 -- end of the stream. An entry has one of two forms (see records/ordering_index.py); the older form has
 -- two bytes per number, and keys that are not packed.
 local first, last, numbers, width, packed, keys_of = nxt, nxt - 1, '', 1, '', false
-local lost_to = 0 -- the records from `nxt` up to this offset are lost
+local lost_to = 0 -- if this is above `nxt`, the records from `nxt` to `lost_to` - 1 are lost
 if tonumber(ARGV[8]) == nxt then
   if ARGV[9] == 'lost' then
     lost_to = min(tonumber(ARGV[10]) or 0, stream_end)
@@ -74,10 +74,11 @@ while lost_to > nxt or (got < want and not (stop or cut) and nxt < scan_until an
       local bytes = {byte(numbers, 2 * low + 1, 2 * (low + count))}
       for i = 1, #bytes, 2 do key_numbers[#key_numbers + 1] = bytes[i] + 256 * (bytes[i + 1] or 0) end
     end
-    local only -- the key, if one is read
+    local only -- the key of the record, if the row has only one record
     if count == 1 and not keys_of then
-      -- Skip the keys before it, which is cheaper than unpacking all 64. In a MessagePack array, the
-      -- byte before a string of fewer than 32 bytes is 160 + its length. For other items, unpack all.
+      -- Skip the keys before this one, which is cheaper than unpacking all 64. In a MessagePack array,
+      -- the byte before a string of fewer than 32 bytes is 160 + its length. For other items, unpack
+      -- all.
       local position = byte(packed) == 220 and 4 or 2
       local head = byte(packed, position) or 0
       for _ = 1, key_numbers[1] or 0 do
