@@ -59,7 +59,8 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (
     "- Records are distinct, 100 bytes long, and created before the clock starts. The server",
-    "  has no persistence and listens on a unix socket. redis-py uses hiredis and its defaults.",
+    "  has no persistence and listens on a unix socket. redis-py uses hiredis and RESP2,",
+    "  without retries and health checks, which would make it slower.",
     "- Rates are the best of several runs; latencies are percentiles of all samples. Our runs and",
     "  the peer's alternate.",
     "- 1 publisher and 1 subscriber: our ring is full before the clock starts, so each new frame",
@@ -75,8 +76,8 @@ NOTES = (
     "- Archiver: one process publishes, and another archives into Parquet on the local disk.",
     "  History: 10 M records in files of up to 1 M, read after the ring has dropped them.",
     "  meteor_py compares checksums here; pyarrow does not.",
-    "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, through pipes. Their time",
-    "  includes about 0.2 s for starting Python and importing redis-py and pyarrow.",
+    "- meteor publish and tail: whole processes, 1 M lines of 100 bytes, read from a pipe or written",
+    "  to /dev/null. Their time includes about 0.2 s for starting Python and for imports.",
     "- Spark, in local mode, reads all columns of 2 M rows from the ring into the noop sink. The",
     "  in-memory source yields batches of the same size; Spark wrote the Parquet files.",
     "  Micro-batches have one row each and no pause between them; the Python source generates its",

@@ -42,6 +42,7 @@ Results go to stdout, everything else to stderr. `--debug` shows an error's trac
 | variable | meaning |
 |---|---|
 | `METEOR_URL` | the server, unless you pass `--url` |
+| `METEOR_SERVER` | the server program of `embedded://` and `meteor server`; default: Valkey |
 | `XDG_STATE_HOME` | parent of your personal server's directory `meteor`; default `~/.local/state` |
 | `TZ` | the time zone of times in the output, and of times that you write without a zone |
 | `NO_COLOR` | if set, the output has no colors |
@@ -91,7 +92,10 @@ def _schema() -> Iterator[str]:
         ("| command | fields |", schema.FIELDS),
         ("| in `groups` of | fields |", schema.GROUP_FIELDS),
         ("| in `keys` of | fields |", {"shared info": schema.KEY_FIELDS}),
-        ("| in `consumers` of | fields |", {"shared": schema.CONSUMER_FIELDS}),
+        (
+            "| in `consumers` of | fields |",
+            dict.fromkeys(("shared ls", "shared info"), schema.CONSUMER_FIELDS),
+        ),
         ("| `watch` event | additional fields |", schema.EVENTS),
         ("| `peers watch` event | additional fields |", schema.PEER_EVENTS),
         ("| in `members` of | fields |", {"state": schema.MEMBER_FIELDS}),

@@ -38,8 +38,8 @@ class PeersConfig:
     min_size: int = 1
     #: Maximum number of unsettled messages per member: 1 to 1,000,000.
     max_inbox: int = 10_000
-    #: Maximum number of sessions that receive a message and end without settling it. After that,
-    #: the message becomes a dead letter. 2 to 1,000; 0 = no limit.
+    #: Maximum number of deliveries of a message (see ``Message.deliveries``) that end without
+    #: settling it. After that, the message becomes a dead letter. 2 to 1,000; 0 = no limit.
     max_deliveries: int = 5
 
     def __post_init__(self) -> None:

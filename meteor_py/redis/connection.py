@@ -652,7 +652,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
-            f"The server at {address} has reached its maxmemory and accepts no new records. Raise "
+            f"The server at {address} has reached its maxmemory and stores no more data. Raise "
             "maxmemory, or lower the capacity of its streams.",
             code=code,
         )

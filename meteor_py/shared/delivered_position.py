@@ -34,12 +34,12 @@ class DeliveredPosition:
     def is_valid(self, epoch: int, end: int) -> bool:
         """Whether the server certainly still has all delivered records.
 
-        If false, the server may have lost some of them; call ``enter`` to find out.
+        If false, the server may have lost some of them; call ``loss`` to find out.
         """
         return epoch == self._position.epoch and end >= self._position.offset
 
-    def enter(self, epochs: str, end: int) -> tuple[int, int] | None:
-        """Move to the server's epoch. After a loss, continue at the first lost offset.
+    def loss(self, epochs: str, end: int) -> tuple[int, int] | None:
+        """Compare with the server's stream.
 
         Args:
             epochs: The stream's epoch table on the server.
@@ -49,8 +49,14 @@ class DeliveredPosition:
             The first offset that the server has lost, and the highest offset that this consumer has
             delivered. None if the server still has all delivered records.
         """
-        before = self._position
-        first = diverged_at(before, epochs, end)
-        kept = before.offset if first is None else first
+        first = diverged_at(self._position, epochs, end)
+        return None if first is None else (first, self._position.offset - 1)
+
+    def enter(self, epochs: str, end: int) -> None:
+        """Move to the server's epoch. After a loss, continue at the first lost offset.
+
+        The loss can then no longer be found, so note it before; see ``loss`` for the arguments.
+        """
+        before, lost = self._position, self.loss(epochs, end)
+        kept = before.offset if lost is None else lost[0]
         self._position = Position(before.incarnation, newest_epoch(epochs), kept, path_of(epochs))
-        return None if first is None else (first, before.offset - 1)

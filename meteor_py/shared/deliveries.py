@@ -474,16 +474,18 @@ class Deliveries:
                 f"The server for stream {self.protocol.stream.name!r} is failing over. Try again."
             )
         with self.condition:
-            # Drop the dead letters before enter(): if a Ctrl-C follows enter(), the next exchange
-            # considers the delivered position valid and skips this block.
             self.dead_letters.clear()  # their offsets may now refer to other records
             self.holdings.drop_letters()
-            truncated = self._delivered.enter(epochs, end)
-            if truncated is not None:
+            truncated = self._delivered.loss(epochs, end)
+            if truncated is not None and truncated not in self._truncated:
                 self._truncated.append(truncated)
+            if truncated is not None:
                 # The error about this loss also covers the settlements of the lost records.
                 self._refused = [o for o in self._refused if o < truncated[0]]
                 self._unknown = [o for o in self._unknown if o < truncated[0]]
+            # Enter the epoch last: after that, the next exchange considers the delivered position
+            # valid and skips this block. A Ctrl-C in this block only makes it run again.
+            self._delivered.enter(epochs, end)
 
     def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
         report, entry = reply.report, request.entry

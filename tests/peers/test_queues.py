@@ -39,6 +39,8 @@ def test_request_to_a_queue_without_a_handler_fails_at_once(post: Post, to: str,
     error = failure(say(group, to, verb, "unknown", timeout=3600))
     assert isinstance(error, meteor.NoHandler)
     assert (error.queue, error.group) == ("unknown", group.name)
+    subject = {"member": "Member 'a'", "leader_proxy": "The leader"}.get(to, "No live member")
+    assert str(error).startswith(f"{subject} of group {group.name!r}")
     assert inbox_length(group, "a") == 0
     outcome = result(say(group, to, "ask", "known", 7))
     assert (outcome.values["a"] if to == "all" else outcome) == 7

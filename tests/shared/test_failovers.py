@@ -376,9 +376,11 @@ def test_loss_is_exact_if_the_new_primary_does_not_know_the_epoch_of_the_records
     delivered = DeliveredPosition("i", "1:0,+2:90,+3:100")
     delivered.advance(109)
     assert not delivered.is_valid(4, 300)
-    assert delivered.enter("1:0,+2:90,+4:105", 300) == (100, 109)
+    assert delivered.loss("1:0,+2:90,+4:105", 300) == (100, 109)
+    assert not delivered.is_valid(4, 300)
+    delivered.enter("1:0,+2:90,+4:105", 300)
     assert delivered.is_valid(4, 300)
-    assert delivered.enter("1:0,+2:90,+4:105,+5:300", 300) is None
+    assert delivered.loss("1:0,+2:90,+4:105,+5:300", 300) is None
 
 
 def test_loss_is_noticed_before_a_publisher_begins_the_new_epoch() -> None:
@@ -387,6 +389,7 @@ def test_loss_is_noticed_before_a_publisher_begins_the_new_epoch() -> None:
     delivered.advance(12)  # does not move the position back
     assert delivered.is_valid(1, 20)
     assert not delivered.is_valid(1, 19)
-    assert delivered.enter("1:0", 10) == (10, 19)
+    assert delivered.loss("1:0", 10) == (10, 19)
+    delivered.enter("1:0", 10)
     assert delivered.is_valid(1, 10)
-    assert delivered.enter("1:0,+2:10", 30) is None
+    assert delivered.loss("1:0,+2:10", 30) is None

@@ -80,7 +80,7 @@ def _alive(look: Look) -> int:
 @options.peer_group_name
 @options.json_lines
 def list_members(session: Session, group: str, as_json: bool) -> None:
-    """List the members of a group, in the order in which they joined.
+    """List the members of a group. Those that rejoined or resigned as leader come last.
 
     A member that joined with a name stays in the list when it dies, and can come back.
     """

@@ -62,10 +62,19 @@ def reply_type(reply: bytes) -> str:
     return rest.partition(b":")[0].decode() if code == b"ok" else ""
 
 
-def no_handler(queue: str, group: str, member: str | None = None) -> NoHandler:
-    """Return the error for a request to a queue that its receivers do not handle."""
-    subject = f"Member {member!r} of" if member else "No live member of"
-    verb = "does not handle" if member else "handles"
+def no_handler(
+    queue: str, group: str, member: str | None = None, *, is_leader: bool = False
+) -> NoHandler:
+    """Return the error for a request to a queue that its receivers do not handle.
+
+    Args:
+        member: The receiver; None if any member, or the leader, could have received the request.
+        is_leader: Whether the request was for the leader, whoever that is.
+    """
+    subject, verb = "No live member of", "handles"
+    if member or is_leader:
+        subject = f"Member {member!r} of" if member else "The leader of"
+        verb = "does not handle"
     return NoHandler(
         f"{subject} group {group!r} {verb} queue {queue!r}. Check the name, or pass "
         "wait_for_handler=True to wait for a handler.",

@@ -229,9 +229,9 @@ class Requests:
                 raise self._closed_error()
             if not free:
                 raise MessageExpired(
-                    f"Too many messages sent through this handle for group {self.group.name!r} "
-                    f"are unfinished ({len(self._pending):,}). Nothing was sent. Wait for earlier "
-                    "messages to finish.",
+                    f"This handle for group {self.group.name!r} has no room for another message: "
+                    f"{len(self._pending):,} messages are unfinished, and {self._unsent_bytes:,} "
+                    "bytes wait to be stored. Nothing was sent. Wait until some messages finish.",
                     group=self.group.name,
                 )
             self._messages += 1
@@ -401,7 +401,7 @@ class Requests:
                 member=full,
             )
         if code == "NOHANDLER":
-            return no_handler(message.queue, name, member or None)
+            return no_handler(message.queue, name, member or None, is_leader=message.to == "leader")
         if member:
             text = f"Group {name!r} has no member {member!r}."
             return MemberUnknown(text, group=name, member=member)

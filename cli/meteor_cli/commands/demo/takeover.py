@@ -59,13 +59,13 @@ class Outcome:
 
     @property
     def out_of_order(self) -> int:
-        """Number of records that were handled directly after a later record of the same cart."""
+        """Number of records that were handled after a later record of the same cart."""
         newest: dict[int, int] = {}
         found = 0
         for offset in dict.fromkeys(one.offset for one in self.handled):
             cart = offset % CARTS
             found += offset < newest.get(cart, -1)
-            newest[cart] = offset
+            newest[cart] = max(offset, newest.get(cart, -1))
         return found
 
 
@@ -76,7 +76,8 @@ def take_over(
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
-        _wait(lambda: all(worker.lines for worker in workers))  # each prints "ready"
+        started = "The group's processes had not started"
+        wait_until(lambda: all(worker.lines for worker in workers), started)  # each prints "ready"
         with stream.publisher() as pub:
             carts = [b"cart-%d" % (n % CARTS) for n in range(RECORDS)]
             pub.publish_many([b"change %d" % n for n in range(RECORDS)], keys=carts)
