@@ -105,7 +105,14 @@ from meteor_py.shared.admin import Consumer, KeyState, SharedDescription, Shared
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.subscriber import SharedSubscriber
-from meteor_py.store.base import Bounds, ColumnStore, Flaw, RingbufferStore, StatefulStore
+from meteor_py.store.base import (
+    Bounds,
+    ColumnStore,
+    ConcurrentStore,
+    Flaw,
+    RingbufferStore,
+    StatefulStore,
+)
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
@@ -128,6 +135,7 @@ __all__ = [
     "Codec",
     "ColumnStore",
     "Compression",
+    "ConcurrentStore",
     "ConnectionFailed",
     "Consumer",
     "ConsumerConfig",

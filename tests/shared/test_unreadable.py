@@ -93,16 +93,21 @@ def test_dead_letter_for_an_unreadable_record_is_reported_and_not_retried(url: s
         assert queue.shared.confirmed == 2
 
 
-@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("state", ["unscanned", "waiting"])
 def test_damaged_records_in_the_store_are_reported_once_and_others_are_delivered(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: bool
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
     with Queue(url, settings=settings) as queue:
         queue.publish("AB" * 10, frame=5)
         consumer = queue.consumer()
-        if looked:
-            queue.shared.keys(look_ahead=True)
+        if state == "waiting":
+            holders = [queue.consumer(prefetch=1) for _ in "AB"]
+            assert [offsets(holder.poll(5)) for holder in holders] == [[0], [1]]
+            assert not consumer.poll(0)  # scans the other records, which wait for their keys
+            assert queue.shared.describe().waiting == 18
+            for holder in holders:
+                holder.close()  # returns its record
         archive(queue)
         real = FrameCache.read_stored
 
