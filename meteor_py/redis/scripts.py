@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -84,6 +84,7 @@ def _sha(source: bytes) -> str:
     return hashlib.sha1(source, usedforsecurity=False).hexdigest()
 
 
+@cache  # most scripts share libraries
 def _read(name: str) -> bytes:
     lua = files("meteor_py.redis").joinpath("lua")
     folder = lua.joinpath(*name.split("/"))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
 
 import pyarrow as pa
 
@@ -20,9 +21,11 @@ from meteor_py.store.errors import store_unavailable
 
 #: Number of sequential batches after which reading ahead starts.
 _SEQUENTIAL = 2
-#: Maximum number of batches to fetch ahead, each in a thread. With two, decoding uses two cores.
-#: More would take memory, and rarely save time.
+#: Maximum number of batches to fetch ahead, and of threads. With two, decoding uses two cores. More
+#: would take memory, and rarely save time.
 _AHEAD = 2
+#: Seconds without a request after which a thread ends.
+_IDLE_S = 1.0
 #: Seconds to wait for a store that does not respond. Filesystems also have their own timeouts.
 _TIMEOUT_S = 120.0
 #: Seconds to wait in ``close`` for the fetches to end.
@@ -61,8 +64,9 @@ class _Prefetch:
 class _Batches:
     """The batches from ``start`` to ``stop``, some of them fetched ahead.
 
-    Daemon threads fetch them, so that a hung store does not block exit. Each thread fetches one
-    batch and ends, so a reader that pauses has no idle threads.
+    Daemon threads fetch them, so that a hung store does not block exit. A thread ends when no batch
+    has been requested for a while, so a reader that pauses has no idle threads. A thread per batch
+    would be simpler, but half as fast: a new thread cannot reuse the memory of an earlier one.
     """
 
     def __init__(self, batches: Iterator[DeferredBatch], start: int, stop: int, name: str) -> None:
@@ -72,9 +76,10 @@ class _Batches:
         self._batches = batches
         self._name = name
         self._turn = threading.Lock()  # held by the thread that uses the iterator
-        self._started: deque[_Prefetch] = deque()  # no thread has fetched their batches yet
+        self._requests: SimpleQueue[_Prefetch | None] = SimpleQueue()  # None ends a thread
         self._ahead: deque[_Prefetch] = deque()
-        self._threads: deque[JoinableThread] = deque(maxlen=2 * _AHEAD)
+        self._threads: list[JoinableThread] = []
+        self._serving: set[threading.Thread] = set()  # the threads that will take a new request
         self._exhausted = False
 
     @property
@@ -102,32 +107,58 @@ class _Batches:
         """Start to fetch, so that up to ``count`` batches are fetched ahead."""
         while len(self._ahead) < count and not self._exhausted:
             prefetch = _Prefetch()
-            self._started.append(prefetch)
             self._ahead.append(prefetch)
-            thread = JoinableThread(self._fetch, f"meteor-read-ahead-{self._name}")
-            self._threads.append(thread)
-            thread.start()
+            self._requests.put(prefetch)
+            if len(self._serving) < count:  # checked after the request; see _next_request
+                thread = JoinableThread(self._serve, f"meteor-read-ahead-{self._name}")
+                self._threads = [old for old in self._threads if old.is_alive()] + [thread]
+                self._serving.add(thread)
+                thread.start()
+
+    def end(self) -> None:
+        """Make the threads end once they have finished what they are doing."""
+        for _ in self._threads:
+            self._requests.put(None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, all within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
-        for thread in list(self._threads):
+        for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _fetch(self) -> None:
-        # The threads may run in any order, but the first one to run takes the first batch.
-        with self._turn:
-            prefetch = self._started.popleft()
+    def _serve(self) -> None:
+        while self._fetch_next():
+            pass
+
+    def _fetch_next(self) -> bool:
+        """Fetch the batch that is requested next; return False if the thread must end."""
+        with self._turn:  # the thread that takes the first request also takes the first batch
+            prefetch = self._next_request()
+            if prefetch is None:
+                return False
             try:
                 read_batch = next(self._batches, None)
             except BaseException as error:
                 prefetch.fail(error)
-                return
+                return True
         try:
             self._exhausted |= read_batch is None
             prefetch.succeed(None if read_batch is None else read_batch())
         except BaseException as error:
             prefetch.fail(error)
+        return True
+
+    def _next_request(self) -> _Prefetch | None:
+        try:
+            return self._requests.get(timeout=_IDLE_S)
+        except Empty:
+            self._serving.discard(threading.current_thread())
+        try:
+            # ``fetch_ahead`` starts no thread if it still finds this one in ``_serving``. In that
+            # case, its request is already in the queue.
+            return self._requests.get_nowait()
+        except Empty:
+            return None
 
 
 class StoreReadAhead:
@@ -189,7 +220,9 @@ class StoreReadAhead:
 
     def forget(self) -> None:
         """Discard the records fetched ahead, because the store may have changed."""
-        self._batches = None
+        batches, self._batches = self._batches, None
+        if batches is not None and self._pid == os.getpid():
+            batches.end()
         self._sequential = 0
         self._pid = os.getpid()
 
@@ -202,7 +235,10 @@ class StoreReadAhead:
 
     def _next(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
         batches = self._batches
-        if batches is None or start >= batches.stop:
+        if batches is not None and start >= batches.stop:
+            batches.end()
+            batches = None
+        if batches is None:
             batches = self._batches = self._open(start, stop, epoch, epochs)
         try:
             batch = batches.take()

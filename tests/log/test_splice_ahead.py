@@ -295,7 +295,7 @@ FORK = """
 import os, sys, threading
 import meteor_py as meteor
 from tests.support.readers import check_values, drain
-from tests.support.stored_streams import ObservedStore, read_ahead_of
+from tests.support.stored_streams import ObservedStore, read_ahead_of, wait_fetched
 
 url, root, state = sys.argv[1:]
 parent, begun, finish = os.getpid(), threading.Event(), threading.Event()
@@ -314,7 +314,7 @@ while read_ahead_of(sub).ahead == 0:
     seen += check_values(sub.poll(timeout=0))
 assert begun.wait(30)
 if state == "done":
-    read_ahead_of(sub)._batches.join(30)
+    wait_fetched(read_ahead_of(sub))
 pid = os.fork()
 finish.set()
 seen += drain(sub)

@@ -73,6 +73,13 @@ def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
     return store._batches
 
 
+def wait_fetched(ahead: StoreReadAhead) -> None:
+    """Wait until the batches that are fetched ahead have arrived."""
+    assert ahead._batches is not None, "nothing is fetched ahead"
+    for prefetch in ahead._batches._ahead:
+        assert prefetch._done.wait(30), "the store does not respond"
+
+
 def read_straight(sub: meteor.Subscriber) -> list[int]:
     """Read until a batch from the store has been fetched in advance; return the offsets."""
     offsets: list[int] = []
@@ -80,8 +87,7 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
         offsets += check_values(sub.poll(timeout=5))
         ahead = read_ahead_of(sub)
         if ahead.ahead > 0:
-            assert ahead._batches is not None
-            ahead._batches.join(30)
+            wait_fetched(ahead)
             return offsets
     raise AssertionError("No batch was fetched in advance, so this test proves nothing.")
 
