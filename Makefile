@@ -51,7 +51,7 @@ docs: .venv/installed ## build the documentation site into site/; broken links a
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/zensical build --clean --strict
 
-spark: .venv/installed ## install Spark, and Java if it is missing
+spark: .venv/installed ## install Java for Spark, if it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 

@@ -21,6 +21,8 @@ from benchmarks.common import (
 from benchmarks.publish import xadd_all
 from benchmarks.read import read_group
 
+#: Part of the records that each process handles before the clock starts, to warm up.
+WARM_UP = 5
 PEER = f"redis-py, pipeline of {PIPELINE} XADD, XREADGROUP COUNT {PIPELINE} + XACK"
 
 
@@ -45,23 +47,29 @@ def ours(bench: Bench, count: int) -> float:
             for call in cut(values_of(count), CALL):
                 pub.publish_many(call)
     start, end = at_once((publisher, (bench.url, count)), (subscriber, (bench.url, count)))
-    return count / float(end - start)
+    return (count - count // WARM_UP) / float(end - start)
 
 
 def publisher(ready: Ready, url: str, count: int) -> float:
-    calls = cut(values_of(count), CALL)
+    values = values_of(count)
     with connected(url) as client, client.stream("both").publisher() as pub:
+        for call in cut(values[: count // WARM_UP], CALL):
+            pub.publish_many(call)
+        pub.flush()
         start = ready()
-        for call in calls:
+        for call in cut(values[count // WARM_UP :], CALL):
             pub.publish_many(call)
         pub.flush()
     return start
 
 
 def subscriber(ready: Ready, url: str, count: int) -> float:
-    with connected(url) as client, client.stream("both").subscriber() as sub:
-        ready()
+    # The ring was filled with ``count`` records.
+    with connected(url) as client, client.stream("both").subscriber(initial_offset=count) as sub:
         found = 0
+        while found < count // WARM_UP:
+            found += len(sub.poll().values())
+        ready()
         while found < count:
             found += len(sub.poll().values())
         return time.monotonic()
@@ -72,24 +80,25 @@ def theirs(bench: Bench, count: int) -> float:
     with plain_client(bench.url) as client:
         client.xgroup_create("peer", "g", id="$", mkstream=True)
     start, end = at_once((xadd, (bench.url, count)), (xreadgroup, (bench.url, count)))
-    return count / float(end - start)
+    return (count - count // WARM_UP) / float(end - start)
 
 
 def xadd(ready: Ready, url: str, count: int) -> float:
     values = values_of(count)
     with plain_client(url) as client:
-        client.ping()
+        xadd_all(client, values[: count // WARM_UP])
         start = ready()
-        xadd_all(client, values)
+        xadd_all(client, values[count // WARM_UP :])
     return start
 
 
 def xreadgroup(ready: Ready, url: str, count: int) -> float:
     client: Any
     with plain_client(url) as client:
-        client.ping()
-        ready()
         found = 0
+        while found < count // WARM_UP:
+            found += len(read_group(client, "peer", block_ms=1000))
+        ready()
         while found < count:
             found += len(read_group(client, "peer", block_ms=1000))
         return time.monotonic()

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable
 
 import meteor_py as meteor
-from meteor_py.server import open_embedded
+from meteor_py.testing import Server
 
 TTL_S = 1.0
 
@@ -64,7 +64,7 @@ def say(name: str, text: str) -> None:
 
 def main() -> None:
     with (
-        open_embedded() as server,
+        Server() as server,
         meteor.connect(server.url) as m,
         m.peer_group("workers", ttl=TTL_S) as group,
     ):

@@ -42,7 +42,7 @@
     │   └── MessageFailed           .member
     │       ├── MemberUnknown       no such member, or the group is empty
     │       ├── MemberLeft          the member left before it replied
-    │       ├── HandlerFailed       the handler raised an exception or called fail()
+    │       ├── HandlerFailed       the receiver could not handle the message
     │       ├── NoHandler           .queue: no receiver has a handler for the queue
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           the member's inbox is at its limit                  retriable
@@ -436,7 +436,11 @@ class MemberLeft(MessageFailed):
 
 
 class HandlerFailed(MessageFailed):
-    """The handler raised an exception, or called ``fail()``."""
+    """The receiver could not handle the message; the error's text says why.
+
+    The handler raised an exception, took too long or called ``fail()``, its reply cannot be encoded
+    or decoded, the receiver cannot read the message, or the message was delivered too often.
+    """
 
 
 class NoHandler(MessageFailed):

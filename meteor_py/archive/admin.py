@@ -28,7 +28,7 @@ COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
-#: Number of attempts to list the files. The store may change during an attempt, which then fails.
+#: Number of attempts to list the files. An attempt fails if the store changes while it runs.
 _ATTEMPTS = 5
 
 

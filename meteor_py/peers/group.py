@@ -372,7 +372,7 @@ class PeerGroup(Sender):
     def close(self) -> None:
         """Make this handle's members leave, and stop watching. Named members can rejoin later.
 
-        Waits up to 5 seconds for handlers and leader tasks, and then about 5 seconds for the
+        Waits up to 5 seconds for handlers and leader functions, and then about 5 seconds for the
         group's threads. If a signal interrupts the call, the next ``close()``, or the end of the
         process, finishes closing.
         """

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds that ``close()`` waits for handlers and leader tasks (``_LEAVE_S``), and then for
-#: the group's threads (``_JOIN_S``, but at least ``_LAST_S`` for each). ``_JOIN_S`` also limits
+#: Maximum seconds that ``close()`` waits for handlers and leader functions (``_LEAVE_S``), and then
+#: for the group's threads (``_JOIN_S``, but at least ``_LAST_S`` for each). ``_JOIN_S`` also limits
 #: waits for the server.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Maximum attempts to reload a group that keeps changing.
@@ -292,7 +292,7 @@ class GroupHandle:
     def start_closing(self) -> None:
         """Accept no new work, and announce to the server which members are about to leave.
 
-        Does not wait for handlers and leader tasks.
+        Does not wait for handlers and leader functions.
         """
         self.closed = True
         if self._stopped or self._pid != os.getpid():
@@ -309,7 +309,10 @@ class GroupHandle:
         self.finish_closing(deadline)
 
     def finish_closing(self, deadline: float) -> None:
-        """Wait for handlers and leader tasks until ``deadline`` (``now()`` clock), and leave."""
+        """Wait for handlers and leader functions until ``deadline``, and leave.
+
+        ``deadline`` is a time on the ``now()`` clock.
+        """
         if self._stopped or self._pid != os.getpid():
             return
         self._leave_all(deadline)
@@ -338,14 +341,14 @@ class GroupHandle:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
-                    _log.warning("A leader task for group %r did not end in time.", self.name)
+                    _log.warning("A leader function of group %r did not return in time.", self.name)
 
 
 def _start_closing(groups: Sequence[GroupHandle]) -> Callable[[GroupHandle], None]:
     """Start closing all groups, and return the function that closes each of them.
 
-    The function waits for their handlers and leader tasks under one deadline, so that these waits
-    do not add up.
+    The function waits for their handlers and leader functions under one deadline, so that these
+    waits do not add up.
     """
     deadline = now() + _LEAVE_S
     for group in groups:

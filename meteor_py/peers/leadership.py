@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds to wait for leader tasks to end when resigning.
+#: Maximum seconds to wait for leader functions to return when resigning.
 TASKS_S = 5.0
-#: If a leader task fails, its member resigns after at most this many seconds.
+#: If a leader function fails, its member resigns after at most this many seconds.
 _FAILED_S = 1.0
 
 Task = Callable[["Term"], object]
@@ -78,7 +78,7 @@ class Term:
 
     @property
     def guard(self) -> Guard:
-        """Writes values that only the leader of this term may write."""
+        """The writer for values that only the leader of this term may write."""
         return Guard(self)
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class LeaderTask:
         try:
             self._function(term)
         except BaseException:  # even SystemExit: otherwise an idle member would stay leader
-            _log.exception("A leader task for group %r failed.", group.name)
+            _log.exception("A leader function of group %r failed.", group.name)
             if not term.lost.wait(min(_FAILED_S, group.config.ttl / 3)):
                 self._member.leadership.resign(term)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum seconds to wait for leader tasks and handlers to end when leaving.
+#: Maximum seconds to wait for leader functions and handlers to end when leaving.
 LEAVE_S = 5.0
 #: Shortest and longest pause between attempts, in seconds. The pause doubles each time.
 _BACKOFF_S = (0.01, 0.16)
@@ -89,7 +89,7 @@ class MemberHandle:
 
     @property
     def busy(self) -> bool:
-        """Whether leaving would have to wait for a running leader task or handler."""
+        """Whether leaving would have to wait for a running leader function or handler."""
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:

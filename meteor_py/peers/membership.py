@@ -114,8 +114,8 @@ class Membership(Sender):
     def resign(self) -> bool:
         """Stop leading, and move to the end of the election order.
 
-        Waits up to 5 seconds for leader tasks to end; no other member is elected before that. If
-        there is no other candidate, this member is elected again at once, in another term.
+        Waits up to 5 seconds for leader functions to return; no other member is elected before
+        that. If there is no other candidate, this member is elected again at once, in another term.
 
         Returns:
             Whether this member was the leader.
@@ -260,8 +260,8 @@ class Membership(Sender):
     def leave(self) -> None:
         """Leave the group permanently, even if the member has a name. A second call does nothing.
 
-        Waits up to 5 seconds for handlers and leader tasks. Of the remaining messages, those sent
-        to ``any`` move to another member, and all others fail.
+        Waits up to 5 seconds for handlers and leader functions. Of the remaining messages, those
+        sent to ``any`` move to another member, and all others fail.
         """
         if self._handle.leave(""):
             self._handle.group.catch_up()

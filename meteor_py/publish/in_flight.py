@@ -118,7 +118,10 @@ class InFlightWindow:
             batch.in_doubt = True
 
     def doubt_after_next_to_reply(self) -> None:
-        """Mark batches sent after ``next_to_reply`` as in doubt: they may still arrive."""
+        """Mark the batches sent after ``next_to_reply`` as in doubt.
+
+        They may still reach the server.
+        """
         for batch in self.behind_next_to_reply():
             batch.in_doubt = True
 

@@ -81,7 +81,7 @@ _DECODERS = {
 _NAME = re.compile(rb"(\d{1,3})([a-z]{1,16})(?:\.([a-z0-9]{1,16}))?")
 _ID = re.compile(rb"(\d{1,16})-(\d{1,16})")
 _HEADERS = msgspec.msgpack.Decoder(dict[str, bytes] | None)
-#: Exceptions from decoding that mean that the bytes are not a frame.
+#: Exceptions that decoding raises if the bytes are not a frame.
 _NOT_A_FRAME = (
     pa.ArrowException, msgspec.MsgspecError, lz4.block.LZ4BlockError, struct.error, ValueError,
     LookupError, ArithmeticError, OSError, EOFError, MemoryError, RecursionError,

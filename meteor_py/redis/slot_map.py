@@ -103,7 +103,10 @@ class SlotMap(RefreshedTopology):
                 self._moved.pop(slot, None)
 
     def _report_all_nodes(self) -> None:
-        """Report the nodes. If another thread changes them meanwhile, report them again."""
+        """Tell the callback of ``on_departure`` which nodes remain.
+
+        If another thread changes them in the meantime, tell it again.
+        """
         reported: set[Node] | None = None
         while reported != (nodes := self._all_nodes()):
             self._report_nodes(nodes)

@@ -103,7 +103,8 @@ class Completion:
             if self._callbacks is None:
                 self._callbacks = deque()
         self._callbacks.append(callback)
-        if self.settled:  # check after appending, so that ``settle`` or this thread calls it
+        # Check after appending, so that either ``settle`` or this thread is sure to call it.
+        if self.settled:
             try:
                 self._callbacks.remove(callback)
             except ValueError:

@@ -334,7 +334,8 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart |
             )
         program = find_server()
         if restart is not None:
-            restarts.record(datadir)  # before the start, to count it even if this process dies
+            # Before starting, so that the restart counts even if this process dies.
+            restarts.record(datadir)
             logger.warning("The embedded server in %s has exited. Restarting it.", datadir)
         former = None if restart is None else restart.former
         socket_path = write_config(datadir, keep, tcp, former)

@@ -134,8 +134,8 @@ class SharedDescription:
     returned: int
     #: Number of consumers whose leases expired.
     reaped: int
-    #: First and last offset of the range that a scan most recently found lost or unreadable; None
-    #: if there was none. Does not include records that were lost after a consumer had claimed them.
+    #: First and last offset of the latest range that a scan found lost or unreadable; None if there
+    #: was none. Records lost after a consumer claimed them are not included.
     lost_last: tuple[int, int] | None
     consumers: tuple[Consumer, ...] = ()
 

@@ -112,7 +112,10 @@ class FrameCache:
     def _gather(
         self, offsets: Sequence[int], dropped: set[int], fetched: Fetched, room: int
     ) -> tuple[int, int]:
-        """Add records from the cache and the store until their values fill ``room`` bytes.
+        """Add records from the cache and the store to ``fetched``.
+
+        Stops when their values fill ``room`` bytes, at an offset that must be requested from the
+        ring first, or after ``_KEEP`` reads of the store.
 
         Returns:
             The number of leading offsets handled, and the remaining room in bytes.

@@ -333,7 +333,7 @@ class _Check:
             self._add(f"The set delayed lists key {key!r}, which is not delayed.")
 
     def _check_chunks(self, key: bytes) -> None:
-        """Check the chunks with the waiting offsets that did not fit in the key's entry."""
+        """Check the chunks that hold the waiting offsets that did not fit in the key's entry."""
         protocol = self._protocol
         get = ("HGET", protocol.key("keys"), key)
         for _ in range(_TRIES):

@@ -47,7 +47,7 @@ def frozen(servers: Cluster | Sentinels) -> Iterator[None]:
 
 
 class Call(threading.Thread):
-    """A call on a connection in its own thread, and the error that ended it."""
+    """A call that runs in its own thread, and the error that ended it."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(daemon=True)

@@ -1,6 +1,6 @@
 """``stream.repair()`` removes log entries that no publisher wrote.
 
-A foreign entry beyond the end stops publishing, even after it is deleted. A repair keeps every
+A foreign entry beyond the end blocks publishing, even after it is deleted. A repair keeps every
 frame with its offset, while publishers and subscribers stay open.
 """
 

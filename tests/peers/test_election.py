@@ -1,4 +1,4 @@
-"""Peer group elections: the leader, its successor, and leader tasks.
+"""Peer group elections: the leader, its successor, and leader functions.
 
 The tests use several handles in one process.
 """

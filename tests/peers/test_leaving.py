@@ -384,7 +384,7 @@ def test_repeated_send_of_a_finished_message_stores_nothing(server: Server, url:
         result(group.member("a").tell("q", "twice"))
         result(group.member("a").tell("q", 1))  # this send also reports finished messages
         assert inbox_length(other, "a") == 3
-        # The first attempt at an earlier call may arrive late.
+        # A delayed first copy of an earlier send may reach the server only now.
         session = group._handle.reply_session
         args = ["late", "", "", "q", "tell", "member", "a", 0, "", 128, 1000, "", b""]
         protocol = group._handle.protocol

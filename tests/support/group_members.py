@@ -339,7 +339,10 @@ class _Child:
         return State(sub.is_assigned, sub.term, sub.position, sub.confirmed)
 
     def take(self, number: int, pause_s: float) -> list[int]:
-        """Iterate over ``number`` records, confirming each after ``pause_s`` of work."""
+        """Iterate over records, confirming each after ``pause_s`` seconds of simulated work.
+
+        Return the offsets of the first ``number`` records.
+        """
         offsets: list[int] = []
         for record in self.subscriber:
             time.sleep(pause_s)

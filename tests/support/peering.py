@@ -255,7 +255,7 @@ def expel(group: PeerGroup, *members: str) -> None:
     """Make the server drop members, as if their ttl had expired."""
     client, key = group._handle.protocol.connector, group._handle.protocol.key
     overdue = [item for member in members for item in (1, member)]
-    # In one pipeline, so that no heartbeat runs between the two commands.
+    # Send both commands in one write, so that (in practice) no heartbeat runs between them.
     client.pipeline([("ZADD", key("deadlines"), *overdue), ("HDEL", key("state"), "due")])
     group._handle.protocol.look()
 

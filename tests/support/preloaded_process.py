@@ -106,7 +106,7 @@ class PreloadedProcess:
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:
-            pass  # the process has just ended: the fork server noticed first
+            pass  # it has just ended, and the fork server reaped it before we learned of it
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

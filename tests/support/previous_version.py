@@ -1,4 +1,7 @@
-"""State from an earlier version: dump it as readable JSON, and load it into any server.
+"""The server and store contents that an earlier version left, saved as test fixtures.
+
+``dump()`` returns the keys of a server as readable JSON, and ``PreviousVersion`` loads them into
+any server.
 
 The JSON lists every key with its type, content and remaining time to live. Unlike RDB files and
 DUMP payloads, it does not depend on the server's version. Bytes that are not UTF-8 are written as
@@ -31,7 +34,7 @@ Json = Any
 
 
 class PreviousVersion:
-    """The files that one earlier version wrote."""
+    """The server and store contents that one earlier version left."""
 
     def __init__(self, version: str) -> None:
         folder = FIXTURES / version

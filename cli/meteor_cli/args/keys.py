@@ -1,7 +1,7 @@
 r"""Ordering keys as text.
 
 Bytes that are not text, or not safe for a terminal, are written as ``\xNN``, and a backslash as
-``\\``. Users can therefore pass a key's text back to a command, in single quotes for the shell.
+``\\``. So users can pass the printed key back to a command; in a shell, put it in single quotes.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) 
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
     """Check a shared group's state for contradictions.
 
-    The exit status is 1 if there are any. Checking a large group keeps the server busy for a
-    moment.
+    The exit status is 1 if there are any. The command reads the state in portions, while consumers
+    work.
     """
     with _opened(session, stream, group) as opened:
         flaws = opened.fsck()

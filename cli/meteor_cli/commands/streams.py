@@ -260,9 +260,9 @@ meteor streams repair orders --apply --yes""",
 @options.flag("--apply", help="Remove the entries instead of only reporting them.")
 @options.flag("-y", "--yes", help="Do not ask for confirmation.")
 def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None:
-    """Find entries in the log that no publisher wrote, and remove them with --apply.
+    """Find entries in the log that no publisher wrote. With --apply, remove them.
 
-    Such an entry stops publishing or reading. Without --apply, the exit status is 1 if there is
+    Such an entry blocks publishing or reading. Without --apply, the exit status is 1 if there is
     something to repair. The repair copies the ring on the server, which needs memory for both
     copies.
     """

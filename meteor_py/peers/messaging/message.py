@@ -34,9 +34,10 @@ class Message:
     from_leader: bool
     #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: 1 for the first delivery. Each call to ``retry`` in this process adds one, and so does each
-    #: later session in which the message reaches a handler. The first session counts even if the
-    #: message reached no handler there.
+    #: The server's count of deliveries, plus one for each call to ``retry`` in this session. The
+    #: count is 1 when the message is stored. It grows by one each time the message reaches a handler
+    #: in a later session, or after it has moved to another member. So it can be 2 at first: if the
+    #: message was stored while its member was dead.
     deliveries: int
     #: When it was stored, in seconds since 1970 on the group's clock.
     sent_at: float
