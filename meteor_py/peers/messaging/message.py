@@ -35,9 +35,9 @@ class Message:
     #: 1 to 256; lower numbers are delivered first.
     priority: int
     #: The server's count of deliveries, plus one for each call to ``retry`` in this session. The
-    #: count is 1 when the message is stored. It grows by one each time the message reaches a handler
-    #: in a later session, or after it has moved to another member. So it can be 2 at first: if the
-    #: message was stored while its member was dead.
+    #: count is 1 when the message is stored. It grows by one each time the message reaches a
+    #: handler in a later session, or after it has moved to another member. So a message that was
+    #: stored while its member was dead begins with 2.
     deliveries: int
     #: When it was stored, in seconds since 1970 on the group's clock.
     sent_at: float
