@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from zlib_ng.zlib_ng import crc32
@@ -67,6 +67,8 @@ _PAGE_HEADER: _Fields = {
     5: (_STRUCT, _DATA_HEADER),
     7: (_STRUCT, {}),  # dictionary page header
 }
+#: Number of footers to remember, and the maximum size in bytes of each.
+_REMEMBERED, _REMEMBERED_MAX = 16, 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +114,26 @@ class Pages:
     dictionary: int = 0
 
 
-def read_footer(data: bytes, size: int) -> list[RowGroup]:
+def read_footer(data: bytes, size: int) -> tuple[RowGroup, ...]:
     """Read the row groups from the footer of a file that has ``size`` bytes.
 
     Raises:
         ValueError: The footer differs from those that ``segment_file.write`` writes.
     """
+    return _remembered(data, size) if len(data) <= _REMEMBERED_MAX else _row_groups(data, size)
+
+
+def _row_groups(data: bytes, size: int) -> tuple[RowGroup, ...]:
     footer, _ = _read_struct(data, 0, _FILE, _DEPTH_MAX)
-    groups = [_row_group(group, size) for group in _field(footer, 4)]
+    groups = tuple(_row_group(group, size) for group in _field(footer, 4))
     if sum(group.rows for group in groups) != _field(footer, 3):
         raise ValueError("the record counts of its row groups do not add up to the file's")
     return groups
+
+
+#: Callers often open the same file again, for one record at a time. Reading a footer takes several
+#: milliseconds, much longer than comparing its bytes with those of the last footers.
+_remembered = lru_cache(_REMEMBERED)(_row_groups)
 
 
 def _row_group(group: Any, size: int) -> RowGroup:
