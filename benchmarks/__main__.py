@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
         names.remove("spark")
         console.print("Java was not found, so Spark is skipped. `make spark` installs Java.")
     rows: list[Row] = []
-    # Draw only between measurements: a drawing thread would disturb them.
+    # Draw only between measurements: a drawing thread would affect them.
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[family]}: {task.description}"),

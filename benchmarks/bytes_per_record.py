@@ -1,8 +1,8 @@
 """Server memory per record and per key, for docs/production/sizing.md.
 
 ``python -m benchmarks.bytes_per_record`` starts a private server, fills a ring in several ways,
-and prints the bytes that ``MEMORY USAGE`` reports as a Markdown table. It measures bytes, not time,
-so a busy machine does not disturb it.
+and prints, as a Markdown table, the bytes that ``MEMORY USAGE`` reports. It measures bytes, not
+time, so a busy machine does not affect the results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The costs of a store: bytes read for few columns, and time with many segments.
+"""The costs of a store: bytes read if only a few columns are needed, and times with many segments.
 
 ``python -m benchmarks.store_costs`` starts a private server, fills two stores, and prints the
 figures for docs/history.md as a Markdown table. The bytes are those that the process reads from
-files (``rchar`` in /proc/self/io), so a busy machine does not disturb them.
+files (``rchar`` in /proc/self/io). A busy machine affects only the times.
 """
 
 from __future__ import annotations

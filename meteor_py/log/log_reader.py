@@ -54,7 +54,7 @@ class LogReader:
         self._epochs = epochs
         #: The same epochs, in the form that positions use.
         self.path = path_of(epochs)
-        # Incarnation and epoch in replies that need no further check; empty if unknown.
+        # A reply with this incarnation and epoch needs no further check. Empty if unknown.
         self._expected = (b"", b"")
         #: The end of the stream as of the last reply.
         self.end_offset = at.offset
@@ -153,8 +153,11 @@ class LogReader:
         if store.epoch != epoch or store.archived < archived:
             store.forget()
             return []  # a failover may have discarded these records
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback would keep this frame, and the store's files, alive
         return chunks
 
     def read_columns(self, columns: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ class DirectLine:
         self.acknowledged_at = 0.0
         self._reader = 0  # the identifier of the READING thread; 0 if there is none
         self._read_until = 0.0  # when that thread must end its read, on the monotonic clock
-        self._usable_until = 0.0  # until when records may use the line, on the same clock
+        self._usable_until = 0.0  # when the line stops accepting records, on the same clock
         self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
         self._lent = 0  # number of times that the line was lent

@@ -149,8 +149,8 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
 def fingerprint(payload: Any) -> int:
     """Return a checksum that tells a publisher's batches apart. It does not detect corruption.
 
-    Of a payload over 8 KiB, it covers only the length, the start and the end: a crc32 of all bytes
-    would take as long as building the frame.
+    For a payload over 8 KiB, it covers only the length and the first and last 4 KiB: a crc32 of all
+    bytes would take as long as building the frame.
     """
     if len(payload) <= 8192:
         return crc32(payload)
@@ -289,7 +289,7 @@ def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, tim
 
 def _decode_one(letters: str, payload: bytes, offset: int, n: int, time: int) -> ListChunk:
     if n != 1:
-        raise ValueError(f"its format is for one record, but it claims {n}")
+        raise ValueError(f"its format holds one record, but its entry claims {n}")
     row = dict(zip(letters, _DECODERS[letters].decode(payload), strict=True))
     return ListChunk(
         offset,

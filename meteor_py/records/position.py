@@ -75,7 +75,7 @@ def diverged_at(position: Position, epochs: str, end: int) -> int | None:
 
 
 def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_Epoch]:
-    """Return the epochs, on either branch, after the last epoch that both branches have."""
+    """Return the epochs of both branches that come after their last common epoch."""
     numbers = [epoch.number for epoch in table]
     if number in numbers:
         return table[numbers.index(number) + 1 :]

@@ -218,7 +218,7 @@ class Connector:
         return self.use(partial(_list_slot, slot=slot_of(tag), prefix=prefix), tag)
 
     def resolve(self) -> Address:
-        """Return the address to connect to. Starts an embedded server if the address names one."""
+        """Return the server's address. Start the embedded server if the client uses one."""
         with self._exclusive():
             self._check_open()
             if self._resolved is None:

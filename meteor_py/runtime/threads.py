@@ -30,9 +30,9 @@ class JoinableThread(threading.Thread):
     even if it is still running (CPython issue 90882). Code that closes an object on Ctrl-C or
     SIGTERM would then close resources that the thread is using.
 
-    In a ``threading.Thread``, ``start()`` waits with a ``threading.Event``. If a signal handler
-    raises there, the event may stay locked, and the thread waits forever before it runs. So this
-    class uses a ``SignalSafeEvent``.
+    In a ``threading.Thread``, ``start()`` waits on a ``threading.Event``. If a signal handler
+    raises there, the event may stay locked, and the new thread hangs before it runs. So this class
+    uses a ``SignalSafeEvent``.
     """
 
     def __init__(self, target: Callable[..., Any], name: str, *args: Any) -> None:

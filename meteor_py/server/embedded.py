@@ -275,7 +275,9 @@ def _reach(
     eager_until = time.monotonic() + 100 * POLL_S
     while True:
         if restart is not None and restart.is_cancelled():
-            raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
+            raise ServerStartFailed(
+                f"The wait for the embedded server in {datadir} was interrupted."
+            )
         # Reopen the file each time: after a start, the supervisor owns the open file and its lock.
         with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
             if lock.take(fcntl.LOCK_EX):  # no supervisor is running, and only we can start one

@@ -87,7 +87,8 @@ def main(arguments: list[str]) -> None:
         pass
     # Do not use the directory's path: if the directory was deleted, a new one may have that path.
     clean_up(".", socket_path)
-    # If a user remains, it may read the log or start another server, and will remove the files.
+    # Remove the directory only if no user is left. A remaining user may still read the log or start
+    # another server, and removes the files itself.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 

@@ -33,7 +33,7 @@ from meteor_py.shared.group_state import (
 )
 from meteor_py.shared.protocol import SharedProtocol
 
-#: Number of ordering keys, chunks of waiting offsets, or batches to read at one instant.
+#: Number of ordering keys, chunks of waiting offsets, or batches to read in one transaction.
 _KEYS = 50
 _CHUNKS = 100
 _BATCHES = 100

@@ -244,8 +244,12 @@ def deferred_batches(
     stop: int,
     columns: Sequence[str] | None = None,
 ) -> Iterator[DeferredBatch]:
-    """Return the batches of any store; see ``ConcurrentStore.deferred_batches``."""
-    if isinstance(store, ConcurrentStore):
+    """Return the batches of any store; see ``ConcurrentStore.deferred_batches``.
+
+    If a subclass of a ``ConcurrentStore`` overrides only ``read`` or ``read_columns``, its methods
+    are called.
+    """
+    if isinstance(store, ConcurrentStore) and _is_up_to_date(type(store)):
         yield from store.deferred_batches(incarnation, start, stop, columns)
         return
     batches = (
@@ -255,6 +259,13 @@ def deferred_batches(
     )
     for batch in batches:
         yield partial(_same, batch)
+
+
+def _is_up_to_date(store: type) -> bool:
+    """Return whether no subclass changes how a store reads without changing deferred_batches."""
+    reading = {"read", "read_columns", "deferred_batches"}
+    newest = next((base for base in store.__mro__ if reading & vars(base).keys()), store)
+    return "deferred_batches" in vars(newest)
 
 
 def _same(batch: pa.RecordBatch) -> pa.RecordBatch:

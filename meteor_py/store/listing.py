@@ -24,7 +24,7 @@ _TRUSTED_S = 5.0
 
 
 class _Listing(NamedTuple):
-    #: Identifies the folder's state; None if a change could go unnoticed.
+    #: A value that changes with the folder's contents; None if it might miss a change.
     version: object | None
     taken_at: float
     names: frozenset[str]

@@ -3,9 +3,12 @@
 pyarrow trusts file contents too much to be safe with files from unknown writers. It allocates as
 much memory as a page header requests, even if the footer says otherwise. Some of its metadata
 accessors abort the process if the footer is inconsistent. So this module reads the footer and the
-page headers itself. Both are structs in Thrift's compact protocol. This module refuses a field with
-an unexpected type instead of skipping it, so that pyarrow cannot interpret the same bytes
-differently.
+page headers itself. Both are structs in Thrift's compact protocol.
+
+pyarrow must not interpret the same bytes differently. It skips a field with an unknown number
+according to the type that the bytes declare, and so does this module. But pyarrow reads the
+elements of a list as the type that it expects, whatever type the list declares. So this module
+refuses lists in fields where segments have none, and lists that declare another type.
 
 This module also verifies the pages' checksums, several times as fast as pyarrow would.
 """
@@ -13,10 +16,10 @@ This module also verifies the pages' checksums, several times as fast as pyarrow
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
@@ -43,30 +46,58 @@ _ENCODINGS = {
     "headers.key_value.value": (_PLAIN,),
 }
 
-#: Maps each Thrift field that we read to its type and, for structs and lists of structs, to the
-#: nested fields.
-_Fields = Mapping[int, tuple[int, "_Fields | None"]]
+
+class _Type(NamedTuple):
+    """The type of a Thrift field that this module reads, or of a list that segments have."""
+
+    kind: int
+    #: The fields of the struct, or of each struct in the list; None if they are skipped.
+    fields: _Fields | None = None
+    #: The type code of the list's elements.
+    elements: int = 0
+
+
+_Fields = Mapping[int, _Type]
+
+
+def _list_of(elements: int, fields: _Fields | None = None) -> _Type:
+    return _Type(_LIST, fields, elements)
+
+
+_SIZE_STATISTICS: _Fields = {2: _list_of(_I64), 3: _list_of(_I64)}
 _COLUMN_METADATA: _Fields = {
-    3: (_LIST, None),  # path_in_schema
-    4: (_I32, None),  # codec
-    5: (_I64, None),  # num_values
-    6: (_I64, None),  # total_uncompressed_size
-    7: (_I64, None),  # total_compressed_size
-    9: (_I64, None),  # data_page_offset
-    11: (_I64, None),  # dictionary_page_offset
+    2: _list_of(_I32),  # encodings
+    3: _list_of(_BINARY),  # path_in_schema
+    4: _Type(_I32),  # codec
+    5: _Type(_I64),  # num_values
+    6: _Type(_I64),  # total_uncompressed_size
+    7: _Type(_I64),  # total_compressed_size
+    8: _list_of(_STRUCT),  # key_value_metadata
+    9: _Type(_I64),  # data_page_offset
+    11: _Type(_I64),  # dictionary_page_offset
+    13: _list_of(_STRUCT),  # encoding_stats
+    16: _Type(_STRUCT, _SIZE_STATISTICS),
 }
-_COLUMN_CHUNK: _Fields = {1: (_BINARY, None), 3: (_STRUCT, _COLUMN_METADATA)}
-_ROW_GROUP: _Fields = {1: (_LIST, _COLUMN_CHUNK), 3: (_I64, None)}
-_FILE: _Fields = {3: (_I64, None), 4: (_LIST, _ROW_GROUP)}
-_DATA_HEADER: _Fields = {1: (_I32, None), 2: (_I32, None)}
+_COLUMN_CHUNK: _Fields = {1: _Type(_BINARY), 3: _Type(_STRUCT, _COLUMN_METADATA)}
+_ROW_GROUP: _Fields = {1: _list_of(_STRUCT, _COLUMN_CHUNK), 3: _Type(_I64)}
+_FILE: _Fields = {
+    2: _list_of(_STRUCT),  # schema
+    3: _Type(_I64),  # num_rows
+    4: _list_of(_STRUCT, _ROW_GROUP),
+    5: _list_of(_STRUCT),  # key_value_metadata
+    7: _list_of(_STRUCT),  # column_orders
+}
+_DATA_HEADER: _Fields = {1: _Type(_I32), 2: _Type(_I32)}
 _PAGE_HEADER: _Fields = {
-    1: (_I32, None),  # page type
-    2: (_I32, None),  # bytes after decompression
-    3: (_I32, None),  # bytes in the file
-    4: (_I32, None),  # crc32 of these bytes
-    5: (_STRUCT, _DATA_HEADER),
-    7: (_STRUCT, {}),  # dictionary page header
+    1: _Type(_I32),  # page type
+    2: _Type(_I32),  # bytes after decompression
+    3: _Type(_I32),  # bytes in the file
+    4: _Type(_I32),  # crc32 of these bytes
+    5: _Type(_STRUCT, _DATA_HEADER),
+    7: _Type(_STRUCT),  # dictionary page header
 }
+#: A field that is skipped according to the type that the bytes declare.
+_SKIPPED = _Type(0)
 #: Number of footers to remember, and the maximum size in bytes of each.
 _REMEMBERED, _REMEMBERED_MAX = 16, 65_536
 
@@ -210,10 +241,10 @@ def _read_struct(
             if step == 0:  # our structs never skip more than 15 numbers, or repeat one
                 raise ValueError("a field has an unexpected number")
             number += step
-            inner = None
+            wanted = _SKIPPED
             if fields and number in fields:
-                wanted, inner = fields[number]
-                if kind != wanted:
+                wanted = fields[number]
+                if kind != wanted.kind:
                     raise ValueError("a field has an unexpected type")
             if kind in _INTS:
                 raw, at = data[at + 1], at + 2
@@ -221,14 +252,14 @@ def _read_struct(
                     raw, at = _read_varint(data, at - 1, 16 << (kind - _I16))
                 found[number] = (raw >> 1) ^ -(raw & 1)
             else:
-                found[number], at = _read_value(data, at + 1, kind, inner, depth)
+                found[number], at = _read_value(data, at + 1, kind, wanted, depth)
     except IndexError:
         raise ValueError("a struct is incomplete") from None
     return found, at + 1
 
 
 def _read_value(
-    data: bytes | memoryview, at: int, kind: int, inner: _Fields | None, depth: int
+    data: bytes | memoryview, at: int, kind: int, wanted: _Type, depth: int
 ) -> tuple[Any, int]:
     if kind in _INTS:
         raw, at = _read_varint(data, at, 16 << (kind - _I16))
@@ -243,11 +274,11 @@ def _read_value(
     if depth == 0:
         raise ValueError("structs are nested too deeply")
     if kind == _STRUCT:
-        if inner is None and (skipped := _flat_struct().match(data, at)):
+        if wanted.fields is None and (skipped := _flat_struct().match(data, at)):
             return {}, skipped.end()
-        return _read_struct(data, at, inner, depth - 1)
-    if kind in (_LIST, _SET):
-        return _read_list(data, at, inner, depth - 1)
+        return _read_struct(data, at, wanted.fields, depth - 1)
+    if kind == _LIST:
+        return _read_list(data, at, wanted, depth - 1)
     if kind == _DOUBLE:
         return None, at + 8
     raise ValueError("a field has an unknown type")
@@ -255,46 +286,42 @@ def _read_value(
 
 @cache
 def _flat_struct() -> re.Pattern[bytes]:
-    """Return a pattern for structs without nested structs, with short strings and lists.
+    """Return a pattern for short structs without lists, nested structs and long strings.
 
     Most structs in a footer hold statistics and have this form. Skipping one with the pattern takes
-    a tenth of the time of reading it. Each byte has only one meaning, so there is no backtracking.
+    a tenth of the time of reading it. Each byte has only one meaning, so backtracking is short.
+    (Before 3.11.5, Python matched possessive quantifiers, such as ``*+``, incorrectly.)
     """
 
-    def tags(kinds: Iterable[int], numbers: Iterable[int]) -> bytes:
-        tag_bytes = bytes(number << 4 | kind for number in numbers for kind in kinds)
-        return b"[" + re.escape(tag_bytes) + b"]"
+    def tags(*kinds: int) -> bytes:
+        codes = bytes(step << 4 | kind for step in range(1, 16) for kind in kinds)
+        return b"[%b]" % re.escape(codes)
 
-    number = rb"[\x80-\xff]{0,8}+[\x00-\x7f]"
+    number = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
     strings = b"|".join(rb"\x%02x.{%d}" % (size, size) for size in range(17))
-    lists = b"|".join(tags(_INTS, [n]) + b"(?:%s){%d}" % (number, n) for n in range(1, 15))
-    steps = range(1, 16)
     fields = (
-        tags(_INTS, steps) + number,
-        tags([_TRUE, _FALSE], steps),
-        tags([_BINARY], steps) + b"(?:%s)" % strings,
-        tags([_LIST], steps) + b"(?:%s)" % lists,
+        tags(*_INTS) + number,
+        tags(_TRUE, _FALSE),
+        tags(_BINARY) + b"(?:%b)" % strings,
     )
-    return re.compile(rb"(?:%s)*+\x00" % b"|".join(fields), re.DOTALL)
+    return re.compile(rb"(?:%b){0,32}\x00" % b"|".join(fields), re.DOTALL)
 
 
 def _read_list(
-    data: bytes | memoryview, at: int, inner: _Fields | None, depth: int
+    data: bytes | memoryview, at: int, wanted: _Type, depth: int
 ) -> tuple[list[Any], int]:
     tag, at = data[at], at + 1
     count, kind = tag >> 4, tag & 15
     if count == 15:
         count, at = _read_varint(data, at, 32)
-    if inner is not None and kind != _STRUCT:
-        raise ValueError("a list has elements of an unexpected type")
+    if count and kind != wanted.elements:
+        raise ValueError("a list is unexpected, or has elements of an unexpected type")
     if count > len(data) - at:  # each element takes at least one byte
         raise ValueError("a list is incomplete")
+    element = _Type(kind, wanted.fields)
     found: list[Any] = []
     for _ in range(count):
-        if kind in (_TRUE, _FALSE):  # unlike a field, an element has a byte for its value
-            value, at = data[at] == _TRUE, at + 1
-        else:
-            value, at = _read_value(data, at, kind, inner, depth)
+        value, at = _read_value(data, at, kind, element, depth)
         found.append(value)
     return found, at
 

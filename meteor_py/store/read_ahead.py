@@ -56,9 +56,13 @@ class _Prefetch:
         """
         if not self._done.wait(_TIMEOUT_S):
             raise TimeoutError(f"it has not responded for {_TIMEOUT_S:g} seconds")
-        if self._error is not None:
-            raise self._error
-        return self._batch
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._batch
+        finally:
+            del error  # its traceback would keep this frame, and the store's files, alive
 
 
 class _Batches:
@@ -81,6 +85,7 @@ class _Batches:
         self._threads: list[JoinableThread] = []
         self._serving: set[threading.Thread] = set()  # the threads that will take a new request
         self._exhausted = False
+        self._ended = SignalSafeEvent()
 
     @property
     def ahead(self) -> int:
@@ -93,38 +98,50 @@ class _Batches:
         Raises:
             TimeoutError: The store did not respond in time.
         """
-        if self._threads:
-            self.fetch_ahead(1)
-            batch = self._ahead.popleft().result() if self._ahead else None
-        else:
+        if self._ahead:
+            batch = self._ahead.popleft().result()
+        else:  # nothing is being fetched, so no thread uses the iterator
             read_batch = next(self._batches, None)
             batch = None if read_batch is None else read_batch()
         assert batch is not None, "a store yields every record that it is asked for, or raises"
         self.at += len(batch)
         return batch
 
-    def fetch_ahead(self, count: int = _AHEAD) -> None:
-        """Start to fetch, so that up to ``count`` batches are fetched ahead."""
-        while len(self._ahead) < count and not self._exhausted:
+    def fetch_ahead(self) -> None:
+        """Start to fetch, so that up to ``_AHEAD`` batches are fetched ahead."""
+        while len(self._ahead) < _AHEAD and not (self._exhausted or self._ended.is_set()):
             prefetch = _Prefetch()
             self._ahead.append(prefetch)
             self._requests.put(prefetch)
-            if len(self._serving) < count:  # checked after the request; see _next_request
+            if len(self._serving) < _AHEAD:  # checked after the request; see _next_request
                 thread = JoinableThread(self._serve, f"meteor-read-ahead-{self._name}")
                 self._threads = [old for old in self._threads if old.is_alive()] + [thread]
                 self._serving.add(thread)
                 thread.start()
+                if self._ended.is_set():  # meanwhile, so nothing else ends this thread
+                    self._requests.put(None)
+                    thread.join(_CLOSE_S)
 
     def end(self) -> None:
-        """Make the threads end once they have finished what they are doing."""
+        """Make the threads end once they have fetched the requested batches. Start no others."""
+        self._ended.set()
         for _ in self._threads:
             self._requests.put(None)
+
+    def discard(self) -> None:
+        """Drop the batches that were fetched ahead. Only for the thread that calls ``take``.
+
+        An error among them refers to this object, so its files would stay open until the garbage
+        collector runs.
+        """
+        self._ahead.clear()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, all within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            if thread.ident is not None:  # else another thread is just starting it
+                thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _serve(self) -> None:
         while self._fetch_next():
@@ -140,12 +157,17 @@ class _Batches:
                 read_batch = next(self._batches, None)
             except BaseException as error:
                 prefetch.fail(error)
+                del prefetch  # the error's traceback keeps this frame alive
                 return True
+        if read_batch is None:
+            self._exhausted = True
+            prefetch.succeed(None)
+            return False
         try:
-            self._exhausted |= read_batch is None
-            prefetch.succeed(None if read_batch is None else read_batch())
+            prefetch.succeed(read_batch())
         except BaseException as error:
             prefetch.fail(error)
+            del prefetch
         return True
 
     def _next_request(self) -> _Prefetch | None:
@@ -219,19 +241,26 @@ class StoreReadAhead:
         return batch
 
     def forget(self) -> None:
-        """Discard the records fetched ahead, because the store may have changed."""
-        batches, self._batches = self._batches, None
-        if batches is not None and self._pid == os.getpid():
+        """Discard the records fetched ahead, for example because the store may have changed."""
+        batches = self._detach()
+        if batches is not None:
             batches.end()
-        self._sequential = 0
-        self._pid = os.getpid()
+            batches.discard()
 
     def close(self) -> None:
         """Stop reading ahead. Safe while another thread is in the middle of ``read``."""
-        batches = self._batches if self._pid == os.getpid() else None
-        self.forget()
+        batches = self._detach()
         if batches is not None:
+            batches.end()
             batches.join(_CLOSE_S)
+
+    def _detach(self) -> _Batches | None:
+        """Forget the batches and return them; return None in a forked child."""
+        batches, self._batches = self._batches, None
+        inherited = self._pid != os.getpid()
+        self._sequential = 0
+        self._pid = os.getpid()
+        return None if inherited else batches
 
     def _next(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
         batches = self._batches

@@ -40,6 +40,8 @@ _PER_VALUE = 16
 #: with a zero, and pyarrow uses up to a kilobyte of memory for a struct.
 _FOOTER_MAX = 4 * 1024 * 1024
 _FOOTER_ZEROS_MAX = 250_000
+#: Largest file, in bytes, for which buffers come from pyarrow's memory pool.
+_POOLED_MAX = 128 * 1024 * 1024
 #: Bytes to read at the end of a file. They usually contain the whole footer.
 _TAIL = 65_536
 _MAGIC = b"PAR1"
@@ -247,9 +249,11 @@ class SegmentFile:
     def _load(self, columns: Sequence[Column]) -> pa.Buffer:
         """Read columns of a row group into memory."""
         # pyarrow looks for columns at their positions in the file, so the buffer must be as large
-        # as the file. The parts between the columns are never touched, so the kernel allocates no
-        # memory for them.
-        buffer = pa.allocate_buffer(self._size)
+        # as the file. The kernel allocates memory only for the parts that are filled. But pyarrow's
+        # pool keeps freed buffers, and each row group fills another part. That saves time, but a
+        # large file must not stay in memory as a whole.
+        pool = None if self._size <= _POOLED_MAX else pa.system_memory_pool()
+        buffer = pa.allocate_buffer(self._size, memory_pool=pool)
         with memoryview(buffer).cast("B") as memory:
             for start, stop in _merged(columns):
                 # Such a stream has its own position, so several threads can read the file at once.

@@ -135,12 +135,12 @@ class SegmentLog:
         """See ``ConcurrentStore.deferred_batches``.
 
         Args:
-            vanished: A segment whose file was missing although it was listed. If the file is still
-                missing, its records are lost.
+            vanished: A segment whose file was missing although it was listed. If the file is
+                missing again, its records are lost.
         """
         while start < stop:
             try:
-                for end, read_batch in self._deferred_batches(start, stop, columns):
+                for end, read_batch in self._deferred_batches(start, stop, columns, vanished):
                     yield read_batch
                     start = end
             except _Vanished as error:
@@ -150,7 +150,7 @@ class SegmentLog:
                 vanished = error.segment
 
     def _deferred_batches(
-        self, start: int, stop: int, columns: Sequence[str] | None
+        self, start: int, stop: int, columns: Sequence[str] | None, vanished: Segment | None
     ) -> Iterator[tuple[int, DeferredBatch]]:
         """Yield, for each batch, the offset after it and the function that reads it."""
         for span in self.spans(stop, start):
@@ -161,7 +161,7 @@ class SegmentLog:
             while start < span.stop:
                 group = file.group_of(start)
                 end = min(file.edges[group + 1], span.stop)
-                yield end, partial(self._read_batch, file, span, group, start, end, columns)
+                yield end, partial(self._read_batch, file, span, start, end, columns, vanished)
                 start = end
         if start < stop:
             raise reply_errors.records_lost(self.stream, start, stop - 1)
@@ -170,17 +170,20 @@ class SegmentLog:
         self,
         file: SegmentFile,
         span: Span,
-        group: int,
         start: int,
         end: int,
         columns: Sequence[str] | None,
+        vanished: Segment | None,
     ) -> pa.RecordBatch:
-        """Read the records of a row group from ``start`` to ``end`` - 1."""
+        """Read the records from ``start`` to ``end`` - 1, which are in one row group."""
+        group = file.group_of(start)
         first = file.edges[group]
         part = Span(max(first, span.first), end, span.segment)
         try:
             batch = self._checked(part, partial(file.read, group, columns))
         except _Vanished:
+            if span.segment == vanished:  # the file is still listed, but cannot be read
+                raise reply_errors.records_lost(self.stream, start, end - 1) from None
             # The file was compacted or deleted while it was open. List the segments again.
             again = self.deferred_batches(start, end, columns, vanished=span.segment)
             return pa.concat_batches([read_batch() for read_batch in again])

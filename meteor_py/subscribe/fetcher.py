@@ -184,7 +184,10 @@ class Fetcher:
             left = max(deadline - time.monotonic(), 0.0)
             if left == 0 and tried:
                 if failure is not None:
-                    raise failure
+                    try:
+                        raise failure
+                    finally:
+                        del failure  # see LogReader._fetch_from_store
                 if not self.buffer.ready():
                     return
             tried = True

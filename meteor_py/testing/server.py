@@ -303,7 +303,7 @@ class ServerFactory(Protocol):
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that sends each command only once, and no commands of its own."""
+    """Return a redis-py client that never retries a command and sends none of its own."""
     settings: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": 10,

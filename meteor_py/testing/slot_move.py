@@ -42,7 +42,7 @@ class SlotMove:
             _setslot(source, slots, "MIGRATING", self.target.id)
 
     def migrate(self, keys: int = STEP_KEYS) -> int:
-        """Move up to ``keys`` keys; return the number of moved keys, which is 0 if none is left.
+        """Move up to ``keys`` keys; return the number moved, which is 0 if none are left.
 
         Raises:
             redis.ResponseError: A node refused. BUSYKEY means that a key exists on both nodes.

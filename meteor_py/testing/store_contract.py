@@ -23,7 +23,13 @@ import pytest
 
 from meteor_py.errors import RecordsLost
 from meteor_py.records.record import ARROW_SCHEMA
-from meteor_py.store.base import Bounds, RingbufferStore, StatefulStore, read_columns
+from meteor_py.store.base import (
+    Bounds,
+    ConcurrentStore,
+    RingbufferStore,
+    StatefulStore,
+    read_columns,
+)
 
 OpenStore = Callable[[], RingbufferStore]
 
@@ -186,6 +192,24 @@ class StoreContract:
             assert pa.Table.from_batches(found).equals(expected.combine_chunks())
         with pytest.raises(RecordsLost):
             list(read_columns(store, INCARNATION, 25, 31, columns))
+
+    def test_deferred_batches_can_be_read_at_once_in_any_order_or_dropped(
+        self, store: RingbufferStore
+    ) -> None:
+        if not isinstance(store, ConcurrentStore):
+            pytest.skip("Concurrent reading is optional, and this store does not support it.")
+        for first in range(0, 40, 10):
+            store.append(INCARNATION, 1, records(first, first + 10))
+        batches = list(store.deferred_batches(INCARNATION, 3, 38))
+        with ThreadPoolExecutor(READERS) as threads:
+            found = list(threads.map(lambda read_batch: read_batch(), reversed(batches)))
+        expected = records(3, 38)
+        assert pa.Table.from_batches(found[::-1]).equals(expected.combine_chunks())
+        columns = ["value", "key"]
+        dropped = [*store.deferred_batches(INCARNATION, 0, 40, columns)]
+        assert dropped.pop()().num_rows > 0
+        with pytest.raises(RecordsLost):
+            [read_batch() for read_batch in store.deferred_batches(INCARNATION, 35, 45)]
 
     # States
 

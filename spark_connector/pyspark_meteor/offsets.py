@@ -69,8 +69,9 @@ def from_spark(stored: dict[str, Any]) -> Offsets:
     """
     if stored.get("version") != _VERSION:
         raise ValueError(
-            f"The checkpoint has offsets in version {stored.get('version')!r}, but this package "
-            f"reads version {_VERSION}. Use the release that wrote them, or a new checkpoint."
+            f"The checkpoint's offsets have format version {stored.get('version')!r}, but this "
+            f"package reads version {_VERSION}. Use the release that wrote them, or a new "
+            "checkpoint."
         )
     return {
         name: Position(found["incarnation"], found["epoch"], found["offset"], found.get("path", ""))

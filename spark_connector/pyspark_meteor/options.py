@@ -302,8 +302,9 @@ def _parse_spec(option: str, value: str | int) -> OffsetSpec:
             return OffsetSpec(value)
         if re.fullmatch(r"-\d{1,15}", value):
             return OffsetSpec("before", int(value[1:]))
+    names = "earliest, latest, group" if option == "startingOffsets" else "earliest, latest"
     raise ValueError(
-        f"{option} must be earliest, latest, -N (N records before the end), or JSON such as "
+        f"{option} must be {names}, -N (N records before the end), or JSON such as "
         f'{{"orders": 17}}, not {value!r}.'
     )
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import random
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pyarrow as pa
 import pytest
 
 import meteor_py as meteor
+from meteor_py.runtime.threads import JoinableThread
 from meteor_py.store.storage import LocalStorage
 from tests.support.group_members import Process
 from tests.support.readers import background, check_values, drain, fill
@@ -63,6 +66,15 @@ def threads() -> list[str]:
     ]
 
 
+def open_files(folder: Path) -> list[str]:
+    """Return the names of this process's open files in a folder."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [name for name in found if name.startswith(str(folder))]
+
+
 # Reading ahead
 
 
@@ -93,6 +105,34 @@ def test_two_batches_are_fetched_at_once_and_returned_in_order(
     store.on_batch = finish_the_second_batch_first
     with stream.subscriber(initial_offset="earliest") as sub:
         assert drain(sub) == list(range(END))
+
+
+def test_reader_that_pauses_ends_its_threads_and_starts_others_later(
+    stream: meteor.Stream, store: ObservedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meteor_py.store.read_ahead._IDLE_S", 0.01)
+    offsets: list[int] = []
+    most = 0
+    with stream.subscriber(initial_offset="earliest") as sub:
+        while sub.position < END:
+            offsets += check_values(sub.poll(timeout=5))
+            most = max(most, len(threads()))
+            eventually(lambda: threads() == [])
+    assert offsets == list(range(END))
+    assert 1 <= most <= 2
+    assert sorted(store.batches) == list(range(0, STORED, 5))
+
+
+def test_reader_that_is_dropped_without_close_leaves_no_threads(
+    stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meteor_py.store.read_ahead._IDLE_S", 0.01)
+    batches = stream.read()
+    while not threads():
+        next(batches)
+    del batches
+    gc.collect()
+    eventually(lambda: threads() == [])
 
 
 def test_reader_that_seeks_often_prefetches_nothing(
@@ -289,6 +329,45 @@ def test_close_in_another_thread_ends_a_poll_that_waits_for_the_store(
     assert offsets == list(range(len(offsets)))
     assert all("closed" in refusal for refusal in refusals)
     assert threads() == []
+
+
+def test_close_by_a_signal_handler_while_a_thread_starts_leaves_no_thread(
+    stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = JoinableThread.start
+
+    def close_and_start(thread: JoinableThread) -> None:
+        if thread.name.startswith("meteor-read-ahead"):
+            sub.close()
+        start(thread)
+
+    monkeypatch.setattr(JoinableThread, "start", close_and_start)
+    sub = stream.subscriber(initial_offset="earliest")
+    offsets: list[int] = []
+    while not sub.closed:
+        offsets += check_values(sub.poll(timeout=0))
+    assert offsets == list(range(len(offsets)))
+    assert threads() == []
+
+
+def test_files_are_closed_after_an_error_without_the_garbage_collector(
+    stream: meteor.Stream, store: ObservedStore, tmp_path: Path
+) -> None:
+    def fail(first: int) -> None:
+        if first >= 10:
+            raise meteor.CorruptSegment("Damaged.", stream=stream.name, first=first, last=first)
+
+    store.on_batch = fail
+    gc.disable()
+    try:
+        with stream.subscriber(initial_offset="earliest") as sub:
+            assert read_straight(sub) == list(range(10))
+            assert open_files(tmp_path)
+            with pytest.raises(meteor.CorruptSegment):
+                sub.poll(timeout=0)
+        eventually(lambda: open_files(tmp_path) == [])
+    finally:
+        gc.enable()
 
 
 FORK = """

@@ -71,7 +71,7 @@ def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
-    gc.collect()  # so that this test's garbage does not disturb the next test
+    gc.collect()  # so that this test's garbage does not affect the next test
     gc.enable()
 
 

@@ -121,6 +121,48 @@ def test_batch_of_a_merged_and_deleted_file_is_read_from_the_merged_one(
     assert read_shuffled(batches, rng).equals(records(7, END))
 
 
+def test_batch_of_a_file_that_is_listed_but_cannot_be_read_is_reported_as_lost(
+    store: ParquetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    def vanish(file: SegmentFile, *args: Any) -> pa.RecordBatch:
+        reads.append(file.segment.name)
+        raise FileNotFoundError(file.segment.name)
+
+    monkeypatch.setattr(SegmentFile, "read", vanish)
+    batches = list(store.deferred_batches(INCARNATION, 0, END))
+    with pytest.raises(RecordsLost) as caught:
+        batches[1]()
+    assert (caught.value.first, caught.value.last) == (GROUP, 2 * GROUP - 1)
+    assert len(reads) == 2
+
+
+def test_readers_call_the_methods_that_a_subclass_overrides(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Observed(ParquetStore):
+        def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+            calls.append("read")
+            return super().read(incarnation, start, stop)
+
+    class Renamed(Observed):
+        """Changes nothing about reading."""
+
+    class Deferred(Observed):
+        def deferred_batches(self, *args: Any) -> Iterator[DeferredBatch]:
+            calls.append("deferred_batches")
+            return super().deferred_batches(*args)
+
+    store = filled(tmp_path)
+    for kind, expected in ((Observed, "read"), (Renamed, "read"), (Deferred, "deferred_batches")):
+        other = kind(tmp_path, store.stream)
+        found = [read_batch() for read_batch in deferred_batches(other, INCARNATION, 0, END)]
+        assert table(found).equals(records(0, END))
+        assert calls.pop() == expected
+        assert not calls
+
+
 def test_batch_of_a_deleted_file_is_reported_as_lost_with_its_exact_offsets(
     objects: ParquetStore,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store import segment_file
 from meteor_py.store.base import TERMS
 from meteor_py.store.parquet import ParquetStore
-from meteor_py.store.parquet_layout import _flat_struct, _read_struct
+from meteor_py.store.parquet_layout import _flat_struct, _read_struct, read_footer
 from meteor_py.store.segment import Segment
 from meteor_py.store.segment_file import GROUP_BYTES, UNPACKED_MAX
 from tests.support.parquet_mutants import OPTIONS, fuzz, varint
@@ -148,6 +149,38 @@ def test_layout_that_segments_do_not_have_is_refused(
     assert "segment" in refusal(store, 10)
 
 
+@pytest.mark.parametrize("declared", [1, 2, 4, 6, 8, 9, 12])
+def test_list_that_declares_elements_of_another_type_is_refused(
+    tmp_path: Path, declared: int
+) -> None:
+    store, path = plant(tmp_path, table(10, value=[b"x"] * 10))
+    data = path.read_bytes()
+    # The type of a binary column, and the head of the list of its encodings, which are numbers.
+    head = re.compile(rb"\x15\x0c\x19(.)", re.DOTALL).search(data)
+    assert head is not None
+    assert head[1][0] & 15 == 5
+    planted = data[: head.end() - 1] + bytes([head[1][0] & 0xF0 | declared]) + data[head.end() :]
+    encodings = [pq.read_metadata(path).row_group(0).column(3).encodings]
+    path.write_bytes(planted)
+    encodings.append(pq.read_metadata(path).row_group(0).column(3).encodings)
+    assert encodings[0] == encodings[1]  # pyarrow ignores the declared type
+    assert "a list is unexpected" in refusal(store, 10)
+
+
+@pytest.mark.parametrize(
+    "footer",
+    [
+        b"\x89\x15\x02\x00",  # field 8 is a list of one number
+        b"\x29\x1c\xe9\x18\x01a\x00",  # field 2 is a list of structs with a list of strings
+        b"\x8c\x19\x15\x02\x00\x00",  # field 8 is a struct with a list of one number
+        b"\x8a\x15\x02\x00",  # field 8 is a set of one number
+    ],
+)
+def test_list_in_a_field_where_segments_have_none_is_refused(footer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"a list is unexpected|unknown type"):
+        read_footer(footer, 1_000)
+
+
 def test_footer_with_too_many_entries_is_refused(tmp_path: Path) -> None:
     store, path = plant(tmp_path, table(10))
     data = path.read_bytes()
@@ -187,20 +220,16 @@ def test_one_large_key_and_header_among_many_small_ones_are_read(tmp_path: Path)
 
 
 def flat_struct(rng: random.Random) -> bytes:
-    """Return a struct with random fields, none of them a struct, as Thrift would write it."""
+    """Return a struct with random numbers, strings and truth values, as Thrift would write it."""
     struct = bytearray()
     for _ in range(rng.randrange(6)):
-        kind = rng.choice((1, 2, 4, 5, 6, 8, 9))
+        kind = rng.choice((1, 2, 4, 5, 6, 8))
         struct.append(rng.randrange(1, 16) << 4 | kind)
         if kind in (4, 5, 6):
             struct += varint(rng.choice((0, 5, 300, -(2**14))))
         elif kind == 8:
             size = rng.randrange(30)
             struct += bytes([size]) + rng.randbytes(size)
-        elif kind == 9:
-            count = rng.randrange(20)
-            struct += bytes([count << 4 | 5] if count < 15 else [0xF5, count])
-            struct += b"".join(varint(rng.randrange(2**20)) for _ in range(count))
     return bytes(struct) + b"\0"
 
 

@@ -105,7 +105,7 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
 
 
 def flipped_footers(whole: bytes) -> Iterator[bytes]:
-    """Yield copies of a file, each with one flipped bit in the footer, such as in a list length."""
+    """Yield a copy per footer byte, with one bit of that byte flipped, such as in a length."""
     for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
         data = bytearray(whole)
         data[at] ^= 64

@@ -37,7 +37,7 @@ def _text(what: str) -> options.Decorator:
     return options.flag("--text", "as_text", help=f"Send {what} as text, even if it is JSON.")
 
 
-#: Arguments and first options of the message commands.
+#: The arguments and leading options that all message commands share.
 _message = options.together(
     options.peer_group_name,
     click.argument("queue"),

@@ -59,7 +59,7 @@ Ack = Literal["auto", "manual"]
 #: A message's position and id: after a failover, another message may have the same position.
 Key = tuple[Place, str]
 
-#: Maximum number and total bytes of unsettled messages per queue in this process.
+#: Limits on the unsettled messages per queue in this process: their number, and their total bytes.
 HELD_MAX = 1_000
 HELD_BYTES_MAX = 64 * 1_048_576
 #: The position before the first entry.
