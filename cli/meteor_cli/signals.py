@@ -13,8 +13,10 @@ from types import FrameType
 
 #: Seconds after Ctrl-C during which another Ctrl-C is ignored, so that cleanup can finish.
 _CLEANING_S = 3.0
-#: Seconds after which to repeat a signal that arrived in code that must not be interrupted.
+#: Seconds between two checks whether a signal can be repeated.
 _AGAIN_S = 0.01
+#: Number of checks after which the signal is repeated anyway.
+_CHECKS = 500
 
 
 @contextlib.contextmanager
@@ -43,12 +45,13 @@ def cleaning_up() -> Iterator[None]:
 def _is_fragile(frame: FrameType | None) -> bool:
     """Return whether an exception raised in this frame would be lost or leak resources.
 
-    Python prints and ignores an exception in a finalizer. In the ``__enter__`` of a
-    ``@contextmanager``, an exception delays the cleanup of resources until garbage collection.
+    Python prints and ignores an exception in a finalizer or in ``sys.unraisablehook``. In the
+    ``__enter__`` of a ``@contextmanager``, an exception delays the cleanup of resources until
+    garbage collection.
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__del__":
+        if code.co_name == "__del__" or code is repeat_lost_signal.__code__:
             return True
         if code.co_name == "__enter__" and code.co_filename == contextlib.__file__:
             return True
@@ -72,10 +75,17 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _repeat(number: int) -> None:
-    # Send the signal later: now, it would interrupt the same code again.
-    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
+    """Send the signal again, once the main thread has left the code that it interrupted."""
+    threading.Thread(target=_send_later, args=(number,), daemon=True).start()
+
+
+def _send_later(number: int) -> None:
+    main = threading.main_thread().ident
+    for _ in range(_CHECKS):
+        time.sleep(_AGAIN_S)
+        if not _is_fragile(sys._current_frames().get(main or 0)):
+            break
+    os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager

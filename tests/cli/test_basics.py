@@ -283,12 +283,16 @@ def test_closed_standard_files_or_a_full_disk_cause_no_traceback(
 
 def test_signal_in_a_finalizer_ends_the_command() -> None:
     program = """
-import sys
+import select, signal, threading, time
 from meteor_cli import main
+start = threading.Thread.start
+def start_slowly(thread):
+    start(thread)
+    time.sleep(0.1)  # the machine is slow
+threading.Thread.start = start_slowly
 class Trap:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
-import select, signal
 def command(**settings):
     Trap()
     select.select([], [], [])

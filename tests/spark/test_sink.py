@@ -266,7 +266,7 @@ def columns(ddl: str) -> StructType:
         ("value string, extra int", {}, "Cannot write column extra of type int to a stream"),
         ("value int", {}, "Cannot write column value of type int to a stream"),
         ("key string", {}, "A record needs a value"),
-        ("value string", {"stream": None}, "Name the target stream"),
+        ("value string", {"stream": None}, "No target stream is set"),
         ("value string", {"other": "x"}, "no option 'other'"),
         ("value string", {"delivery": "atLeastOnce"}, "delivery does not apply here"),
         ("value string", {"txnVersion": "2"}, "Set txnId as well"),
