@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import redis
 
+import meteor_py as meteor
 from meteor_py.errors import ServerNotFound, ServerStartFailed
 from meteor_py.server import EmbeddedServer, binary, datadir, open_embedded, supervisor
 from tests.support.servers import plain_client
@@ -469,6 +470,34 @@ def test_tcp_requires_a_password_that_is_shown_nowhere(kept: Path) -> None:
 
 
 # -- The program
+
+
+def test_large_replies_reuse_the_memory_of_earlier_ones() -> None:
+    def fill(count: int, capacity: int) -> meteor.Stream:
+        stream = client.stream("s", capacity=capacity)
+        with stream.publisher() as pub:
+            for _ in range(count // 10_000):
+                pub.publish_many([b"%0100d" % number for number in range(10_000)])
+        return stream
+
+    with open_embedded() as server, meteor.connect(server.url) as client:
+        fill(200_000, 50_000)
+        client.redis.flushall()
+        stream = fill(200_000, 200_000)
+        pipe = client.redis.pipeline(transaction=False)
+        for number in range(20_000):
+            pipe.execute_command("XADD", "x", "*", "value", b"%0100d" % number)
+        pipe.execute()  # these small values fill the holes of the heap
+        new_pages = []
+        for _ in range(3):
+            before = page_faults(server.pid)
+            assert sum(map(len, stream.read(0, 200_000))) == 200_000
+            new_pages.append(page_faults(server.pid) - before)
+    assert max(new_pages[1:]) < 500, f"20 MB took {new_pages} new pages"
+
+
+def page_faults(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 def test_without_any_program_the_error_says_how_to_get_one(
