@@ -44,9 +44,9 @@ POLL_S = 0.1
 #: Seconds that a server has to stop on its own before the supervisor kills it.
 STOP_S = 5.0
 
-#: Limits for glibc's malloc, in bytes, unless the environment sets them. By default, glibc may return
-#: the memory of each large reply to the kernel. The next reply then takes new pages, which can halve
-#: the speed of reading. With these limits, the server keeps up to 32 MiB of free memory.
+#: Limits for glibc's malloc, in bytes, unless the environment sets them. By default, glibc may
+#: return the memory of each large reply to the kernel. The next reply then takes new pages, which
+#: can halve the speed of reading. With these limits, the server keeps up to 32 MiB of free memory.
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(32 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
