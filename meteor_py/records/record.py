@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from meteor_py.errors import DecodeError
 from meteor_py.records.codec import Codec
+from meteor_py.records.memory import keep_arenas
 from meteor_py.records.times import EPOCH
 
 Headers = dict[str, bytes]
@@ -182,8 +183,7 @@ class ArrowChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        values: list[bytes] = self.columns.column("value").to_pylist()
-        return values
+        return _values(self.columns)
 
     def key_list(self) -> list[bytes | None]:
         column = self._column("key")
@@ -247,8 +247,7 @@ class TableChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        values: list[bytes] = self.columns.column("value").to_pylist()
-        return values
+        return _values(self.columns)
 
     def key_list(self) -> list[bytes | None]:
         keys: list[bytes | None] = self.columns.column("key").to_pylist()
@@ -394,6 +393,12 @@ def decode_record(stream: str, codec: Codec, record: Record) -> Record:
 def to_pairs(headers: list[Headers | None]) -> list[list[tuple[str, bytes]] | None]:
     """Convert headers to lists of pairs, which Arrow accepts as maps."""
     return [None if row is None else list(row.items()) for row in headers]
+
+
+def _values(columns: pa.RecordBatch) -> list[bytes]:
+    values: list[bytes] = columns.column("value").to_pylist()
+    keep_arenas(values)
+    return values
 
 
 def _dicts(headers: Any) -> Iterable[Headers | None]:

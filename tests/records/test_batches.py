@@ -7,6 +7,8 @@ of both, sliced or not. All of them must behave the same.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -15,8 +17,10 @@ import pyarrow as pa
 import pytest
 
 import meteor_py as meteor
+from meteor_py.records import memory
 from meteor_py.records.codec import Codec, find_codec
 from meteor_py.records.frame import Columns, decode, encode
+from meteor_py.records.memory import keep_arenas
 from meteor_py.records.record import Record, RecordBatch, TableChunk
 from meteor_py.records.times import to_ms
 
@@ -260,3 +264,33 @@ def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
     assert caught.value.record.offset == FIRST + 3
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(batch[:3].values()) == 3
+
+
+def test_records_of_a_batch_reuse_the_memory_of_earlier_batches() -> None:
+    program = """
+import resource
+import pyarrow as pa
+from meteor_py.records import memory
+from meteor_py.records.record import ArrowChunk, RecordBatch
+values = pa.array([b"%0100d" % number for number in range(10_000)], pa.binary())
+columns = pa.RecordBatch.from_arrays([values], ["value"])
+def read():
+    for _ in range(40):
+        assert len(list(RecordBatch("s", 0, [ArrowChunk(0, columns, 0)]))) == len(values)
+read()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+read()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, len(memory._kept))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, timeout=60, text=True
+    )
+    new_pages, kept = map(int, ran.stdout.split())
+    assert new_pages < 1000, "400,000 records take 80 MB, which is 20,000 pages"
+    assert 0 < kept <= 16
+
+
+def test_large_values_are_not_kept_for_their_memory() -> None:
+    before = list(memory._kept)
+    keep_arenas([bytes(1000)] * 10_000)
+    assert list(memory._kept) == before
