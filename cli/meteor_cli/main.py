@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ from meteor_cli.render.sanitize import sanitize
 from meteor_cli.render.terminal import is_cut_off
 from meteor_cli.render.text import say
 from meteor_cli.session import Session
-from meteor_cli.signals import repeat_lost_signal
+from meteor_cli.signals import end_on_sigterm, repeat_lost_signal
 
 #: Commands in help order, with their summaries. Each is in the module ``commands.<name>``, which is
 #: imported on demand: a command imports only the modules that it needs, and `meteor --help` imports
@@ -106,7 +105,7 @@ def main() -> None:
     # Commands print their own messages. Of the library's log, show only errors; -v shows more.
     logging.getLogger("meteor_py").setLevel(logging.ERROR)
     sys.unraisablehook = repeat_lost_signal
-    signal.signal(signal.SIGTERM, _terminate)
+    end_on_sigterm()
     try:
         code = meteor.main(prog_name="meteor", obj=session, standalone_mode=False)
     except click.Abort:
@@ -122,11 +121,6 @@ def main() -> None:
         say(explain(error))
         code = 1
     sys.exit(code)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM: raise SystemExit, so that ``with`` blocks exit and leases are released."""
-    raise SystemExit(128 + number)
 
 
 def _open_standard_files() -> None:

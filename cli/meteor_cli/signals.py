@@ -19,19 +19,40 @@ _AGAIN_S = 0.01
 _CHECKS = 500
 
 
+class _Raised:
+    """The signals that have raised an exception, unless it was lost; see ``repeat_lost_signal``."""
+
+    #: The ``time.monotonic()`` of the last Ctrl-C in ``cleaning_up``.
+    interrupted_at = float("-inf")
+    #: Whether a SIGTERM has raised SystemExit.
+    terminated = False
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, once, so that ``with`` blocks exit and leases are released."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if _is_fragile(frame):
+            _repeat(number)
+        elif not _Raised.terminated:
+            _Raised.terminated = True
+            raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, terminate)
+
+
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
     """Let Ctrl-C end the block, and keep a second Ctrl-C from interrupting the cleanup."""
-    interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted_at
         if _is_fragile(frame):
             _repeat(number)
-        elif time.monotonic() - interrupted_at > _CLEANING_S:
-            interrupted_at = time.monotonic()
+        elif time.monotonic() - _Raised.interrupted_at > _CLEANING_S:
+            _Raised.interrupted_at = time.monotonic()
             raise KeyboardInterrupt
 
+    _Raised.interrupted_at = float("-inf")
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -67,8 +88,10 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
     print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
+        _Raised.interrupted_at = float("-inf")
         _repeat(signal.SIGINT)
     elif issubclass(lost.exc_type, SystemExit):
+        _Raised.terminated = False
         _repeat(signal.SIGTERM)
     else:
         sys.__unraisablehook__(lost)

@@ -46,8 +46,9 @@ STOP_S = 5.0
 
 #: Limits for glibc's malloc, in bytes, unless the environment sets them. By default, glibc may
 #: return the memory of each large reply to the kernel. The next reply then takes new pages, which
-#: can halve the speed of reading. With these limits, the server keeps up to 32 MiB of free memory.
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(32 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+#: can halve the speed of reading. With these limits, up to 32 MiB at the end of the heap stay free,
+#: and only values above 4 MiB have memory of their own, which is returned at once.
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(32 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -109,7 +110,9 @@ def _become_server(binary: str, supervisor: int, gentle: int) -> None:
             os._exit(1)
         with open(PID, "w") as file:
             file.write(f"{os.getpid()}\n")
-        os.execve(binary, [binary, CONFIG], {**MALLOC, **os.environ})
+        for name, limit in MALLOC.items():
+            os.environ.setdefault(name, limit)
+        os.execv(binary, [binary, CONFIG])
     except OSError as exc:
         _log(f"cannot run {binary}: {exc.strerror}.")
     finally:

@@ -85,6 +85,7 @@ class _Batches:
         self._threads: list[JoinableThread] = []
         self._serving: set[threading.Thread] = set()  # the threads that will take a new request
         self._exhausted = False
+        self._discarded = False
         self._ended = SignalSafeEvent()
 
     @property
@@ -114,13 +115,7 @@ class _Batches:
             self._ahead.append(prefetch)
             self._requests.put(prefetch)
             if len(self._serving) < _AHEAD:  # checked after the request; see _next_request
-                thread = JoinableThread(self._serve, f"meteor-read-ahead-{self._name}")
-                self._threads = [old for old in self._threads if old.is_alive()] + [thread]
-                self._serving.add(thread)
-                thread.start()
-                if self._ended.is_set():  # meanwhile, so nothing else ends this thread
-                    self._requests.put(None)
-                    thread.join(_CLOSE_S)
+                self._start_thread()
 
     def end(self) -> None:
         """Make the threads end once they have fetched the requested batches. Start no others."""
@@ -134,6 +129,7 @@ class _Batches:
         An error among them refers to this object, so its files would stay open until the garbage
         collector runs.
         """
+        self._discarded = True
         self._ahead.clear()
 
     def join(self, timeout_s: float) -> None:
@@ -143,6 +139,21 @@ class _Batches:
             if thread.ident is not None:  # else another thread is just starting it
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
+    def _start_thread(self) -> None:
+        thread = JoinableThread(self._serve, f"meteor-read-ahead-{self._name}")
+        self._threads = [old for old in self._threads if old.is_alive()] + [thread]
+        self._serving.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the process cannot start another thread
+            self._serving.discard(thread)
+            if not self._serving:
+                self._fetch_next()
+            return
+        if self._ended.is_set():  # meanwhile, so nothing else ends this thread
+            self._requests.put(None)
+            thread.join(_CLOSE_S)
+
     def _serve(self) -> None:
         while self._fetch_next():
             pass
@@ -151,7 +162,7 @@ class _Batches:
         """Fetch the batch that is requested next; return False if the thread must end."""
         with self._turn:  # the thread that takes the first request also takes the first batch
             prefetch = self._next_request()
-            if prefetch is None:
+            if prefetch is None or self._discarded:
                 return False
             try:
                 read_batch = next(self._batches, None)

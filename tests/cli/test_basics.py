@@ -281,28 +281,72 @@ def test_closed_standard_files_or_a_full_disk_cause_no_traceback(
     assert "unexpected" not in err
 
 
-def test_signal_in_a_finalizer_ends_the_command() -> None:
-    program = """
-import select, signal, threading, time
-from meteor_cli import main
+_LOSES_SIGNALS = """
+import select, signal, sys, threading, time, weakref
+from meteor_cli import main, signals
 start = threading.Thread.start
 def start_slowly(thread):
     start(thread)
     time.sleep(0.1)  # the machine is slow
 threading.Thread.start = start_slowly
+number = signal.Signals[sys.argv[1]]
 class Trap:
     def __del__(self):
-        signal.raise_signal(signal.SIGTERM)
+        if sys.argv[2] == "finalizer":
+            signal.raise_signal(number)
+def generate():
+    try:
+        yield
+    finally:
+        signal.raise_signal(number)
+def lose():
+    trap = Trap()
+    if sys.argv[2] == "weak reference":
+        weakref.finalize(trap, signal.raise_signal, number)
+    if sys.argv[2] == "generator":
+        trap = generate()
+        next(trap)
 def command(**settings):
-    Trap()
-    select.select([], [], [])
+    with signals.cleaning_up():
+        lose()
+        select.select([], [], [])
+main.meteor.main = command
+main.main()
+"""
+
+
+@pytest.mark.parametrize("place", ["finalizer", "weak reference", "generator"])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -2)])
+def test_signal_whose_exception_python_drops_ends_the_command(
+    name: str, code: int, place: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSES_SIGNALS, name, place],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert b"ignored" not in done.stderr
+
+
+def test_second_sigterm_does_not_interrupt_the_cleanup_of_the_first() -> None:
+    program = """
+import signal
+from meteor_cli import main
+def command(**settings):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        print("cleaned up")
 main.meteor.main = command
 main.main()
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=False, timeout=60
     )
-    assert (done.returncode, done.stderr) == (143, b"")
+    assert (done.returncode, done.stdout, done.stderr) == (143, b"cleaned up\n", b"")
 
 
 def test_untrusted_names_reach_the_terminal_escaped(url: str) -> None:

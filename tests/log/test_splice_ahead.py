@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -348,6 +348,56 @@ def test_close_by_a_signal_handler_while_a_thread_starts_leaves_no_thread(
         offsets += check_values(sub.poll(timeout=0))
     assert offsets == list(range(len(offsets)))
     assert threads() == []
+
+
+@pytest.fixture
+def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that limits the number of threads that read ahead at the same time."""
+    start = JoinableThread.start
+
+    def allow(most: int) -> None:
+        def start_if_allowed(thread: JoinableThread) -> None:
+            if thread.name.startswith("meteor-read-ahead") and len(threads()) >= most:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(JoinableThread, "start", start_if_allowed)
+
+    return allow
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_reader_that_cannot_start_threads_reads_every_batch_once(
+    stream: meteor.Stream, store: ObservedStore, allow_threads: Callable[[int], None], most: int
+) -> None:
+    allow_threads(most)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert drain(sub) == list(range(END))
+    assert sorted(store.batches) == list(range(0, STORED, 5))
+    assert threads() == []
+
+
+def test_batches_requested_before_a_seek_are_not_read(
+    stream: meteor.Stream, store: ObservedStore, allow_threads: Callable[[int], None]
+) -> None:
+    begun, finish = threading.Event(), threading.Event()
+
+    def hold(first: int) -> None:
+        if first == 10:
+            begun.set()
+            assert finish.wait(30)
+
+    store.on_batch = hold
+    allow_threads(1)  # it reads the batch at 10, so the one at 15 waits
+    with stream.subscriber(initial_offset="earliest") as sub:
+        for first in (0, 5):
+            assert check_values(sub.poll(timeout=0)) == list(range(first, first + 5))
+        assert begun.wait(30)
+        sub.seek(40)
+        assert check_values(sub.poll(timeout=0)) == list(range(40, 45))
+        finish.set()
+        eventually(lambda: threads() == [])
+    assert sorted(store.batches) == [0, 5, 10, 40]
 
 
 def test_files_are_closed_after_an_error_without_the_garbage_collector(
