@@ -75,6 +75,19 @@ def open_files(folder: Path) -> list[str]:
     return [name for name in found if name.startswith(str(folder))]
 
 
+def hold_batch(store: ObservedStore, at: int) -> tuple[threading.Event, threading.Event]:
+    """Let the store block in the batch at this offset; return events that it sets and waits for."""
+    begun, finish = threading.Event(), threading.Event()
+
+    def hold(first: int) -> None:
+        if first == at:
+            begun.set()
+            assert finish.wait(30)
+
+    store.on_batch = hold
+    return begun, finish
+
+
 # Reading ahead
 
 
@@ -278,14 +291,7 @@ def interrupt_main() -> None:
 def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
     stream: meteor.Stream, store: ObservedStore
 ) -> None:
-    begun, finish = threading.Event(), threading.Event()
-
-    def hold(first: int) -> None:
-        if first == 10:
-            begun.set()
-            assert finish.wait(30)
-
-    store.on_batch = hold
+    begun, finish = hold_batch(store, 10)
     sub = stream.subscriber(initial_offset="earliest")
     while sub.position < 10:
         sub.poll(timeout=0)
@@ -302,14 +308,7 @@ def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
 def test_close_in_another_thread_ends_a_poll_that_waits_for_the_store(
     stream: meteor.Stream, store: ObservedStore, when: int
 ) -> None:
-    begun, finish = threading.Event(), threading.Event()
-
-    def hold(first: int) -> None:
-        if first == when:
-            begun.set()
-            assert finish.wait(30)
-
-    store.on_batch = hold
+    begun, finish = hold_batch(store, when)
     sub = stream.subscriber(initial_offset="earliest")
     offsets: list[int] = []
     refusals: list[str] = []
@@ -380,14 +379,7 @@ def test_reader_that_cannot_start_threads_reads_every_batch_once(
 def test_batches_requested_before_a_seek_are_not_read(
     stream: meteor.Stream, store: ObservedStore, allow_threads: Callable[[int], None]
 ) -> None:
-    begun, finish = threading.Event(), threading.Event()
-
-    def hold(first: int) -> None:
-        if first == 10:
-            begun.set()
-            assert finish.wait(30)
-
-    store.on_batch = hold
+    begun, finish = hold_batch(store, 10)
     allow_threads(1)  # it reads the batch at 10, so the one at 15 waits
     with stream.subscriber(initial_offset="earliest") as sub:
         for first in (0, 5):
