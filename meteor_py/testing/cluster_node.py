@@ -79,6 +79,12 @@ class Node(Server):
         except redis.RedisError:
             return frozenset()  # paused or dying
 
+    def epochs(self) -> tuple[int, int]:
+        """Return this node's config epoch, and the highest epoch that it knows of."""
+        lines = self.ask("CLUSTER", "INFO", timeout_s=2).decode().splitlines()
+        found = dict(line.split(":", 1) for line in lines if ":" in line)
+        return int(found["cluster_my_epoch"]), int(found["cluster_current_epoch"])
+
     def write_view(self, lines: Iterable[str], epoch: int) -> None:
         """Write the nodes file, so that the node is a cluster member from its first start."""
         text = "\n".join([*lines, f"vars currentEpoch {epoch} lastVoteEpoch 0", ""])

@@ -12,6 +12,9 @@ from meteor_py.testing.waiting import eventually
 #: Timeout in seconds for one MIGRATE, and for one atomic move.
 MIGRATE_S = 60.0
 
+#: Seconds to wait until the target of a move knows the sources' epochs. Usually, it knows them.
+_EPOCH_S = 20.0
+
 #: Default number of keys per MIGRATE.
 STEP_KEYS = 100
 
@@ -71,6 +74,7 @@ class SlotMove:
 
     def assign(self) -> None:
         """Make the target the owner of the slots, whose keys must all have been moved."""
+        self._wait_for_epochs()
         # Start with the target, so that every slot always has an owner.
         first = [self.target, *(source for source, _ in self._parts)]
         for node in first:
@@ -78,6 +82,19 @@ class SlotMove:
         for node in self._nodes:
             if node not in first and node.running and not node.view()[node.id].primary:
                 _setslot(node, self.slots, "NODE", self.target.id)
+
+    def _wait_for_epochs(self) -> None:
+        """Wait until the target knows the sources' epochs, because it takes a higher one.
+
+        Otherwise, a message that a source has sent before it gives up the slots can take them back
+        from the target. No node would own them then, for ever.
+        """
+        newest = max((source.epochs()[0] for source, _ in self._parts), default=0)
+        eventually(
+            lambda: self.target.epochs()[1] >= newest,
+            _EPOCH_S,
+            f"{self.target} does not know epoch {newest}",
+        )
 
     def run_atomically(self) -> None:
         """Move the slots with ``CLUSTER MIGRATESLOTS``, and wait until they have moved.
