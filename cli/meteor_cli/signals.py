@@ -11,31 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-#: Seconds after Ctrl-C during which another Ctrl-C is ignored, so that cleanup can finish.
+#: Seconds after a signal during which the same signal is ignored, so that cleanup can finish.
 _CLEANING_S = 3.0
 #: Seconds between two checks whether a signal can be repeated.
 _AGAIN_S = 0.01
 #: Number of checks after which the signal is repeated anyway.
 _CHECKS = 500
 
-
-class _Raised:
-    """The signals that have raised an exception, unless it was lost; see ``repeat_lost_signal``."""
-
-    #: The ``time.monotonic()`` of the last Ctrl-C in ``cleaning_up``.
-    interrupted_at = float("-inf")
-    #: Whether a SIGTERM has raised SystemExit.
-    terminated = False
+#: The ``time.monotonic()`` at which each signal last raised an exception that was not lost.
+_raised_at: dict[int, float] = {}
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM raise SystemExit, once, so that ``with`` blocks exit and leases are released."""
+    """Let SIGTERM raise SystemExit, so that ``with`` blocks exit and leases are released.
+
+    Another SIGTERM within ``_CLEANING_S`` is ignored, so that it does not interrupt the cleanup.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if _is_fragile(frame):
-            _repeat(number)
-        elif not _Raised.terminated:
-            _Raised.terminated = True
+        if _may_raise(number, frame):
             raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, terminate)
@@ -46,13 +40,10 @@ def cleaning_up() -> Iterator[None]:
     """Let Ctrl-C end the block, and keep a second Ctrl-C from interrupting the cleanup."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if _is_fragile(frame):
-            _repeat(number)
-        elif time.monotonic() - _Raised.interrupted_at > _CLEANING_S:
-            _Raised.interrupted_at = time.monotonic()
+        if _may_raise(number, frame):
             raise KeyboardInterrupt
 
-    _Raised.interrupted_at = float("-inf")
+    _raised_at.pop(signal.SIGINT, None)
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -61,6 +52,18 @@ def cleaning_up() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _may_raise(number: int, frame: FrameType | None) -> bool:
+    """Return whether a handler may raise now; if not, repeat the signal or ignore it."""
+    if _is_fragile(frame):
+        _repeat(number)
+        return False
+    now = time.monotonic()
+    if now - _raised_at.get(number, float("-inf")) <= _CLEANING_S:
+        return False
+    _raised_at[number] = now
+    return True
 
 
 def _is_fragile(frame: FrameType | None) -> bool:
@@ -88,10 +91,10 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
     print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        _Raised.interrupted_at = float("-inf")
+        _raised_at.pop(signal.SIGINT, None)
         _repeat(signal.SIGINT)
     elif issubclass(lost.exc_type, SystemExit):
-        _Raised.terminated = False
+        _raised_at.pop(signal.SIGTERM, None)
         _repeat(signal.SIGTERM)
     else:
         sys.__unraisablehook__(lost)

@@ -47,7 +47,7 @@ STOP_S = 5.0
 #: Limits for glibc's malloc, in bytes, unless the environment sets them. By default, glibc may
 #: return the memory of each large reply to the kernel. The next reply then takes new pages, which
 #: can halve the speed of reading. With these limits, up to 32 MiB at the end of the heap stay free.
-#: The memory of a value above 4 MiB is returned at once.
+#: When a value above 4 MiB is deleted, its memory is returned at once.
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(32 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
